@@ -15,8 +15,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import RunningDigest, hex_digest_of
 from vescale_fsdp.checkpoint.manifest.distribution import (
     Axis,
     Cut,
@@ -229,7 +228,7 @@ class Manifest:
                 "user": self.user,
             }
         )
-        return content[:-1] + _seal(xxhash.xxh3_128_hexdigest(content))
+        return content[:-1] + _seal(hex_digest_of(content))
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, where: str) -> Manifest:
@@ -306,7 +305,7 @@ def _seal(checksum: object) -> bytes:
 
 def _checksum(data: Mapping[str, Any]) -> str:
     content = {key: value for key, value in data.items() if key != "checksum"}
-    return xxhash.xxh3_128_hexdigest(dump_json(content))
+    return hex_digest_of(dump_json(content))
 
 
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
@@ -327,7 +326,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise _corrupt(where, f"format {found!r}")
         seal = _seal(data.get("checksum"))
-        written = xxhash.xxh3_128(memoryview(raw)[: -len(seal)])
+        written = RunningDigest(memoryview(raw)[: -len(seal)])
         written.update(b"}")
         as_written = raw.endswith(seal) and written.hexdigest() == data["checksum"]
         # Not the bytes that were written, but perhaps the JSON that they stand for.

@@ -20,19 +20,17 @@ from functools import cached_property
 from json.encoder import encode_basestring_ascii
 from typing import NamedTuple
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import CHECKSUM_BYTES, CRC_BYTES, checksum_of
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, Manifest, StoredShare
 from vescale_fsdp.checkpoint.manifest.region import Region, SharedPatch, SharedRun, overlaps
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
-from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, Chunk, held_chunks
+from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, held_chunks
 from vescale_fsdp.errors import CorruptCheckpointError
 
 BLOB_NAME = "__per_rank__"
 TABLE_NAME = "__checksums__"
 CHUNKS_NAME = "__chunks__"  # only in files that hold no tensors
 RESERVED_NAMES = ("__metadata__", BLOB_NAME, TABLE_NAME)  # entries of the header that are not tensors
-CHECKSUM_BYTES = 8  # xxh3-64
 _HEADER_ALIGN_BYTES = 64
 
 
@@ -209,7 +207,7 @@ class RankFile:
 def pack_table(checksums: Sequence[int]) -> bytes:
     """The table of a file's checksums, little-endian, followed by its own checksum."""
     table = struct.pack(f"<{len(checksums)}Q", *checksums)
-    return table + struct.pack("<Q", xxhash.xxh3_64_intdigest(table))
+    return table + struct.pack("<Q", checksum_of(table))
 
 
 def _item(name: str, code: str, numel: int, start: int, stop: int) -> str:

@@ -19,8 +19,7 @@ from math import prod
 from sys import intern
 from typing import Any
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import digest_of
 from vescale_fsdp.checkpoint.manifest.distribution import (
     Axes,
     Axis,
@@ -110,7 +109,7 @@ class Structure:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that differ between different structures."""
-        return xxhash.xxh3_128_digest(self.document)
+        return digest_of(self.document)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Structure:

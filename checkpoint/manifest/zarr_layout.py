@@ -24,7 +24,6 @@ from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.layout.geometry import Box, FlatRange, chunk_of, numel_of
 
-CRC_BYTES = 4  # crc32c, behind each chunk's bytes
 _TARGET_BYTES = 4 << 20  # 4 MiB per chunk, if rows allow
 
 

@@ -6,8 +6,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import digest_of
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
 from vescale_fsdp.errors import CheckpointError
 
@@ -18,7 +17,7 @@ _ABSENT = "nothing"  # stands for a key that a rank does not have
 def words_of(alike: Alike | bytes) -> list[int]:
     """Four numbers that are the same for equal arguments, or of a digest; the order of keys counts for nothing."""
     if not isinstance(alike, bytes):
-        alike = xxhash.xxh3_128_digest(json.dumps(alike, sort_keys=True, default=repr).encode())
+        alike = digest_of(json.dumps(alike, sort_keys=True, default=repr).encode())
     return list(struct.unpack("<4I", alike))
 
 

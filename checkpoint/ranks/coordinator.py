@@ -26,8 +26,8 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-import xxhash
 
+from vescale_fsdp.checkpoint.checksums import checksum_of, hex_checksum_of
 from vescale_fsdp.checkpoint.manifest.distribution import RankSet
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
@@ -347,7 +347,7 @@ class GroupCoordinator(Coordinator):
             CheckpointError: on all ranks, if they make different calls.
         """
         assert len(values) <= _MEETING_WORDS
-        call = xxhash.xxh3_64_intdigest(doing.partition(" ")[0].encode()) >> 2
+        call = checksum_of(doing.partition(" ")[0].encode()) >> 2
         room = [0] * (_MEETING_WORDS - len(values))
         high, low, *found = self._max([call, -call, *values, *room], doing)
         if high != -low:
@@ -505,7 +505,7 @@ class GroupCoordinator(Coordinator):
         return finish
 
     def everyone(self, item: T) -> list[T]:
-        digest = xxhash.xxh3_64_intdigest(repr(item).encode()) >> 2
+        digest = checksum_of(repr(item).encode()) >> 2
         high, low = self._max([digest, -digest])
         if high == -low:
             return [item] * self.world_size
@@ -608,7 +608,7 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
         rank_of = None  # type: ignore[assignment]
     known = _groups.setdefault(base, {})
     if use not in known:
-        store, members = default_store(), xxhash.xxh3_64_hexdigest(",".join(map(str, ranks)).encode())
+        store, members = default_store(), hex_checksum_of(",".join(map(str, ranks)).encode())
         name = f"{base.group_name} {members} {use}"
         rank, timeout = dist.get_rank(base), timeout_of(base)
         if timeout is not None:

@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
+from vescale_fsdp.checkpoint.checksums import RunningDigest, digest_of
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.structure import Entry
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of, dense
@@ -74,7 +74,7 @@ class _Replica(NamedTuple):
         """What this rank adds to the sum over all ranks, each modulo 2**32."""
         place = f"{self.kind} {self.coordinates} ".encode()
         own, following = (
-            struct.unpack("<4I", xxhash.xxh3_128_digest(b"%s%d " % (place, number) + digest))
+            struct.unpack("<4I", digest_of(b"%s%d " % (place, number) + digest))
             for number in (self.number, (self.number + 1) % self.size)
         )
         return [(plus - minus) % _MOD for plus, minus in zip(own, following, strict=True)]
@@ -185,7 +185,7 @@ class _Replicas:
         """Of several tensors of this rank, in their order."""
         tensors = [self._locals_by_name[self.entries[place].name] for place in places]
         tensors = [tensor for tensor in tensors if tensor.numel()]  # of a region that is empty here
-        hasher = xxhash.xxh3_128()
+        hasher = RunningDigest()
         if self._samples:
             by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
             for tensor in tensors:

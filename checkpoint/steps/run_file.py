@@ -18,8 +18,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import hex_digest_of
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, step_name
 from vescale_fsdp.checkpoint.storage.base import Storage
 
@@ -123,7 +122,7 @@ def manifest_digest(root: Storage, step: int) -> str | None:
     name = f"{step_name(step)}/{MANIFEST_NAME}"
     if not root.exists(name):
         return None
-    return xxhash.xxh3_128_hexdigest(root.read(name))
+    return hex_digest_of(root.read(name))
 
 
 def abandoned_steps(root: Storage, among: Iterable[int]) -> set[int]:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import xxhash
 
+from vescale_fsdp.checkpoint.checksums import checksum_of
 from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin
 from vescale_fsdp.checkpoint.transfer.planning.message_order import Message
 from vescale_fsdp.checkpoint.transfer.planning.shares import Share
@@ -260,5 +260,5 @@ class Exchange:
 
 def _hash(data: torch.Tensor) -> int:
     """The checksum of bytes, as torch's integers hold it."""
-    number = xxhash.xxh3_64_intdigest(data.cpu().numpy().data)
+    number = checksum_of(data.cpu().numpy().data)
     return number - (1 << 64) if number >> 63 else number

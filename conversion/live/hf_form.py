@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import xxhash
 
+from vescale_fsdp.checkpoint.checksums import hex_checksum_of
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
@@ -117,8 +117,8 @@ class HuggingFace(Form):
         return {
             "form": "HuggingFace",
             "assets": url,
-            CONFIG_FILE: xxhash.xxh3_64_hexdigest(dump_json(config)),
-            "rules": [self.rules, xxhash.xxh3_64_hexdigest(rules.encode())],
+            CONFIG_FILE: hex_checksum_of(dump_json(config)),
+            "rules": [self.rules, hex_checksum_of(rules.encode())],
             "dtype": list(self._casts),
             "model_prefix": self.model_prefix,
             "max_shard_bytes": self.max_shard_bytes,

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-import xxhash
 from torch import nn
 
+from vescale_fsdp.checkpoint.checksums import RunningDigest
 from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.loading.partial_load import Overwriting
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
@@ -269,7 +269,7 @@ def _share(pieces: Sequence[Sequence[SeenPieces]], rank: int) -> Iterator[SeenPi
 
 def _listing(source: Source) -> str:
     """A digest of what a source says of its tensors, which all ranks must see alike."""
-    digest = xxhash.xxh3_128()
+    digest = RunningDigest()
     for name, tensor in source.tensors.items():
         places = [(chunk.file, chunk.offset, chunk.box.offsets) for chunk in tensor.chunks]
         digest.update(repr((name, tensor.info.shape, tensor.info.dtype.name, places)).encode())

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of, hex_checksum_of
 from vescale_fsdp.checkpoint.storage.base import FileWriter, reading_source
 from vescale_fsdp.conversion.output.copy_jobs import (
     Job,
@@ -124,7 +123,7 @@ class _WorkingFile:
         elif isinstance(job, Stretch):
             nbytes = self._put_together(job, buffer)
         else:
-            digest = xxhash.xxh3_64()
+            digest = RunningChecksum()
             for start, stop, moves in steps(job, len(buffer)):
                 data = buffer[: stop - start]
                 if job.checked is None:
@@ -167,7 +166,7 @@ class _WorkingFile:
     def _write(self, offset: int, data: memoryview, content: int | None = None) -> None:
         """Bytes of one content, or of several that have no CRCs."""
         self.out.write_at(offset, [data])
-        digest = xxhash.xxh3_64_intdigest(data)
+        digest = checksum_of(data)
         kind = None if content is None else self.plan.tensor(content).crc
         crc = kind.of(data) if kind else 0
         with self._lock:
@@ -191,10 +190,7 @@ class _WorkingFile:
     def _crc_of(self, index: int) -> int:
         kind = self.plan.tensor(index).crc
         assert kind is not None
-        found = 0
-        for _, piece_crc, nbytes in sorted(self._crcs.get(index, ())):
-            found = kind.combine(found, piece_crc, nbytes) if found else piece_crc
-        return found
+        return kind.join((crc, nbytes) for _, crc, nbytes in sorted(self._crcs.get(index, ())))
 
     @property
     def digest(self) -> str:
@@ -203,7 +199,7 @@ class _WorkingFile:
 
 
 def _join_digests(digests: Iterable[int]) -> str:
-    return xxhash.xxh3_64_hexdigest(b"".join(digest.to_bytes(8, "little") for digest in digests))
+    return hex_checksum_of(b"".join(digest.to_bytes(8, "little") for digest in digests))
 
 
 def written_digest(
@@ -216,7 +212,7 @@ def written_digest(
     else:
         jobs = (jobs_in_order if in_order else jobs_by_source)(plan, buffer_bytes)
         written = writes(plan, jobs, buffer_bytes)
-    return _join_digests(xxhash.xxh3_64_intdigest(read(offset, nbytes)) for offset, nbytes in written)
+    return _join_digests(checksum_of(read(offset, nbytes)) for offset, nbytes in written)
 
 
 @dataclass

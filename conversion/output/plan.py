@@ -14,13 +14,12 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import RunningDigest
 from vescale_fsdp.checkpoint.storage.base import FileWriter
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 
 if TYPE_CHECKING:
-    from vescale_fsdp.conversion.source.crc import Crc
+    from vescale_fsdp.checkpoint.checksums import Crc
 
 Written = Callable[[str, int, int], bytes]
 """Bytes of a data file of the plan by its name, offset and number, once it is written."""
@@ -153,7 +152,7 @@ class OutputPlan:
 
     def fingerprint(self) -> str:
         """Equal for equal plans: names, sizes and contents of all files, as far as metadata tells."""
-        digest = xxhash.xxh3_128(self.kind.encode())
+        digest = RunningDigest(self.kind.encode())
         for file in self.files:
             digest.update(f"\n{file.name} {file.nbytes}".encode())
             for _, items in file.tensors:

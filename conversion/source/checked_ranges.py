@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vescale_fsdp.conversion.source.crc import Crc
+from vescale_fsdp.checkpoint.checksums import Crc
 from vescale_fsdp.errors import CorruptCheckpointError
 
 
@@ -70,10 +70,7 @@ class _Seen:
 
     def crc(self) -> int:
         """Of the whole range, once all is seen."""
-        found = 0
-        for start, stop, crc in self.pieces:
-            found = self.checked.kind.combine(found, crc, stop - start)
-        return found
+        return self.checked.kind.join((crc, stop - start) for start, stop, crc in self.pieces)
 
 
 class CheckedRanges:

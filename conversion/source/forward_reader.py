@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import xxhash
+from vescale_fsdp.checkpoint.checksums import RunningChecksum
 
 if TYPE_CHECKING:
     from vescale_fsdp.conversion.source.source import Source
@@ -26,7 +26,7 @@ class ForwardReader:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._begun: dict[
-            tuple[str, int], tuple[xxhash.xxh3_64, int]
+            tuple[str, int], tuple[RunningChecksum, int]
         ] = {}  # stripe -> hash so far, next byte
 
     def read(self, file: str, offset: int, buffer: memoryview) -> None:
@@ -45,7 +45,7 @@ class ForwardReader:
             index = offset // size
             end = min((index + 1) * size, checked.checked_bytes)
             part = buffer[: end - offset]
-            state, expected = self._begun.pop((file, index), (xxhash.xxh3_64(), index * size))
+            state, expected = self._begun.pop((file, index), (RunningChecksum(), index * size))
             if expected == offset and len(part) == end - offset:
                 state.update(part)
                 self._source.prove_stripe(file, index, state.intdigest())

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import checksum_of, hex_checksum_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.source.checked_ranges import CheckedRange, CheckedRanges, SeenPieces
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
@@ -163,7 +162,7 @@ class Source:
             f"{file} {self.store.required_info(file).stamp}"
             for file in sorted({c.file for c in chunks if c.file})
         ]
-        return xxhash.xxh3_64_hexdigest("\n".join([self.url, *stamps]).encode())
+        return hex_checksum_of("\n".join([self.url, *stamps]).encode())
 
     def require_unchanged(self) -> None:
         """Refuse a source whose files were replaced since its `fingerprint` was taken.
@@ -240,7 +239,7 @@ class Source:
             if index in proven:
                 continue
             if offset <= first and end <= stop:
-                digest = xxhash.xxh3_64_intdigest(data[first - offset : end - offset])
+                digest = checksum_of(data[first - offset : end - offset])
             else:
                 digest = file.hash_stripe(index, bytearray(_SCRATCH_BYTES))
             file.prove_stripe(index, digest)

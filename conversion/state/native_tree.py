@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import RunningChecksum
 from vescale_fsdp.checkpoint.manifest.distribution import RankSet
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
@@ -103,7 +102,7 @@ def _rare_node(value: Any, name: str) -> Json:
 
 def native_manifest(form: str, structure: Structure, views: Iterable[TensorView], num_ranks: int) -> Manifest:
     """The manifest of a result; the same input makes the same names, so that an interrupted run can go on."""
-    identity = xxhash.xxh3_64(form.encode())
+    identity = RunningChecksum(form.encode())
     identity.update(structure.document)
     for view in views:
         identity.update(view.identity().encode())

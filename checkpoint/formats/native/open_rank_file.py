@@ -8,9 +8,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-import xxhash
-
-from vescale_fsdp.checkpoint.manifest.rank_file import CHECKSUM_BYTES, RankFile
+from vescale_fsdp.checkpoint.checksums import CHECKSUM_BYTES, RunningChecksum, checksum_of
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, Storage
 from vescale_fsdp.errors import CorruptCheckpointError, some
@@ -87,14 +86,14 @@ class OpenRankFile:
             at = next(place for place, (a, b) in enumerate(zip(header, file.header, strict=True)) if a != b)
             around = slice(max(0, at - 60), at + 60)
             raise self.corrupt(
-                "A file's header differs from the one that follows from the manifest: it is damaged, or a file of "
-                "another checkpoint.",
+                "A file's header differs from the one that follows from the manifest: it is damaged, or another "
+                "checkpoint's file.",
                 f".. {file.header[around]!r} ..",
                 f".. {bytes(header[around])!r} ..; from byte {at} on; has {some(self.file.tensor_names)}",
             )
         self.read_at(file.table_start, [table])
         (own,) = struct.unpack_from("<Q", table, file.num_stripes * CHECKSUM_BYTES)
-        if xxhash.xxh3_64_intdigest(memoryview(table)[:-CHECKSUM_BYTES]) != own:
+        if checksum_of(memoryview(table)[:-CHECKSUM_BYTES]) != own:
             raise self.corrupt("A file's table of checksums is damaged.", f"{own:016x}", "another checksum")
         return bytes(table)
 
@@ -126,7 +125,7 @@ class OpenRankFile:
     def hash_stripe(self, index: int, scratch: Buffer) -> int:
         """Checksum of a stripe, read through a small buffer."""
         start, stop = self.file.stripe(index)
-        state = xxhash.xxh3_64()
+        state = RunningChecksum()
         for at in range(start, stop, len(scratch)):
             part = memoryview(scratch)[: min(len(scratch), stop - at)]
             self.read_at(at, [part])

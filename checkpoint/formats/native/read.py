@@ -38,8 +38,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import xxhash
 
+from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.formats.native.shared_stripes import (
     SharedStripes,
@@ -96,7 +96,7 @@ class _ReadJob(NamedTuple):
     def verify_data(self, data: Bytes) -> None:
         """Compare checksums of the job's bytes in memory."""
         for index, start, stop in self._stripes():
-            self.file.prove_stripe(index, xxhash.xxh3_64_intdigest(data[start:stop].data))
+            self.file.prove_stripe(index, checksum_of(data[start:stop].data))
 
     def take(self) -> int:
         """Read the bytes into the sinks, unverified; returns the number of bytes read."""
@@ -133,7 +133,7 @@ class _ReadJob(NamedTuple):
 
     def _read_and_hash(self, runs: Sequence[_FileRun]) -> int:
         """Read runs, slice by slice; the checksum of them and of the unwanted bytes between them."""
-        digest, done = xxhash.xxh3_64(), self.start
+        digest, done = RunningChecksum(), self.start
         unwanted: Bytes | None = None
         for start, memories in [*runs, _FileRun(self.stop, [])]:
             if done < start:

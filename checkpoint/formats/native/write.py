@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
+from vescale_fsdp.checkpoint.checksums import RunningChecksum
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare, lock_errors
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -210,7 +210,7 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
                 for index in range(first, min(first + step, file.num_stripes)):
                     start, stop = file.stripe(index)
                     buffers = image.buffers(start, stop)
-                    digest = xxhash.xxh3_64()
+                    digest = RunningChecksum()
                     for buffer in buffers:
                         digest.update(buffer)
                     checksums.append(digest.intdigest())

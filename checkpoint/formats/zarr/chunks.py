@@ -10,14 +10,14 @@ import struct
 import threading
 from contextlib import closing
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from vescale_fsdp.checkpoint.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
-from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, Chunk, chunk_file, holders_of
+from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_file, holders_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
@@ -95,7 +95,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
     except (EOFError, ValueError) as error:
         raise corrupt(size, str(error)) from error
     (stored,) = struct.unpack("<I", checksum)
-    actual = google_crc32c.value(data.tobytes())
+    actual = CRC32C.of(data.tobytes())
     if actual != stored:
         raise corrupt(f"crc32c {stored:08x}", f"{actual:08x}")
     written = tables.checksum(chunk)

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
-import google_crc32c
 import torch
 
+from vescale_fsdp.checkpoint.checksums import CRC32C
 from vescale_fsdp.checkpoint.formats.form import Commit, RankShare
 from vescale_fsdp.checkpoint.formats.native.write import FileImage, NativeForm, write_rank_file
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -171,7 +171,7 @@ class ArrayWriter:
 
     def _put_chunk(self, chunk: Chunk, elements: torch.Tensor, name: str) -> None:
         data = elements.view(torch.uint8).numpy()
-        checksum = google_crc32c.value(data.tobytes())
+        checksum = CRC32C.of(data.tobytes())
         _put(self._storage, name, data, struct.pack("<I", checksum))
         self.checksums[chunk] = checksum
         self._meter.advance(len(data))

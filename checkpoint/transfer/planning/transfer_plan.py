@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import xxhash
 
+from vescale_fsdp.checkpoint.checksums import checksum_of
 from vescale_fsdp.checkpoint.manifest.structure import Entry, dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.checkpoint.transfer.planning.balance import Shares, equal_shares, levelled_shares
@@ -124,7 +124,7 @@ class TransferPlan:
     @cached_property
     def digest(self) -> int:
         """A number that differs between different plans."""
-        return xxhash.xxh3_64_intdigest(dump_json(self.to_json()))
+        return checksum_of(dump_json(self.to_json()))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` reads back without loss."""

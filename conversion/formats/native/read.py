@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vescale_fsdp.checkpoint.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -17,10 +18,9 @@ from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode, split_name
 from vescale_fsdp.checkpoint.manifest.structure import Structure
-from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, Chunk, chunk_boxes, chunk_file, clipped
+from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_boxes, chunk_file, clipped
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.source.checked_ranges import CheckedRange
-from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import flatten, name_of

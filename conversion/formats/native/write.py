@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import RunningChecksum
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table
@@ -178,7 +177,7 @@ class _Stripes(FileWriter):
 
     def __init__(self, out: FileWriter, stripe_bytes: int) -> None:
         self._out, self._stripe_bytes = out, stripe_bytes
-        self._hashes: dict[int, tuple[xxhash.xxh3_64, int]] = {}  # stripe -> hash so far, next byte
+        self._hashes: dict[int, tuple[RunningChecksum, int]] = {}  # stripe -> hash so far, next byte
         self._checksums: dict[int, int] = {}
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
@@ -192,7 +191,7 @@ class _Stripes(FileWriter):
     def _hash(self, offset_bytes: int, data: memoryview) -> None:
         """Bytes of one stripe."""
         index = offset_bytes // self._stripe_bytes
-        state, expected = self._hashes.pop(index, (xxhash.xxh3_64(), index * self._stripe_bytes))
+        state, expected = self._hashes.pop(index, (RunningChecksum(), index * self._stripe_bytes))
         assert offset_bytes == expected, f"written at {offset_bytes}, expected {expected}"
         state.update(data)
         stop = offset_bytes + len(data)

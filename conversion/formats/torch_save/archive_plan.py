@@ -11,13 +11,12 @@ computed last. Storages begin at multiples of 64 bytes, as torch writes them, so
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
+from vescale_fsdp.checkpoint.checksums import CRC32
 from vescale_fsdp.conversion.output.plan import ComputedBytes, Content, CrcOf, FixedBytes, TensorItems
-from vescale_fsdp.conversion.source.crc import CRC32
 
 _ALIGNMENT_BYTES = 64
 _MAX_32 = 0xFFFFFFFF
@@ -78,7 +77,7 @@ class _ArchivePlan:
         self._add("version", b"3\n")
 
     def _add(self, name: str, data: bytes) -> None:
-        record = _PlannedRecord(f"archive/{name}".encode(), len(data), self._position, zlib.crc32(data))
+        record = _PlannedRecord(f"archive/{name}".encode(), len(data), self._position, CRC32.of(data))
         self._append(record, _local_header(record) + data)
 
     def _add_storage(self, number: int, nbytes: int) -> None:

@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import CRC32C, CRC_BYTES, checksum_of
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
-    CRC_BYTES,
     Chunk,
     array_json,
     as_arrays,
@@ -37,7 +35,6 @@ from vescale_fsdp.conversion.output.plan import (
     TensorItems,
     Written,
 )
-from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.native_tree import native_manifest, native_tree
@@ -135,4 +132,4 @@ def _sealed(file: RankFile, known: Mapping[Chunk, int]) -> bytes:
     """A rank's file that holds nothing but checksums of chunks."""
     body = file.header + file.chunk_table(known)
     stripes = (body[slice(*file.stripe(index))] for index in range(file.num_stripes))
-    return body + pack_table([xxhash.xxh3_64_intdigest(stripe) for stripe in stripes])
+    return body + pack_table([checksum_of(stripe) for stripe in stripes])

@@ -1,0 +1,106 @@
+"""Checksums: the algorithms, and how checksums of pieces join. No other module of checkpoints names an algorithm.
+
+bytes                                         algorithm    here
+stripes of files, rows of a journal           xxh3-64      checksum_of, RunningChecksum
+documents, contents of replicas               xxh3-128     digest_of, RunningDigest
+records of zip archives (torch.save)          CRC-32       CRC32
+chunks of zarr arrays                         CRC-32C      CRC32C
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import xxhash
+
+CHECKSUM_BYTES = 8  # of an xxh3-64, where files store it
+CRC_BYTES = 4
+
+RunningChecksum = xxhash.xxh3_64  # update(data), intdigest(), hexdigest(), reset()
+RunningDigest = xxhash.xxh3_128
+
+checksum_of: Callable[[Any], int] = xxhash.xxh3_64_intdigest
+hex_checksum_of: Callable[[Any], str] = xxhash.xxh3_64_hexdigest
+digest_of: Callable[[Any], bytes] = xxhash.xxh3_128_digest  # 16 bytes
+hex_digest_of: Callable[[Any], str] = xxhash.xxh3_128_hexdigest
+
+
+@dataclass(frozen=True)
+class Crc:
+    """One kind of 32-bit CRC.
+
+    A CRC is linear over GF(2): n zero bytes behind the first piece multiply its CRC by x^(8n) modulo the polynomial,
+    and the CRC of both pieces is that, xor the CRC of the second. So pieces read or written by several threads need
+    no second pass.
+
+    Args:
+        polynomial: in reflected bit order.
+        of: the CRC of some bytes.
+    """
+
+    polynomial: int
+    of: Callable[[Any], int]
+
+    def combine(self, first: int, second: int, second_nbytes: int) -> int:
+        """CRC of two pieces together, from the CRC of each and the length of the second."""
+        return _multiply(_power_of_x(8 * second_nbytes, self.polynomial), first, self.polynomial) ^ second
+
+    def join(self, pieces: Iterable[tuple[int, int]]) -> int:
+        """CRC of many pieces from the (CRC, bytes) of each, in their order."""
+        joined = 0
+        for crc, nbytes in pieces:
+            joined = self.combine(joined, crc, nbytes) if joined else crc
+        return joined
+
+
+def _crc32(data: Any) -> int:
+    return _crc32_function()(data)
+
+
+@lru_cache(maxsize=1)
+def _crc32_function() -> Callable[[Any], int]:
+    try:
+        from isal.isal_zlib import crc32
+    except ImportError:  # no build for this platform: a tenth of the speed
+        from zlib import crc32
+    function: Callable[[Any], int] = crc32
+    return function
+
+
+def _crc32c(data: Any) -> int:
+    import google_crc32c  # 4 ms, which the start of most commands need not wait for
+
+    crc: int = google_crc32c.value(bytes(data) if isinstance(data, memoryview) else data)
+    return crc
+
+
+CRC32 = Crc(0xEDB88320, _crc32)
+CRC32C = Crc(0x82F63B78, _crc32c)
+
+_ONE = 0x80000000  # the polynomial 1: in reflected order the highest bit is the lowest power
+
+
+def _multiply(a: int, b: int, polynomial: int) -> int:
+    product = 0
+    bit = _ONE
+    while bit:
+        if a & bit:
+            product ^= b
+        b = (b >> 1) ^ (polynomial if b & 1 else 0)
+        bit >>= 1
+    return product
+
+
+@lru_cache(maxsize=4096)
+def _power_of_x(bits: int, polynomial: int) -> int:
+    """x ** bits modulo the polynomial, by squaring."""
+    result, base = _ONE, _ONE >> 1
+    while bits:
+        if bits & 1:
+            result = _multiply(result, base, polynomial)
+        base = _multiply(base, base, polynomial)
+        bits >>= 1
+    return result
