@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
     from vescale_fsdp.checkpoint.saving.save import save
     from vescale_fsdp.checkpoint.state.per_rank import PerRank, Reshardable, Resharded
+    from vescale_fsdp.checkpoint.steps.retention import RetentionPolicy
     from vescale_fsdp.checkpoint.steps.save_policy import (
         AllOf,
         AnyOf,
@@ -75,6 +76,7 @@ __all__ = [
     "ReshardableSampler",
     "Resharded",
     "Restored",
+    "RetentionPolicy",
     "SaveContext",
     "SaveHandle",
     "SavePolicy",
@@ -107,6 +109,7 @@ lazily_export(
         "vescale_fsdp.checkpoint.data.reshardable_loader": "ReshardableLoader",
         "vescale_fsdp.checkpoint.data.reshardable_sampler": "ReshardableSampler",
         "vescale_fsdp.checkpoint.memory.ram_tier": "RamTier",
+        "vescale_fsdp.checkpoint.steps.retention": "RetentionPolicy",
         "vescale_fsdp.checkpoint.steps.save_policy": "AllOf AnyOf BeforeDeadline BestOf EveryMinutes "
         "EverySteps OnSignal SaveContext SavePolicy",
         "vescale_fsdp.checkpoint.steps.step_folders": "latest",

@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, form_of
 from vescale_fsdp.checkpoint.step_load import Restored, StepLoad, first_good
 from vescale_fsdp.checkpoint.step_search import StepSearch
 from vescale_fsdp.checkpoint.steps.leftovers import remove_leftovers
-from vescale_fsdp.checkpoint.steps.retention import Retention
+from vescale_fsdp.checkpoint.steps.retention import RetentionPolicy, remove_old_steps, retention_of
 from vescale_fsdp.checkpoint.steps.run_file import (
     RootHold,
     RunFile,
@@ -91,37 +91,33 @@ class CheckpointManager:
 
     Args:
         root: folder or fsspec URL.
-        keep_last: newest steps to keep; None keeps all. What other rules keep, or `pin`, stays beside them.
-        keep_every: steps divisible by it are kept as well.
-        keep_best: and so are those of the best metrics; those that a `BestOf` in ``save_policy`` asks for are.
-        async_: save in the background; `save` then waits only for the copy, and for the save before.
-        save_interval: `save` does nothing for steps not divisible by it, unless forced; as ``EverySteps(n)`` does.
+        save_policy: when `save` writes a step to disk, unless forced; default: at every call. Policies such as
+            ``EverySteps(1000) | EveryMinutes(30)``, or your own `SavePolicy`; of the same classes on all ranks. With
+            `OnSignal`, make the manager in the main thread and close it.
+        retention: which steps stay: a `RetentionPolicy`, or its ``keep_last`` alone; default: all.
+        asynchronous: save in the background; `save` then waits only for the copy and for the previous save.
         export: a form that steps are written in besides, such as `vescale_fsdp.HuggingFace(..)`, in ``exports/step-..``
             of the root. `restore` does not look there, nothing there is ever removed, and a final save does without.
         export_every: steps divisible by it are exported, whether or not they are saved.
-        save_policy: in place of an interval: policies such as ``EverySteps(1000) | EveryMinutes(30)``, or your own
-            `SavePolicy`; of the same classes on all ranks. With `OnSignal` the manager is to be made in the main
-            thread, and to be closed.
         ram: a second tier in shared memory, tried first by `restore`.
         process_group: the ranks that save and restore together; default: all.
         patience_s: how long `restore` lists again while ranks see different steps, which a network file system's
             caches can bring about for as long as they are kept; then it raises.
         progress: is told how far this rank has come with a save to disk or a restore; True draws a bar on rank 0.
-        optimizer: for ``async_`` on an accelerator, see `async_save`.
+        optimizer: for ``asynchronous`` on an accelerator, see `async_save`.
         check_replicas: as for `save`.
-        exit_timeout_s: for ``async_``, see `async_save`.
+        exit_timeout_s: for ``asynchronous``, see `async_save`.
 
     Raises:
-        ValueError: for limits below 1, a negative patience or ``exit_timeout_s``, another ``check_replicas``, or an
-            interval beside a policy.
-        TypeError: for a ``save_policy`` or ``keep_best`` of another type.
+        ValueError: for limits below 1, a negative patience or ``exit_timeout_s``, or another ``check_replicas``.
+        TypeError: for a ``save_policy`` or ``retention`` of another type.
         CheckpointError: on all ranks, if one of them cannot use the root: no folder, no permission, no such bucket.
             A root with steps that can only be read is a warning, since steps can be restored from it.
 
     Examples:
         >>> import torch
         >>> state = {"w": torch.zeros(4)}
-        >>> with CheckpointManager("run_of_two", keep_last=2) as manager:
+        >>> with CheckpointManager("run_of_two", retention=2) as manager:
         ...     for step in (1, 2, 3):
         ...         _ = state["w"].fill_(step)
         ...         _ = manager.save(step, state)
@@ -135,12 +131,9 @@ class CheckpointManager:
         self,
         root: str | os.PathLike[str] | Storage,
         *,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: BestOf | None = None,
-        async_: bool = False,
-        save_interval: int = 1,
         save_policy: SavePolicy | None = None,
+        retention: RetentionPolicy | int | None = None,
+        asynchronous: bool = False,
         export: Format | None = None,
         export_every: int = 1,
         ram: RamTier | None = None,
@@ -151,51 +144,36 @@ class CheckpointManager:
         check_replicas: CheckReplicas = "sample",
         exit_timeout_s: float = EXIT_TIMEOUT_S,
     ) -> None:
-        limits = {"keep_last": keep_last, "keep_every": keep_every, "save_interval": save_interval}
-        limits["export_every"] = export_every
-        for name, value in limits.items():
-            if value is not None and value < 1:
-                raise ArgumentError(
-                    f"{name} cannot be {value}.", expected="at least 1", got=value, where=str(root)
-                )
+        if export_every < 1:
+            raise ArgumentError(
+                f"export_every cannot be {export_every}.",
+                expected="at least 1",
+                got=export_every,
+                where=str(root),
+            )
         if not patience_s >= 0:
             raise ArgumentError("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
         check_choice(check_replicas)
         check_exit_timeout(exit_timeout_s)
         self._exit_timeout_s = exit_timeout_s
         self._check_replicas: CheckReplicas = check_replicas
-        if save_policy is not None and save_interval != 1:
-            raise ArgumentError(
-                "A manager takes an interval or a policy.",
-                expected="save_interval or save_policy",
-                got=f"save_interval={save_interval} and {save_policy!r}",
-                where=str(root),
-                todo=f"pass save_policy=EverySteps({save_interval}) | ..",
-            )
-        policy = check_policy(EverySteps(save_interval) if save_policy is None else save_policy)
+        policy = check_policy(EverySteps(1) if save_policy is None else save_policy)
+        self._retention = retention_of(retention)
+        self._best = tuple(rule for rule in leaves_of(policy) if isinstance(rule, BestOf))
         self._root = open_storage(root, neighbours=num_neighbours())
         self._patience_s, self._progress, self._optimizer = patience_s, progress, optimizer
-        if not isinstance(keep_best, BestOf | None):
-            raise ArgumentError(
-                "keep_best is no BestOf.",
-                expected="such as BestOf(3)",
-                got=repr(keep_best),
-                where=str(root),
-            )
-        best = dict.fromkeys(rule for rule in (keep_best, *leaves_of(policy)) if isinstance(rule, BestOf))
-        self._retention = Retention(keep_last, keep_every, tuple(best))
         self._export = None if export is None else form_of(export)
         self._export_every = export_every
         self._ram = ram
         self._coordinator = coordinator_for(process_group)
-        self._behind = coordinator_for(process_group, use="async") if async_ else self._coordinator
+        self._behind = coordinator_for(process_group, use="async") if asynchronous else self._coordinator
         copies = ram is not None and ram.replicas > 0
         self._copying = coordinator_for(process_group, use="copies") if copies else self._coordinator
         alike = {"save_policy": shape_of(policy)}
         with self._coordinator.together(f"looking at {self._root.where}", "nothing was written", alike):
             self._check_root()
         self._is_swept = False
-        self._async = AsyncSaver(self._behind) if async_ else None
+        self._async = AsyncSaver(self._behind) if asynchronous else None
         self._handle: SaveHandle | None = None
         riding = coordinator_for(process_group, use="schedule")
         self._schedule = SaveSchedule(policy, riding, self._known_metrics)
@@ -346,7 +324,7 @@ class CheckpointManager:
         step: int,
         state: Any,
         *,
-        user: Json = None,
+        metadata: Json = None,
         force: bool = False,
         metric: float | None = None,
     ) -> SaveHandle | None:
@@ -355,7 +333,7 @@ class CheckpointManager:
         Args:
             step: the step's number, any integer from 0; a step of the same number is replaced.
             state: as for `vescale_fsdp.checkpoint.save`.
-            user: JSON of your own (counters, configuration); `restore` returns it.
+            metadata: JSON of your own (counters, configuration); `restore` returns it.
             force: save although it is not due.
             metric: of this step, the same on all ranks, for `BestOf` and for `history`.
 
@@ -383,7 +361,7 @@ class CheckpointManager:
                 self._coordinator,
                 step,
                 state,
-                user,
+                metadata,
                 save_id=save_id,
                 run=self._run,
                 behind=self._copying,
@@ -396,7 +374,7 @@ class CheckpointManager:
         self._sweep()
         also = f"step {step} is saved in memory, from where restore takes it" if is_in_ram else None
         try:
-            self._save_to(targets, decision, state, user, save_id, also)
+            self._save_to(targets, decision, state, metadata, save_id, also)
         except Exception as error:
             if save_to_ram is not None and is_of_storage(error) and save_to_ram():
                 error.add_note(f"step {step} is saved in memory, from where restore takes it")
@@ -466,7 +444,7 @@ class CheckpointManager:
         targets: Sequence[tuple[Storage, Format]],
         decision: Decision,
         state: Any,
-        user: Json,
+        metadata: Json,
         save_id: str | None,
         also: str | None,
     ) -> None:
@@ -489,7 +467,7 @@ class CheckpointManager:
                         check_replicas=self._check_replicas,
                     )
                     with telling(also):
-                        saved = saver.save(state, user)
+                        saved = saver.save(state, metadata)
                     if decision.is_due and storage is targets[0][0]:
                         self._conclude(decision, self._coordinator, saved)
             return
@@ -498,7 +476,7 @@ class CheckpointManager:
         self._handle = self._async.start(
             storage,
             state,
-            user=user,
+            metadata=metadata,
             overwrite=True,
             format=form,
             after=partial(self._conclude, decision, self._behind) if decision.is_due else None,
@@ -540,7 +518,7 @@ class CheckpointManager:
                     warnings.warn(
                         f"step {record.step} is saved, what that took is not noted: {told}", stacklevel=3
                     )
-                self._retention.apply(self._root, decision.step)
+                remove_old_steps(self._root, decision.step, self._retention, self._best)
 
     def _known_metrics(self) -> list[float]:
         """Those of the steps on disk, as rank 0 sees them, without steps that the next save will abandon."""
@@ -584,7 +562,7 @@ class CheckpointManager:
             self._async.drain()
         handle, self._handle = self._handle, None
         if handle is not None:
-            handle.error()
+            handle.exception()
         if self._ram is not None:
             self._ram.abandon()
 

@@ -10,7 +10,7 @@ from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, Read, Verif
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.memory.peer_memory import LostPartError
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.file_moves import FileMove
+from vescale_fsdp.checkpoint.ranks.exchange import FileMove
 from vescale_fsdp.checkpoint.step_search import Candidate, StepSearch
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CorruptCheckpointError, PartialLoadError
@@ -23,7 +23,7 @@ class Restored:
     Attributes:
         step: the step that was restored.
         skipped: newer steps that were not restored, with the reason: damaged, or lost from the memory of a node.
-        report: what the load left untouched, and the user's JSON.
+        report: what the load left untouched, and the JSON given to `save`.
         tier: where it was read from: "disk" or "ram".
         moves: files that did not lie in the memory of the node that needed them: from which rank's memory they came, or
             that they were put together of the same step on disk (`FROM_DISK`), and which rank received them.
@@ -32,9 +32,9 @@ class Restored:
         >>> import torch
         >>> from vescale_fsdp.checkpoint import CheckpointManager
         >>> manager = CheckpointManager("run_to_restore")
-        >>> _ = manager.save(5, {"w": torch.ones(4)}, user={"loss": 2.5})
+        >>> _ = manager.save(5, {"w": torch.ones(4)}, metadata={"loss": 2.5})
         >>> restored = manager.restore({"w": torch.zeros(4)})
-        >>> restored.step, restored.tier, restored.report.user
+        >>> restored.step, restored.tier, restored.report.metadata
         (5, 'disk', {'loss': 2.5})
     """
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.checks.class_check import ClassCheck, check_planned, check_written
 from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.huggingface.assets import (
@@ -25,8 +26,9 @@ from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.output.plan import OutputPlan, Written
 from vescale_fsdp.conversion.output.run_plan import Execution, Outcome, Part
 from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.source.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
 from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
-from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.conversion.views.tensor_view import TensorView, repeated_dims, without_repeats
 from vescale_fsdp.errors import ConversionError, some
 
 _ORDER_LOST = (
@@ -151,7 +153,7 @@ def convert(
             report.plan.when_written(read)
             keep(check_written(report.plan, read))
 
-        keep(check_planned(report.plan, by_table=not chosen.run.dry_run))
+        keep(check_planned(report.plan, asks="always" if chosen.run.dry_run else "doubt"))
         announce(report.plan.tensor_nbytes)
 
         execution = Execution(
@@ -170,13 +172,11 @@ def convert(
 
 
 def _overflows(state: CarriedState) -> list[str]:
-    """What this run's casts could not hold."""
-    from vescale_fsdp.conversion.views.casting import CastView
-
+    """Values too large for the types that this run rounded them to, by casts, dequantisation or a merge."""
     found = [
-        f"{name} ({sum(view.overflows.values())} of {view.info.numel} as {view.dtype.name})"
+        f"{name} ({lost} of {view.info.numel} as {view.info.dtype.name})"
         for name, view in state.views.items()
-        if isinstance(view, CastView) and view.overflows
+        if (lost := view.overflows)
     ]
     return [f"finite values are infinite in their new type: {some(found)}"] if found else []
 
@@ -236,6 +236,7 @@ def plan_conversion(
     quantized = _find_quantized(state, assets, source) if options.dtype or has_config else frozenset()
     state = state.filtered(options.include, options.exclude)
     _require_text([*state.views, *state.values])
+    _require_stored(state, source, keeps_repeats=TARGETS[kind].keeps_repeats)
     if options.dtype:
         state, changed = _with_casts(state, options.dtype, assets if kind == "hf" else None, quantized)
         uncast = tuple(name for name in state.views if name in quantized and name not in changed)
@@ -377,6 +378,36 @@ def _require_text(names: Sequence[str]) -> None:
                 got=f"{name!r:.200}: {error.reason}",
                 todo="leave it out with --exclude, or rename it in the source",
             ) from error
+
+
+def _require_stored(state: CarriedState, source: Source, *, keeps_repeats: bool) -> None:
+    """Refuse tensors that are far more than what the source stores of them: a file of a kilobyte can hold a tensor of
+    terabytes whose strides repeat one item, and an array whose chunks are absent."""
+
+    def written(view: TensorView) -> int:
+        return (without_repeats(view, repeated_dims(view)) if keeps_repeats else view).info.nbytes
+
+    sizes = {name: written(view) for name, view in state.views.items()}
+    total = sum(sizes.values())
+    if not is_inflated(total, 0):
+        return  # as most are
+    inputs = {(id(each), name): each for view in state.views.values() for each, name in view.sources()}
+    stored = {key: each.tensors[key[1]].stored_nbytes for key, each in inputs.items()}
+    if not is_inflated(total, sum(stored.values())):
+        return
+
+    def stored_of(name: str) -> int:
+        return sum(stored[id(each), part] for each, part in state.views[name].sources())
+
+    worst = max(sizes, key=lambda name: sizes[name] - stored_of(name))
+    raise ConversionError(
+        "The source stores far fewer values than the result would have.",
+        expected=f"at most {MOST_GROWTH} times the bytes that are stored, or {format_bytes(UNCHECKED_BYTES)}",
+        got=f"{format_bytes(total)} of {format_bytes(sum(stored.values()))}; {worst} alone would take "
+        f"{format_bytes(sizes[worst])}, of which {format_bytes(stored_of(worst))} are stored",
+        where=source.url,
+        todo=f"leave it out: --exclude '{worst}'; to-torch writes what strides repeat (tensor.expand) once",
+    )
 
 
 def _with_casts(

@@ -36,8 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from examples.corpus import Batches, read_corpus
 from examples.train import Trainer
-from vescale_fsdp import ElasticJob, StoreMembership, Training
-from vescale_fsdp.checkpoint import CheckpointManager, RamTier
+from vescale_fsdp import ElasticJob, StoreMembership, TrainingState
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier
 
 NUM_RANKS = 4
 
@@ -56,13 +56,15 @@ def rank(options: argparse.Namespace) -> None:
     batches = Batches(read_corpus(), batch_size=12, seq_len=options.seq_len)
     trainers: list[Trainer] = []
 
-    def build(mesh: DeviceMesh) -> Training:
+    def build(mesh: DeviceMesh) -> TrainingState:
         trainers[:] = [Trainer(mesh, batches, num_steps=options.steps)]
-        return Training(trainers[0].model, trainers[0].optimizer)
+        return TrainingState(trainers[0].model, trainers[0].optimizer)
 
     def checkpoints(num_ranks: int) -> CheckpointManager:
         ram = RamTier("job", replicas=1, folder=options.memory)
-        return CheckpointManager(options.out / "steps", save_interval=50, keep_last=2, async_=True, ram=ram)
+        return CheckpointManager(
+            options.out / "steps", save_policy=EverySteps(50), retention=2, asynchronous=True, ram=ram
+        )
 
     def train_step(job: ElasticJob, step: int) -> None:
         trainer = trainers[0]

@@ -172,7 +172,7 @@ def load_with_fsdp2(out: Path, checkpoint: Path, summary: dict[str, Any], report
 def draw(run: Path) -> Path:
     """The layout of the first block as a picture beside the checkpoint."""
     from vescale_fsdp import ModelLayout
-    from vescale_fsdp.layout.report.pictures import layout_svg
+    from vescale_fsdp.layout.pictures import layout_svg
 
     layout = ModelLayout.from_json(json.loads((run / "layout.json").read_text()))
     name, block = next((name, group) for name, group in layout.groups if "layers.0" in name)

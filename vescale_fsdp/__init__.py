@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
     from vescale_fsdp.dtensor.operators.dispatch_table import is_supported
     from vescale_fsdp.dtensor.operators.random_values import get_rng_state, manual_seed, set_rng_state
-    from vescale_fsdp.dtensor.pending_tensor import PendingTensor, redistribute_async
     from vescale_fsdp.dtensor.ragged_dtensor import (
+        PendingTensor,
         RaggedDTensor,
         distribute_tensor,
         is_ragged,
         redistribute,
+        redistribute_async,
     )
-    from vescale_fsdp.elastic.job import ElasticJob, Training
+    from vescale_fsdp.elastic.job import ElasticJob, TrainingState
     from vescale_fsdp.elastic.membership import Membership, Quorum
     from vescale_fsdp.elastic.store_membership import StoreMembership
     from vescale_fsdp.elastic.torchft_membership import TorchftMembership
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from vescale_fsdp.layout.group_layout import GroupLayout, ModelLayout, TensorSlot
     from vescale_fsdp.layout.padding import PaddingPolicy, PaddingWarning
     from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
+    from vescale_fsdp.layout.plan_report import PlanReport, plan_report
     from vescale_fsdp.layout.planner import TensorSpec, plan_group
-    from vescale_fsdp.layout.report.plan_report import PlanReport, plan_report
     from vescale_fsdp.runtime.fsdp_module import (
         FSDPModule,
         UnshardHandle,
@@ -85,7 +86,7 @@ __all__ = [
     "TensorSpec",
     "Tiles",
     "TorchftMembership",
-    "Training",
+    "TrainingState",
     "Transfer",
     "TransferHandle",
     "TransferPlan",
@@ -127,9 +128,10 @@ lazily_export(
         "vescale_fsdp.conversion.live.hf_form": "HuggingFace",
         "vescale_fsdp.conversion.live.load_from": "LoadFromReport load_from",
         "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
-        "vescale_fsdp.dtensor.pending_tensor": "PendingTensor redistribute_async",
-        "vescale_fsdp.dtensor.ragged_dtensor": "RaggedDTensor distribute_tensor is_ragged redistribute",
-        "vescale_fsdp.elastic.job": "ElasticJob Training",
+        "vescale_fsdp.dtensor.ragged_dtensor": (
+            "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute redistribute_async"
+        ),
+        "vescale_fsdp.elastic.job": "ElasticJob TrainingState",
         "vescale_fsdp.elastic.membership": "Membership Quorum",
         "vescale_fsdp.elastic.store_membership": "StoreMembership",
         "vescale_fsdp.elastic.torchft_membership": "TorchftMembership",
@@ -144,7 +146,7 @@ lazily_export(
         "vescale_fsdp.layout.planner": "TensorSpec plan_group",
         "vescale_fsdp.torch_private": "FSDPMeshInfo HSDPMeshInfo ShardPlacementResult",
         "vescale_fsdp.dtensor.operators.random_values": "get_rng_state manual_seed set_rng_state",
-        "vescale_fsdp.layout.report.plan_report": "PlanReport plan_report",
+        "vescale_fsdp.layout.plan_report": "PlanReport plan_report",
         "vescale_fsdp.checkpoint.transfer.joint_ranks": "joint_ranks",
         "vescale_fsdp.checkpoint.transfer.planning.description": "StateDescription",
         "vescale_fsdp.checkpoint.transfer.planning.transfer_plan": "TransferPlan plan_transfer",

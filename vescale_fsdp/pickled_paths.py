@@ -27,6 +27,10 @@ CLASSES = {
     "vescale_fsdp.granularity": {
         "vescale_fsdp.layout.granularity": "Element Flat Granularity Rows Tiles Whole"
     },
+    "vescale_fsdp.layout.report": {},  # the package of the next
+    "vescale_fsdp.layout.report.plan_report": {
+        "vescale_fsdp.layout.plan_report": "PlanReport PlanRow PlannedGroup PlannedParam"
+    },
     "vescale_fsdp.optim.base": {"vescale_fsdp.optim.structured_optimizer": "AdamWOptions"},
     "vescale_fsdp.optim.flat": {"vescale_fsdp.optim.flat_optimizer": "FlatOptimizer"},
     "vescale_fsdp.padding": {"vescale_fsdp.layout.padding": "PaddingPolicy"},
@@ -36,7 +40,7 @@ CLASSES = {
     "vescale_fsdp.quantize.grid": {"vescale_fsdp.quantize.block_grid": "BlockGrid"},
     "vescale_fsdp.quantize.quantized": {"vescale_fsdp.quantize.quantized_tensor": "Quantized"},
     "vescale_fsdp.report": {
-        "vescale_fsdp.layout.report.plan_report": "PlanReport PlanRow PlannedGroup PlannedParam"
+        "vescale_fsdp.layout.plan_report": "PlanReport PlanRow PlannedGroup PlannedParam"
     },
 }
 
@@ -47,7 +51,7 @@ class _OldPaths(Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if fullname in CLASSES else None
+        return ModuleSpec(fullname, self, is_package=True) if fullname in CLASSES else None
 
     def create_module(self, spec: ModuleSpec) -> None:
         """None asks for a plain module."""

@@ -59,7 +59,7 @@ class LoadReport:
     Attributes:
         missing: leaves of the state that the checkpoint lacks; they keep their values.
         unexpected: leaves of the checkpoint that the state lacks.
-        user: the ``user`` argument of `save`.
+        metadata: the ``metadata`` argument of `save`.
         num_bytes_read: bytes of tensors that this rank read from the storage; what ``verify="before"`` proves first
             and reads then counts twice.
         num_bytes_received: bytes of them that other ranks read and sent.
@@ -73,7 +73,7 @@ class LoadReport:
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    user: Json
+    metadata: Json
     num_bytes_read: int = 0
     num_bytes_received: int = 0
 
@@ -234,7 +234,7 @@ class Loader:
         return LoadReport(
             tuple(found.missing),
             tuple(found.unexpected),
-            reader.user,
+            reader.metadata,
             reads.num_bytes_read,
             reads.num_bytes_received,
         )

@@ -95,8 +95,8 @@ def read_state(path: str | os.PathLike[str] | Storage) -> CheckpointReader:
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
-        >>> save("to_read", {"w": torch.arange(6.0).reshape(2, 3)}, user={"loss": 2.5})
-        >>> read_state("to_read").user
+        >>> save("to_read", {"w": torch.arange(6.0).reshape(2, 3)}, metadata={"loss": 2.5})
+        >>> read_state("to_read").metadata
         {'loss': 2.5}
     """
     return CheckpointReader(open_storage(path, neighbours=num_neighbours()))
@@ -186,7 +186,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     Attributes:
         manifest: layouts, state tree and everything else that is known without reading data.
-        user: the JSON given to `save`.
+        metadata: the JSON given to `save`.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -199,7 +199,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
     def __init__(self, storage: Storage, *, cost: Callable[[int], int] = lambda rank: 0) -> None:
         self.storage = storage
         self.manifest = read_manifest(storage)
-        self.user: Json = self.manifest.user
+        self.metadata: Json = self.manifest.metadata
         self._finder = ShareFinder(self.manifest, cost)
         self._tables = ChunkTables(storage, self.manifest)
 

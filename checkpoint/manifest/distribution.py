@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.errors import CorruptCheckpointError
-from vescale_fsdp.layout.geometry import FlatRange, chunk_of, contiguous_strides, whole_box
+from vescale_fsdp.layout.geometry import FlatRange, RunLengths, chunk_of, contiguous_strides, whole_box
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
-from vescale_fsdp.layout.run_lengths import RunLengths
 
 if TYPE_CHECKING:
     from vescale_fsdp.layout.placement import RaggedShard

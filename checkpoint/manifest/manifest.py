@@ -79,7 +79,7 @@ class Manifest:
         rank_sets: table of sets of ranks.
         holders: for each tensor, the place in ``rank_sets`` of the ranks that hold it.
         blob_bytes: bytes kept in each rank's file for per-rank values (0 if there are none).
-        user: the user's own JSON.
+        metadata: the JSON given to `save`; the key `user` of the file.
         stripe_bytes: bytes per checksum.
         split_bytes: replicas share the writing of a region of at least so many bytes; None lets every replica
             store all of it, for storage that ranks do not share.
@@ -93,7 +93,7 @@ class Manifest:
     rank_sets: tuple[RankSet, ...]
     holders: tuple[int, ...]
     blob_bytes: int = 0
-    user: Json = None
+    metadata: Json = None
     stripe_bytes: int = STRIPE_BYTES
     split_bytes: int | None = SPLIT_BYTES
     chunks: tuple[tuple[int, ...], ...] | None = None
@@ -225,7 +225,7 @@ class Manifest:
                 ],
                 **({} if self.chunks is None else {"chunks": self.chunks}),
                 "state": structure.tree,
-                "user": self.user,
+                "user": self.metadata,
             }
         )
         return content[:-1] + _seal(hex_digest_of(content))
@@ -268,7 +268,7 @@ def build_manifest(
     save_id: str,
     world_size: int,
     blob_bytes: int = 0,
-    user: Json = None,
+    metadata: Json = None,
     stripe_bytes: int = STRIPE_BYTES,
     split_bytes: int | None = SPLIT_BYTES,
 ) -> Manifest:
@@ -292,7 +292,7 @@ def build_manifest(
         tuple(table),
         holders,
         blob_bytes,
-        user,
+        metadata,
         stripe_bytes,
         split_bytes,
     )

@@ -18,7 +18,7 @@ from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.memory.disk_twin import DiskTwin
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.file_moves import FROM_DISK, FileMove, move_files
+from vescale_fsdp.checkpoint.ranks.exchange import FROM_DISK, FileMove, move_files
 from vescale_fsdp.checkpoint.ranks.partners import ranks_by_node
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError

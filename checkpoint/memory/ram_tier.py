@@ -42,7 +42,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, plan_copies
 from vescale_fsdp.checkpoint.ranks.background import BackgroundThread
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, is_interrupt, is_of_storage
-from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
+from vescale_fsdp.checkpoint.ranks.exchange import FileMove, move_files
 from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
@@ -154,7 +154,7 @@ class RamTier:
         coordinator: Coordinator,
         step: int,
         state: Any,
-        user: Json,
+        metadata: Json,
         *,
         save_id: str,
         run: RunFile,
@@ -178,7 +178,7 @@ class RamTier:
         """
         self._finish_copies(coordinator)
         try:
-            self._write(coordinator, step, state, user, save_id, check_replicas)
+            self._write(coordinator, step, state, metadata, save_id, check_replicas)
         except Exception as error:
             if not is_of_storage(error):
                 raise
@@ -198,7 +198,7 @@ class RamTier:
         coordinator: Coordinator,
         step: int,
         state: Any,
-        user: Json,
+        metadata: Json,
         save_id: str,
         check_replicas: CheckReplicas,
     ) -> None:
@@ -219,7 +219,7 @@ class RamTier:
                 leads_node=self._leads_node,
                 check_replicas=check_replicas,
             )
-            saver.save(state, user)
+            saver.save(state, metadata)
 
     def _sweep(self) -> None:
         """Before this process writes for the first time: what killed jobs left on this node."""
@@ -253,7 +253,7 @@ class RamTier:
     def _copy_error(self) -> BaseException | None:
         """Wait for all copies; what went wrong, on any rank. Ctrl-C is raised, on all."""
         copies, self._copies = self._copies, None
-        error = None if copies is None else copies.error()
+        error = None if copies is None else copies.exception()
         if error is not None and is_interrupt(error):
             raise error
         return error
@@ -287,7 +287,7 @@ class RamTier:
         """Return when no copy is in flight any more, however it has ended."""
         copies, self._copies = self._copies, None
         if copies is not None:
-            copies.error()
+            copies.exception()
 
     def step_storage(self, step: int) -> Storage:
         """The folder of a step in this node's memory."""

@@ -201,8 +201,8 @@ class SaveHandle:
         self._job.heard = True
         self._job.future.result()
 
-    def error(self) -> BaseException | None:
-        """What went wrong, or None; blocks until the save has ended."""
+    def exception(self) -> BaseException | None:
+        """The error that the save ended with, or None; blocks until the save has ended."""
         error = self._job.future.exception()
         self._job.heard = True
         return error
@@ -226,7 +226,7 @@ class AsyncSaver:
         path: str | os.PathLike[str] | Storage,
         state: Any,
         *,
-        user: Json = None,
+        metadata: Json = None,
         overwrite: bool = False,
         format: Format = "native",
         after: Callable[[Saved], None] | None = None,
@@ -264,7 +264,7 @@ class AsyncSaver:
             savers = [saver(storage, overwrite=overwrite, format=format)]
             savers += [saver(place, overwrite=True, format=form) for place, form in copies]
             taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of), savers, optimizer)
-            user = plain_json(user)
+            metadata = plain_json(metadata)
         except BaseException as caught:  # noqa: BLE001  all ranks must hear of it, in the worker
             error = caught
 
@@ -288,7 +288,7 @@ class AsyncSaver:
                 return
             for number, saver in enumerate(savers):
                 with telling(also):
-                    saved = saver.write(take, user)
+                    saved = saver.write(take, metadata)
                 if number == 0 and after is not None:
                     after(saved)
 
@@ -338,7 +338,7 @@ def async_save(
     path: str | os.PathLike[str] | Storage,
     state: Any,
     *,
-    user: Json = None,
+    metadata: Json = None,
     overwrite: bool = False,
     format: Format = "native",
     process_group: dist.ProcessGroup | None = None,
@@ -377,7 +377,7 @@ def async_save(
     return saver.start(
         path,
         state,
-        user=user,
+        metadata=metadata,
         overwrite=overwrite,
         format=format,
         progress=progress,

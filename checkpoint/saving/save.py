@@ -69,7 +69,7 @@ def save(
     path: str | os.PathLike[str] | Storage,
     state: Any,
     *,
-    user: Json = None,
+    metadata: Json = None,
     overwrite: bool = False,
     format: Format = "native",
     process_group: dist.ProcessGroup | None = None,
@@ -84,7 +84,7 @@ def save(
             optimizers of their parameters, and other objects with ``state_dict`` and ``load_state_dict``; such as
             ``{"model": model, "optimizer": optimizer}``. Modules and optimizers are stored by parameter name. Plain
             tensors and values must be the same on all ranks that have them.
-        user: JSON of your own, the same on all ranks, returned by `read_state(path).user`.
+        metadata: JSON of your own, the same on all ranks, returned by `read_state(path).metadata`.
         overwrite: replace an existing checkpoint; the old one stays good until the new one is committed.
         format: "native" (one safetensors file per rank, the fast one), "zarr" (one zarr v3 array per
             tensor, for tools outside PyTorch; loads back at any world size as well), or a form that others read:
@@ -106,7 +106,7 @@ def save(
     Examples:
         >>> import torch
         >>> state = {"model": torch.nn.Linear(4, 2), "step": 10}
-        >>> save("saved", state, user={"config": "tiny"})
+        >>> save("saved", state, metadata={"config": "tiny"})
         >>> from vescale_fsdp.checkpoint import read_state
         >>> read_state("saved").names()
         ['model/weight', 'model/bias']
@@ -124,7 +124,7 @@ def save(
         coordinator.agree(None, 0, error, {})  # where the other ranks are next: raises on all of them
         raise
     saver.meter = meter_for(progress, coordinator.rank)
-    saver.write(partial(take_state, state, rank_of=coordinator.rank_of), user)
+    saver.write(partial(take_state, state, rank_of=coordinator.rank_of), metadata)
 
 
 @dataclass
@@ -151,15 +151,15 @@ class Saver:
         """Names of tensors whose values no file will hold."""
         return self._form.left_out(structure)
 
-    def save(self, state: Any, user: Json = None) -> Saved:
+    def save(self, state: Any, metadata: Json = None) -> Saved:
         """All steps in turn."""
-        return self.write(partial(take_state, state, rank_of=self.coordinator.rank_of), user)
+        return self.write(partial(take_state, state, rank_of=self.coordinator.rank_of), metadata)
 
-    def write(self, take: TakeState, user: Json) -> Saved:
+    def write(self, take: TakeState, metadata: Json) -> Saved:
         """Take the state, agree, write and commit."""
         start_s = time.monotonic()
         with ExitStack() as held:
-            commit = self.write_uncommitted(take, user, held)
+            commit = self.write_uncommitted(take, metadata, held)
             where = self.storage.where
             with self.coordinator.together(
                 f"committing {where}", "what has become of the checkpoint stands there too"
@@ -178,7 +178,7 @@ class Saver:
         return saved
 
     @plainly
-    def write_uncommitted(self, take: TakeState, user: Json, held: ExitStack) -> Commit:
+    def write_uncommitted(self, take: TakeState, metadata: Json, held: ExitStack) -> Commit:
         """Agree and write what is this rank's; what is returned is yet to be run, by rank 0.
 
         Args:
@@ -189,15 +189,15 @@ class Saver:
         structure, blob, alike, save_id, claimed, free_bytes = None, b"", {}, "", False, None
         try:
             taken = take()
-            user = plain_json(user)
+            metadata = plain_json(metadata)
             blob = pack_blob(taken.per_rank)
             _ = taken.structure.digest  # computed here, where an error of one rank reaches all
             if self.coordinator.rank == 0:
                 self._form.claim(self.storage, held, overwrite=self.overwrite)
                 claimed = True
             free_bytes = self.storage.free_bytes  # nobody writes before all have agreed
-            # Not beside an error, which all ranks raise first: there may be a `user` that is not JSON.
-            structure, alike = taken.structure, {**self._alike, "user": user}
+            # Not beside an error, which all ranks raise first: there may be a `metadata` that is not JSON.
+            structure, alike = taken.structure, {**self._alike, "metadata": metadata}
         except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
             error = caught
         try:
@@ -220,7 +220,7 @@ class Saver:
                     save_id=save_id,
                     world_size=self.coordinator.world_size,
                     blob_bytes=agreed.blob_bytes,
-                    user=user,
+                    metadata=metadata,
                     stripe_bytes=self.stripe_bytes,
                     split_bytes=None if self.every_node else self.split_bytes,
                 )
@@ -290,23 +290,23 @@ def form_of(format: Format) -> Form:
     return found
 
 
-def plain_json(user: Json) -> Json:
-    """A copy of the user's part as it will be read back.
+def plain_json(metadata: Json) -> Json:
+    """A copy of `metadata` as it will be read back.
 
     Raises:
         CheckpointError: if it is not JSON.
     """
     try:
-        plain = parse_json(dump_json(user))
+        plain = parse_json(dump_json(metadata))
         if depth_of(plain) > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} levels")
         return plain
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            "The user's part of a checkpoint cannot be written as JSON.",
+            "`metadata` is not JSON-serializable.",
             expected="dicts whose keys differ as text, lists, strings, finite numbers, True, False, None",
             got=str(error),
-            where="the argument `user`",
+            where="the argument `metadata`",
             todo="put other values into the state",
         ) from error
 

@@ -26,8 +26,8 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
 )
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
-from vescale_fsdp.dtensor.mesh_order import ascends, place_in, ranks_by_place
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.spec import ascends, place_in, ranks_by_place
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.foreign_json import MAX_DIMS
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -228,7 +228,7 @@ def _no_order(name: str, tensor: DTensor) -> CheckpointError:
 
 
 def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
-    """One `Axis` per mesh axis; its coordinates are places in the process groups, see `mesh_order`."""
+    """One `Axis` per mesh axis; its coordinates are places in the process groups, see `dtensor.spec`."""
     numbers = ranks_by_place(mesh).numpy()
     if rank_of is not None:
         numbers = np.vectorize(lambda rank: rank_of.get(int(rank), -1))(numbers)

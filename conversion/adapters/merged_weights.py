@@ -115,12 +115,14 @@ class MergedView(TensorView):
         compute: the new weight of these; it may write into the first.
         recipe: what it is computed by, for its identity.
         latest: shared by all, so that one is held.
+        lost: gets, under the name, how many finite values became infinite in the base's type.
     """
 
     inputs: tuple[TensorView, ...]
     compute: Callable[..., torch.Tensor]
     recipe: str
     latest: _Latest = field(repr=False)
+    lost: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def info(self) -> TensorInfo:
@@ -130,7 +132,10 @@ class MergedView(TensorView):
         if self.latest.view is not self:
             self.latest.view = self.latest.raw = None  # before the next is made
             tensors = [_read(view) for view in self.inputs]
+            before = int(tensors[0].isinf().sum())  # computing may write into it
             made = self.compute(*tensors).to(tensors[0].dtype).contiguous()
+            if (lost := int(made.isinf().sum()) - before) > 0:
+                self.lost[self.info.name] = lost
             self.latest.raw = made.view(_raw_type(made)).numpy()
             self.latest.view = self
         assert self.latest.raw is not None
@@ -146,6 +151,10 @@ class MergedView(TensorView):
 
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
         return self.inputs[0].over(leaf)
+
+    @property
+    def overflows(self) -> int:
+        return sum(self.lost.values()) + sum(view.overflows for view in self.inputs)
 
     def identity(self) -> str:
         return f"{self.recipe} of {', '.join(view.identity() for view in self.inputs)}"

@@ -26,6 +26,10 @@ from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.safetensors_header import read_header
 
+Asks = Literal["always", "doubt", "never"]
+"""When the class itself is asked, which takes a child process: where the table does not say yes, to confirm a no of the
+table, or not at all."""
+
 
 @dataclass(frozen=True)
 class ClassCheck:
@@ -82,14 +86,12 @@ class ClassCheck:
             )
 
 
-def check_planned(plan: OutputPlan, *, by_table: bool = False) -> ClassCheck | None:
-    """Whether the class takes what a plan says; None for a target without a class.
-
-    Args:
-        by_table: ask no class unless the table says no; the answer may be None then.
+def check_planned(plan: OutputPlan, *, asks: Asks = "always") -> ClassCheck | None:
+    """Whether the class takes what a plan says; None for a target without a class, or if the class had to be asked and
+    is not.
     """
     infos = {items.view.info.name: items.view.info for file in plan.files for _, items in file.tensors}
-    return _check(plan, infos, by_table=by_table)
+    return _check(plan, infos, asks)
 
 
 def check_written(plan: OutputPlan, read: Written) -> ClassCheck | None:
@@ -101,7 +103,7 @@ def check_written(plan: OutputPlan, read: Written) -> ClassCheck | None:
     return _check(plan, infos)
 
 
-def _check(plan: OutputPlan, infos: Mapping[str, TensorInfo], *, by_table: bool = False) -> ClassCheck | None:
+def _check(plan: OutputPlan, infos: Mapping[str, TensorInfo], asks: Asks = "always") -> ClassCheck | None:
     if plan.kind == "adapter":
         return ClassCheck("not checked", reason="an adapter alone: peft takes it beside its base")
     if plan.kind != "hf":
@@ -109,12 +111,10 @@ def _check(plan: OutputPlan, infos: Mapping[str, TensorInfo], *, by_table: bool 
     pieces = next((file.pieces for file in plan.closing if file.name == CONFIG_FILE), None)
     if pieces is None:
         return ClassCheck("not checked", reason=f"the result has no {CONFIG_FILE}")
-    return _check_class(infos, parse_json(b"".join(pieces())), by_table=by_table)
+    return _check_class(infos, parse_json(b"".join(pieces())), asks)
 
 
-def _check_class(
-    infos: Mapping[str, TensorInfo], config: Mapping[str, Any], *, by_table: bool
-) -> ClassCheck | None:
+def _check_class(infos: Mapping[str, TensorInfo], config: Mapping[str, Any], asks: Asks) -> ClassCheck | None:
     class_name = config_class(config)
     if class_name is None:
         return ClassCheck(
@@ -139,9 +139,9 @@ def _check_class(
         if before is None and not says_so and (known := ask(config, class_name)) is not None:
             shapes = {name: info.shape for name, info in infos.items()}
             before = ClassCheck(how, class_name, known.problems(shapes))
-    if before is None and by_table:
+    if before is None and asks != "always":
         return None
-    if before is not None and not before.problems:
+    if before is not None and (asks == "never" or not before.problems):
         return before
     by_class = _ask_class(infos, config, class_name)
     return by_class if before is None or by_class.how == "class" else before

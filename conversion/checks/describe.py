@@ -27,6 +27,7 @@ def describe(source: Source) -> dict[str, Any]:
         "model_prefix": prefix,
         "models": models,
         "tensor_bytes": source.nbytes,
+        "stored_bytes": sum(tensor.stored_nbytes for tensor in source.tensors.values()),
         "dtypes": dict(sorted(kinds.items())),
         **dict(source.facts),
         "tensors": [
@@ -50,7 +51,7 @@ def draw(source: Source, number: int | None = None) -> str:
     Raises:
         ConversionError: if the format knows no layouts, or not so many.
     """
-    from vescale_fsdp.layout.report.pictures import layout_svg
+    from vescale_fsdp.layout.pictures import layout_svg
 
     layouts = source.layouts
     if not layouts or (number is not None and number >= len(layouts)):
@@ -63,6 +64,12 @@ def draw(source: Source, number: int | None = None) -> str:
         )
     chosen = number if number is not None else max(range(len(layouts)), key=lambda i: layouts[i].numel)
     return layout_svg(layouts[chosen], f"layout {chosen} of {source.url}")
+
+
+def _sizes(found: dict[str, Any]) -> str:
+    """How large all tensors are, and how much of them is stored where strides repeat items or chunks are absent."""
+    total, stored = found["tensor_bytes"], found["stored_bytes"]
+    return format_bytes(total) + (f", of which {format_bytes(stored)} are stored" if stored < total else "")
 
 
 def format_description(found: dict[str, Any]) -> str:
@@ -87,7 +94,7 @@ def format_description(found: dict[str, Any]) -> str:
     head = {
         "kind": found["kind"],
         "where": found["url"],
-        "tensors": f"{len(found['tensors'])}, {format_bytes(found['tensor_bytes'])}",
+        "tensors": f"{len(found['tensors'])}, {_sizes(found)}",
         "dtypes": ", ".join(f"{name} x {count}" for name, count in found["dtypes"].items()) or "none",
         "model prefix": ", ".join(prefix or "(root)" for prefix in found["models"]) or "no model found",
         "other values": str(len(found["values"])),

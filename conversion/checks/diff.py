@@ -8,15 +8,23 @@ from typing import Any
 
 import numpy as np
 
+from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.source.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
 from vescale_fsdp.conversion.state.model_names import find_model, unwrapped_names
-from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, pieces_of
+from vescale_fsdp.conversion.views.tensor_view import (
+    SourceView,
+    TensorView,
+    pieces_of,
+    repeated_dims,
+    without_repeats,
+)
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
-from vescale_fsdp.views.rounding import cast_array
+from vescale_fsdp.views.float_codes import cast_array
 
 _READ_BYTES = 4 * 2**20  # 4 MiB per side
 Views = dict[tuple[str, str], TensorView]  # by ("model", its name there) or ("other", full name)
@@ -197,6 +205,7 @@ def _compare(
     numeric = {left.dtype.kind, right.dtype.kind} == {"float"} and not tolerance.is_bitwise
     if left.dtype != right.dtype and not numeric:
         return [Difference(name, "dtype", f"{left.dtype.name} and {right.dtype.name}")]
+    a, b, repeats = _stored_once(a, b)
     count, worst = 0, 0.0
     step = _READ_BYTES // max(left.dtype.itemsize, right.dtype.itemsize)
     for p, q in zip(pieces_of(a, _READ_BYTES, step), pieces_of(b, _READ_BYTES, step), strict=True):
@@ -210,8 +219,29 @@ def _compare(
         count += bad
     if not count:
         return []
-    text = f"{count} of {left.numel} values differ" + (f", by up to {worst:.3g}" if numeric else "")
+    text = f"{count * repeats} of {left.numel} values differ" + (f", by up to {worst:.3g}" if numeric else "")
     return [Difference(name, "value", text)]
+
+
+def _stored_once(a: TensorView, b: TensorView) -> tuple[TensorView, TensorView, int]:
+    """Both without the dims along which both repeat their items, and how often each item is repeated.
+
+    Raises:
+        ConversionError: if either is still far more than what is stored of both.
+    """
+    dims = sorted({*repeated_dims(a)} & {*repeated_dims(b)})
+    left, right = without_repeats(a, dims), without_repeats(b, dims)
+    stored = [source.tensors[name].stored_nbytes for view in (a, b) for source, name in view.sources()]
+    nbytes = min(left.info.nbytes, right.info.nbytes)
+    if is_inflated(nbytes, max(stored)):
+        raise ConversionError(
+            "The sources store far fewer values of a tensor than would be compared.",
+            expected=f"at most {MOST_GROWTH} times the bytes that are stored, or {format_bytes(UNCHECKED_BYTES)}",
+            got=f"{format_bytes(nbytes)} of {format_bytes(max(stored))} that are stored",
+            where=f"tensor {a.info.name}",
+            todo="compare it in Python, by what is stored; report A --against B compares a sample",
+        )
+    return left, right, a.info.numel // max(1, left.info.numel)
 
 
 def _far(x: np.ndarray, a: DType, y: np.ndarray, b: DType, tolerance: Tolerance) -> tuple[int, float]:

@@ -250,9 +250,9 @@ def plan_command(
     """Print how fully_shard would lay out the model in SRC, and what that would cost."""
     from vescale_fsdp.conversion.state.model_names import find_model
     from vescale_fsdp.layout.granularity import parse_granularities
+    from vescale_fsdp.layout.model_shapes import natural_order
     from vescale_fsdp.layout.padding import PaddingPolicy
-    from vescale_fsdp.layout.report.model_shapes import natural_order
-    from vescale_fsdp.layout.report.plan_report import plan_report
+    from vescale_fsdp.layout.plan_report import plan_report
 
     source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
     infos = {name: source.tensors[key].info for key, name in find_model(source, model_prefix).names.items()}

@@ -39,12 +39,14 @@ class Target(NamedTuple):
         summary: what that command does, for its help.
         plan: lists the files of a result.
         options: names of the command line's options that this target has beside those of all.
+        keeps_repeats: whether items that a source repeats by strides are written once.
     """
 
     command: str
     summary: str
     plan: Plan
     options: tuple[str, ...] = ("prefix", "optimizer")
+    keeps_repeats: bool = False
 
 
 class Format(NamedTuple):
@@ -165,6 +167,7 @@ FORMATS = {
             "to-torch",
             "Write SRC to the file OUT as torch.save would.",
             lambda state, _, assets, file: _plan_torch(state, file),
+            keeps_repeats=True,
         ),
         is_file=True,
     ),

@@ -64,7 +64,7 @@ class HeldShards:
             "live",
             storage,
             {
-                name: StoredTensor(i, (StoredChunk(whole_box(i.shape), "", 0, 0),))
+                name: StoredTensor(i, (StoredChunk(whole_box(i.shape), "", 0, i.nbytes),))
                 for name, i in leaves.infos.items()
             },
             leaves.values,

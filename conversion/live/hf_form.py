@@ -25,6 +25,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.checks.class_check import check_planned
 from vescale_fsdp.conversion.convert import ConvertReport, plan_conversion
 from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets, is_setting
@@ -63,6 +64,9 @@ class HuggingFace(Form):
             By default the model is looked for, and what is neither it nor its optimizer is refused by name.
         max_shard_bytes: the most bytes of tensors in one file.
         budget_bytes: the most bytes of other ranks' tensors that a rank holds at a time.
+        require_check: refuse a save that the class in config.json does not take, or whose class the shipped table does
+            not know. By default the former is a warning: the class itself, which may take other names too, is not asked
+            while a model trains.
 
     Raises:
         ConversionError: for a type that floats are not cast to, or limits that are too small.
@@ -74,6 +78,7 @@ class HuggingFace(Form):
     model_prefix: str | None = None
     max_shard_bytes: int = 5 * 10**9
     budget_bytes: int = 64 << 20
+    require_check: bool = False
 
     def __post_init__(self) -> None:
         CastRules.parse(self._casts)
@@ -123,6 +128,7 @@ class HuggingFace(Form):
             "model_prefix": self.model_prefix,
             "max_shard_bytes": self.max_shard_bytes,
             "budget_bytes": self.budget_bytes,
+            "require_check": self.require_check,
         }
 
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
@@ -144,8 +150,9 @@ class HuggingFace(Form):
         with coordinator.together(f"making {storage.where}"):
             share.check_room(report.plan.tensor_nbytes)
             if coordinator.rank == 0:
+                unfit = self._class_warnings(report, storage.where)
                 folder.begin()
-                for warning in report.warnings:
+                for warning in (*report.warnings, *unfit):
                     warnings.warn(warning, stacklevel=2)
         with coordinator.together(f"making files for {storage.where}"):
             files = JointFiles(folder.working, report.plan, shards, coordinator, self.budget_bytes)
@@ -170,6 +177,29 @@ class HuggingFace(Form):
 
     def _planned(self, shards: HeldShards, ties: _Ties) -> ConvertReport:
         return plan_conversion(shards.source, shards.source.url, "hf", self._options, ties.is_equal)
+
+    def _class_warnings(self, report: ConvertReport, where: str) -> tuple[str, ...]:
+        """What keeps the class in config.json from taking the result, by the shipped table.
+
+        Raises:
+            ConversionError: if something does, or the table does not know, and ``require_check`` asks for it.
+        """
+        check = check_planned(report.plan, asks="never")
+        problems = () if check is None else check.problems
+        is_unknown = check is None or check.how == "not checked"
+        if self.require_check and (problems or is_unknown):
+            reason = "" if check is None else check.reason
+            raise ConversionError(
+                "The class that config.json names is not known to take this model.",
+                expected="names and shapes that the shipped table has for the class",
+                got=some(problems, 6) if problems else reason or "a class that the table does not know",
+                where=where,
+                todo="pass the model's own config.json as assets=, or rules= to its names; or leave out "
+                "require_check=True, and convert a native checkpoint with vescale-convert to-hf, which asks the class",
+            )
+        if check is None or not problems:
+            return ()
+        return (f"{check.class_name} of config.json does not take {where} as it is: {some(problems, 6)}",)
 
     def _refuse_others(self, shards: HeldShards) -> None:
         """Refuse leaves that are neither of the model nor of its optimizer, unless the model was named."""

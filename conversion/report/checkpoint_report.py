@@ -1,8 +1,15 @@
-"""What the page shows, as plain values: one entry per tensor, read once, a few MiB at a time."""
+"""What the page shows, as plain values: one entry per tensor, read once, a few MiB at a time.
+
+A tensor that is far more than what is stored of it (a stride of zero can repeat one item for terabytes) is sampled: its
+summary says of how many values it is.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
@@ -15,9 +22,11 @@ from vescale_fsdp.conversion.report.holders import FileNumbers, holders_of, layo
 from vescale_fsdp.conversion.report.value_distance import ValueDistance
 from vescale_fsdp.conversion.report.value_summary import ValueSummary, values_of
 from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, pieces_of
+from vescale_fsdp.conversion.source.stored_tensor import is_inflated
+from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, read_range
 
 _PIECE_BYTES = 4 * 2**20  # 4 MiB, of either side
+_SAMPLED_PIECES = 4  # of a tensor that is not read whole
 _MOST_STEPS = 10_000
 _VALUE_CHARS = 200
 
@@ -42,8 +51,9 @@ def checkpoint_report(
         key = left[name]
         other = right.get(key)
         view = SourceView(source, name, name)
-        summary, distance = _measure(view, other, progress)
         stored = source.tensors[name]
+        is_sampled = is_inflated(stored.info.nbytes, stored.stored_nbytes)
+        summary, distance = _measure(view, other, progress, is_sampled=is_sampled)
         tensors.append(
             {
                 "name": name,
@@ -89,32 +99,43 @@ def _against(against: Source, left: dict[str, tuple[str, str]], right: Views) ->
 
 
 def _measure(
-    view: TensorView, other: TensorView | None, progress: Progress
+    view: TensorView, other: TensorView | None, progress: Progress, *, is_sampled: bool
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """A tensor's summary and its distance from another; None of what cannot be said."""
     summary, distance = ValueSummary(), ValueDistance()
-    dtype = view.info.dtype
-    comparable = other is not None and other.info.shape == view.info.shape
-    step = _PIECE_BYTES // max(dtype.itemsize, other.info.dtype.itemsize if other is not None else 1)
-    others = pieces_of(other, _PIECE_BYTES, step) if other is not None and comparable else None
+    info = view.info
+    comparable = other is not None and other.info.shape == info.shape
+    step = _PIECE_BYTES // max(info.dtype.itemsize, other.info.dtype.itemsize if other is not None else 1)
+    buffers = [
+        np.empty(min(_PIECE_BYTES, each.info.nbytes), np.uint8) for each in (view, other) if each is not None
+    ]
     readable = True
-    for piece in pieces_of(view, _PIECE_BYTES, step):
-        values = values_of(piece.view(dtype.raw), dtype)
-        progress(piece.nbytes)
+    for start in _starts(info.numel, step, is_sampled=is_sampled):
+        stop = min(start + step, info.numel)
+        values = values_of(read_range(view, start, stop, buffers[0]).view(info.dtype.raw), info.dtype)
+        progress((stop - start) * info.dtype.itemsize)
         if values is None:
             readable = False
             break
         summary.add(values)
-        if others is not None and other is not None:
-            piece = next(others)
-            theirs = values_of(piece.view(other.info.dtype.raw), other.info.dtype)
+        if comparable and other is not None:
+            dtype = other.info.dtype
+            theirs = values_of(read_range(other, start, stop, buffers[1]).view(dtype.raw), dtype)
             comparable = theirs is not None and theirs.size == values.size
             if comparable and theirs is not None:
                 distance.add(values, theirs)
-            progress(piece.nbytes)
-    return (summary.to_json() if readable else None), (
-        distance.to_json() if readable and comparable else None
+            progress((stop - start) * dtype.itemsize)
+    sampled = {"sampled": summary.numel} if is_sampled else {}
+    return (summary.to_json() | sampled if readable else None), (
+        distance.to_json() | sampled if readable and comparable else None
     )
+
+
+def _starts(numel: int, step: int, *, is_sampled: bool) -> Sequence[int]:
+    """Where pieces of so many items begin; of a sample they are spread evenly."""
+    if not is_sampled:
+        return range(0, numel, step)
+    return [index * (numel - step) // (_SAMPLED_PIECES - 1) for index in range(_SAMPLED_PIECES)]
 
 
 def _history(source: Source) -> list[dict[str, Any]]:

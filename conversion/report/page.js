@@ -181,12 +181,13 @@ function choose(tensor) {
   if (stats) {
     for (const key of ["min", "max", "mean", "norm"]) say(key, number(stats[key]));
     say("NaN", String(stats.nan)), say("inf", String(stats.inf)), say("zeros", String(stats.zero));
+    if (stats.sampled) say("of a sample of", `${stats.sampled} values, since the file stores few of them`);
   }
   detail.append(facts);
   if (compared) {
     const d = tensor.diff;
-    const text = !d ? "the other has no tensor of this name and shape" : !d.differing ? "equal to the other's"
-      : `${d.differing} of ${numel(tensor)} values are not the other's` + (d.max ? `, by up to ${number(d.max)}` : "") + (!d.max || d.relative === undefined ? "" : `; relative distance ${number(d.relative)}`);
+    const text = !d ? "the other has no tensor of this name and shape" : !d.differing ? `equal to the other's${d.sampled ? " in a sample" : ""}`
+      : `${d.differing} of ${d.sampled || numel(tensor)} values are not the other's` + (d.max ? `, by up to ${number(d.max)}` : "") + (!d.max || d.relative === undefined ? "" : `; relative distance ${number(d.relative)}`);
     detail.append(element("p", "", text));
   }
   detail.append(stats && stats.bins ? histogram(stats) : element("p", "quiet", stats ? "no finite values" : "codes: no statistics without their scales"));

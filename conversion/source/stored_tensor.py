@@ -16,6 +16,8 @@ from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.foreign_json import MAX_DIMS, tensor_shape, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
 
+UNCHECKED_BYTES = 4 << 30  # 4 GiB: so much is read and written, however little of it is stored
+MOST_GROWTH = 32  # more than any decoding of codes: 4 bits to 64 are 16
 _MAX_GRID_CELLS = 4_000_000  # of the coordinate grid on which overlapping boxes are looked for
 
 
@@ -56,7 +58,7 @@ class StoredChunk:
         box: which part of the tensor.
         file: relative name of the file; empty if the box is all zeros and stored nowhere.
         offset: of the first element's byte, or of what `Source.locate` finds it in.
-        nbytes: length of what lies there.
+        nbytes: length of what lies there; without a file, of what is stored elsewhere (in a pickle, compressed).
         strides: in items, of the box in the file; None for row-major.
         checked: the range of bytes with a checksum in which it lies; None if there is none, or `Source.locate` says.
         signs: bits of every item that are stored flipped (`TensorRef.signs`).
@@ -82,6 +84,14 @@ class StoredChunk:
             return True
         row_major = contiguous_strides(self.box.sizes)
         return all(n < 2 or a == b for n, a, b in zip(self.box.sizes, self.steps, row_major, strict=True))
+
+    def stored_nbytes(self, itemsize: int) -> int:
+        """Bytes that its items are made of."""
+        if not self.file:
+            return self.nbytes
+        spanned = 1 + sum((n - 1) * s for n, s in zip(self.box.sizes, self.steps, strict=True))
+        items_nbytes = min(self.box.numel, spanned) * itemsize
+        return min(items_nbytes, self.nbytes or items_nbytes)  # some formats find the length when they read
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +124,11 @@ class StoredTensor:
             raise self._bad_tiling(f"chunks that overlap: {_text(overlap[0])} and {_text(overlap[1])}")
 
     @property
+    def stored_nbytes(self) -> int:
+        """Bytes that its items are made of: less than its own where strides repeat items, or chunks are not stored."""
+        return sum(chunk.stored_nbytes(self.info.dtype.itemsize) for chunk in self.chunks if chunk.box.numel)
+
+    @property
     def places(self) -> object:
         """Equal for tensors that are the very same bytes."""
         chunks = tuple((c.file, c.offset, c.box, c.strides, c.signs) for c in self.chunks)
@@ -127,6 +142,12 @@ class StoredTensor:
             where=f"tensor {self.info.name}",
             todo="save the checkpoint again; its sharding was described wrongly when saving",
         )
+
+
+def is_inflated(nbytes: int, stored_nbytes: int) -> bool:
+    """Whether tensors of so many bytes are far more than what is stored of them, so that reading or writing all of
+    them has no bound in the size of the source."""
+    return nbytes > max(UNCHECKED_BYTES, MOST_GROWTH * stored_nbytes)
 
 
 def _is_whole(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:

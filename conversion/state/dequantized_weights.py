@@ -193,7 +193,7 @@ class _Dequantization:
             ) from error
         flat = RawBytesView(MappedView(Reshape((view.info.numel,)), (view,)))
         numel = flat.info.numel
-        from vescale_fsdp.views.block_codes import nibble_table
+        from vescale_fsdp.views.float_codes import nibble_table
 
         table = nibble_table(_small(self.views[f"{name}.quant_map"], 64).view("float32"))
         values = DecodedView(flat, table, f"nibbles {table.tobytes().hex()[:256]}")
@@ -213,7 +213,7 @@ class _Dequantization:
 
 
 def _table(kind: str) -> np.ndarray:
-    from vescale_fsdp.views.block_codes import code_table
+    from vescale_fsdp.views.float_codes import code_table
 
     return code_table(kind)
 

@@ -25,7 +25,7 @@ from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.views.index_maps import Permute, Reshape
 
 if TYPE_CHECKING:
-    from vescale_fsdp.views.block_codes import Fp8Encoding, Mxfp4Encoding
+    from vescale_fsdp.views.float_codes import Fp8Encoding, Mxfp4Encoding
 
 SCHEMES = ("fp8-128x128", "mxfp4")
 _KEEP = "keep"
@@ -153,14 +153,14 @@ def newly_quantized(
 
 
 def _fp8(name: str, view: TensorView) -> tuple[TensorView, TensorView]:
-    from vescale_fsdp.views.block_codes import Fp8Encoding
+    from vescale_fsdp.views.float_codes import Fp8Encoding
 
     values, encoding = _as_float(view), Fp8Encoding()
     return _pair(values, encoding, name, f"{name}_scale_inv")
 
 
 def _mxfp4(name: str, view: TensorView) -> tuple[TensorView, TensorView]:
-    from vescale_fsdp.views.block_codes import Mxfp4Encoding
+    from vescale_fsdp.views.float_codes import Mxfp4Encoding
 
     experts, k, n = view.info.shape
     values = MappedView(Permute((0, 2, 1)), (_as_float(view),))

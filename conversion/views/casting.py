@@ -141,12 +141,12 @@ class CastView(TensorView):
     """A float tensor in another float type.
 
     Args:
-        overflows: gets, by name and box, how many finite values of a box that was read became infinite.
+        lost: gets, by box, how many finite values of a box that was read became infinite.
     """
 
     inner: TensorView
     dtype: DType
-    overflows: dict[tuple[str, Box], int] = field(default_factory=dict, compare=False, repr=False)
+    lost: dict[Box, int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def info(self) -> TensorInfo:
@@ -156,13 +156,13 @@ class CastView(TensorView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         import numpy as np
 
-        from vescale_fsdp.views.rounding import cast_into
+        from vescale_fsdp.views.float_codes import cast_into
 
         source = self.inner.info.dtype
         raw = np.empty(box.sizes, dtype=source.raw)
         self.inner.read_into(box, raw)
         if lost := cast_into(raw, source, out, self.dtype):
-            self.overflows[self.inner.info.name, box] = lost
+            self.lost[box] = lost
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         return self.inner.sources()
@@ -176,6 +176,10 @@ class CastView(TensorView):
     @property
     def stored(self) -> SourceView | None:
         return self.inner.stored
+
+    @property
+    def overflows(self) -> int:
+        return sum(self.lost.values()) + self.inner.overflows
 
     def identity(self) -> str:
         return f"{self.inner.identity()} as {self.dtype.name}"

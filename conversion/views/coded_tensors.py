@@ -11,9 +11,9 @@ whole blocks: where a box begins inside one, all of it is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
@@ -25,7 +25,7 @@ from vescale_fsdp.layout.geometry import Box, whole_box
 if TYPE_CHECKING:
     import numpy as np
 
-    from vescale_fsdp.views.block_codes import Fp8Encoding, Mxfp4Encoding
+    from vescale_fsdp.views.float_codes import Fp8Encoding, Mxfp4Encoding
 
 _TILE_NUMEL = 2**18
 _F32 = dtype_from_torch("float32")
@@ -48,6 +48,10 @@ class _ComputedView(TensorView):
             got=self.info.name,
             todo="save first, and convert what was saved",
         )
+
+    @property
+    def overflows(self) -> int:
+        return sum(view.overflows for view in self.inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +151,7 @@ class ScaledView(_ComputedView):
         block: its size in each dim; the last ones may be short.
         dtype: of the result.
         factor, offset: for all.
+        lost: gets, by tile, how many finite values became infinite in the result's type.
     """
 
     values: TensorView
@@ -155,6 +160,7 @@ class ScaledView(_ComputedView):
     dtype: DType = _F32
     factor: float | None = None
     offset: float | None = None
+    lost: dict[Box, int] = field(default_factory=dict, repr=False)
 
     @property
     def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
@@ -168,7 +174,7 @@ class ScaledView(_ComputedView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         import numpy as np
 
-        from vescale_fsdp.views.rounding import cast_array
+        from vescale_fsdp.views.float_codes import cast_into
 
         for tile in _tiles(box, (1,) * len(box.sizes)):
             values = _floats(self.values, tile)
@@ -177,7 +183,16 @@ class ScaledView(_ComputedView):
                 values *= np.float32(self.factor)
             if self.offset is not None:
                 values += np.float32(self.offset)
-            out[tile.slices(box.offsets)] = cast_array(values.view(np.uint32), _F32, self.dtype)
+            place: tuple[Any, ...] = (
+                *tile.slices(box.offsets),
+                ...,
+            )  # the ellipsis keeps a 0-d tensor an array
+            if lost := cast_into(values.view(np.uint32), _F32, out[place], self.dtype):
+                self.lost[tile] = lost
+
+    @property
+    def overflows(self) -> int:
+        return sum(self.lost.values()) + super().overflows
 
     def _scales_of(self, tile: Box) -> np.ndarray:
         """Of each value, or broadcast over a dim of one scale."""

@@ -7,7 +7,7 @@ views, so that a renamed, cast, stacked tensor streams in small parts like any o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby
@@ -17,7 +17,7 @@ from vescale_fsdp.conversion.source.source import ByteRange, Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import Box, boxes_of_range
-from vescale_fsdp.views.index_maps import IndexMap, InputPiece, Reshape
+from vescale_fsdp.views.index_maps import IndexMap, InputPiece, Reshape, Slice
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,6 +57,11 @@ class TensorView(ABC):
     def stored(self) -> SourceView | None:
         """The one stored tensor whose items are its own, one by one, if there is one."""
         return None
+
+    @property
+    def overflows(self) -> int:
+        """How many finite values that were read became infinite in the type they were rounded to."""
+        return 0
 
     @abstractmethod
     def identity(self) -> str:
@@ -188,6 +193,10 @@ class MappedView(TensorView):
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
         return MappedView(self.map, tuple(view.over(leaf) for view in self.inputs))
 
+    @property
+    def overflows(self) -> int:
+        return sum(view.overflows for view in self.inputs)
+
     def identity(self) -> str:
         return f"{self.map!r}({', '.join(view.identity() for view in self.inputs)})"
 
@@ -229,6 +238,10 @@ class RenamedView(TensorView):
     @property
     def sameness(self) -> Hashable:
         return self.inner.sameness
+
+    @property
+    def overflows(self) -> int:
+        return self.inner.overflows
 
     def identity(self) -> str:
         return self.inner.identity()
@@ -282,3 +295,22 @@ def pieces_of(view: TensorView, nbytes: int, step: int | None = None) -> Iterato
     buffer, step = np.empty(min(nbytes, info.nbytes), dtype=np.uint8), step or nbytes // info.dtype.itemsize
     for start in range(0, info.numel, step):
         yield read_range(view, start, min(start + step, info.numel), buffer)
+
+
+def repeated_dims(view: TensorView) -> tuple[int, ...]:
+    """Dims along which stored items are repeated by a stride of zero, as ``tensor.expand`` leaves them."""
+    stored = view.stored
+    if stored is None or stored.source_name in stored.source.readers:
+        return ()
+    chunks = stored.source.tensors[stored.source_name].chunks
+    if len(chunks) != 1 or not chunks[0].file or chunks[0].box.sizes != view.info.shape:
+        return ()
+    steps = zip(view.info.shape, chunks[0].steps, strict=True)
+    return tuple(dim for dim, (size, stride) in enumerate(steps) if size > 1 and not stride)
+
+
+def without_repeats(view: TensorView, dims: Iterable[int]) -> TensorView:
+    """The tensor with its first index alone of these dims."""
+    for dim in dims:
+        view = MappedView(Slice(dim, 0, 1), (view,))
+    return view

@@ -18,7 +18,7 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.dtensor.mesh_order import ascends, place_in, ranks_by_place
+from vescale_fsdp.dtensor.spec import ascends, place_in, ranks_by_place
 from vescale_fsdp.errors import CheckpointError, PlacementError
 
 # Ranks, and whether each axis ascends.

@@ -21,10 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp.dtensor.dispatch import Rule, set_rules
 from vescale_fsdp.dtensor.operators import dispatch_table as operators
 from vescale_fsdp.dtensor.operators import elementwise
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, Rule, distribute_tensor, set_rules
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.placement import RaggedShard

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from vescale_fsdp.dtensor.piece_map import PieceMap, _chunks
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.geometry import FlatRange, chunk_of
+from vescale_fsdp.layout.geometry import FlatRange, RunLengths, chunk_of
 from vescale_fsdp.layout.granularity import Flat, Tiles
-from vescale_fsdp.layout.run_lengths import RunLengths
 from vescale_fsdp.optim.shampoo.factor_grid import factor_grid_of
 from vescale_fsdp.quantize.block_grid import grid_of
 

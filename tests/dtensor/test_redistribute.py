@@ -18,9 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
 from vescale_fsdp import collectives
-from vescale_fsdp.dtensor import all_to_all as exchange
-from vescale_fsdp.dtensor.pending_tensor import redistribute_async
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute_async
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute as move
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
@@ -62,7 +60,7 @@ def counted() -> Iterator[dict[str, list[int]]]:
 
     with (
         mock.patch.multiple(redistribute, **{name: counting(name) for name in COLLECTIVES}),
-        mock.patch.object(exchange, "all_to_all_into", all_to_all),
+        mock.patch.object(redistribute, "all_to_all_into", all_to_all),
     ):
         yield calls
 

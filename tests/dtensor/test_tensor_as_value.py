@@ -19,8 +19,8 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
 from vescale_fsdp import Whole, fully_shard
-from vescale_fsdp.dtensor.printed_parts import axis_text
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, is_ragged
+from vescale_fsdp.dtensor.spec import axis_text
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
 

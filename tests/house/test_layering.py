@@ -26,7 +26,7 @@ FOLDERS = {
 LEVELS = (
     ("errors", "lazy", "pickled_paths", "torch_modes", "torch_private", "collectives"),
     ("layout", "checkpoint.storage", "checkpoint.checksums", "conversion.rules.shipped"),
-    ("layout.report", "dtensor", "views", "runtime.comm", "checkpoint.manifest", "conversion.source"),
+    ("dtensor", "views", "runtime.comm", "checkpoint.manifest", "conversion.source"),
     (
         "dtensor.operators",
         "runtime.setup",
@@ -105,7 +105,6 @@ PURE = {
     "errors": set(),
     "lazy": set(),
     "layout": {"torch.distributed.tensor.placement_types"},
-    "layout.report": set(),
     "views": set(),
     "checkpoint.storage": set(),
 }

@@ -126,17 +126,17 @@ def checkpoint(model: Net, optimizer: torch.optim.Optimizer, folder: Path) -> No
     dcp_save({"model": model_state, "optim": optimizer_state}, storage_writer=writer)
 
     state = {"model": model, "optim": optimizer, "seed": PerRank(dist.get_rank())}
-    save(folder / "native", state, user={"step": 3}, format="native")
+    save(folder / "native", state, metadata={"step": 3}, format="native")
     handle: SaveHandle = async_save(str(folder / "async"), state)
     handle.wait()
     report: LoadReport = load(folder / "native", state, strict=True, verify="before")
-    print(report, verify(folder / "native").problems, read_state(folder / "native").user)
+    print(report, verify(folder / "native").problems, read_state(folder / "native").metadata)
     try:
         load(folder / "nothing", state)
     except CheckpointError as error:
         print(type(error).__name__)
 
-    manager = CheckpointManager(folder / "steps", keep_last=2)
+    manager = CheckpointManager(folder / "steps", retention=2)
     manager.save(1, state, force=True)
     manager.wait()
     restored: Restored | None = manager.restore(state)

@@ -13,9 +13,8 @@ from tests.layout.test_planner import layer, tensors
 from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp import Rows, plan_report
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout import buffers
-from vescale_fsdp.layout.buffers import MESSAGE_PRICE, padding_ratio, plan_buffers
-from vescale_fsdp.layout.planner import plan_group, price_of
+from vescale_fsdp.layout import planner as buffers
+from vescale_fsdp.layout.planner import MESSAGE_PRICE, padding_ratio, plan_buffers, plan_group, price_of
 
 GROUPED = "Llama-4-Maverick grouped"  # rows of 5,120, 8,192 and 16,384
 

@@ -13,10 +13,9 @@ from tests.layout.test_planner import layer
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import PaddingPolicy, PaddingWarning, Rows, Whole, fully_shard
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.buffers import padding_ratio, plan_buffers
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.padding import _warn_once, check_padding, cure_texts, find_cures
-from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.layout.planner import TensorSpec, padding_ratio, plan_buffers, plan_group
 
 NEVER = PaddingPolicy(scatter="never")
 

@@ -9,8 +9,8 @@ import pytest
 from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.pictures import BODY_PX, layout_svg, rank_colour, short_names
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
-from vescale_fsdp.layout.report.pictures import BODY_PX, layout_svg, rank_colour, short_names
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -18,9 +18,9 @@ from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp import Element, PaddingPolicy, PlanReport, Rows, fully_shard, plan_report
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.model_shapes import ParamShape, natural_order, shapes_of, units_of
+from vescale_fsdp.layout.pictures import Canvas
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
-from vescale_fsdp.layout.report.model_shapes import ParamShape, natural_order, shapes_of, units_of
-from vescale_fsdp.layout.report.svg_canvas import Canvas
 from vescale_fsdp.runtime.fsdp_state import state_of
 
 

@@ -20,7 +20,7 @@ from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Granularity, Rows
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.packing import RepeatedSizes, place_in_order
+from vescale_fsdp.layout.packing import RepeatedSizes, least_shard, place_in_order
 from vescale_fsdp.layout.planner import (
     COPIED_MEMORY_PRICE,
     COPIED_TIME_PRICE,
@@ -33,7 +33,6 @@ from vescale_fsdp.layout.planner import (
     plan_by_rows,
     plan_group,
 )
-from vescale_fsdp.layout.shard_search import least_shard
 
 ALIGN = align_numel_of("bfloat16")
 SHARDS = (8, 16, 32, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 16384)

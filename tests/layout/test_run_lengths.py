@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.geometry import FlatRange, RunLengths
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
-from vescale_fsdp.layout.run_lengths import RunLengths
 
 values = st.lists(st.sampled_from((0, 0, 1, 1, 3, 7)), max_size=12).map(tuple)
 

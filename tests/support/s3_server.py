@@ -60,12 +60,11 @@ class Weather:
 @contextmanager
 def s3_server(weather: Weather) -> Iterator[str]:
     """The end point of a server with one bucket, called "bucket"."""
-    from moto.core.model_instances import reset_model_data
+    from moto.moto_api._internal import moto_api_backend
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    reset_model_data()  # of the whole process: what an earlier server stored
-
+    moto_api_backend.reset()  # of the whole process: the buckets of an earlier server
     application = weather.wrap(DomainDispatcherApplication(create_backend_app))
     running = make_server("127.0.0.1", 0, application, threaded=True)
     threading.Thread(target=running.serve_forever, daemon=True).start()

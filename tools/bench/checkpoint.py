@@ -116,7 +116,7 @@ def _save_worker(rank: int, settings: Settings) -> None:
     memory: dict[str, float] = {}
     gathers: Counter[str] = Counter()
     copy = [torch.empty_like(buffer) for buffer in shards.buffers]
-    manager = CheckpointManager(root / "async", async_=True, keep_last=1)
+    manager = CheckpointManager(root / "async", asynchronous=True, retention=1)
 
     def turn(name: str, work: Callable[[], Any]) -> None:
         seconds.setdefault(name, []).append(timed(work))

@@ -32,10 +32,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.bench.parts.model_shapes import LAYERS
 from tools.bench.rows import Row, machine, print_table, write_json
-from vescale_fsdp.layout.buffers import _best_split, padding_ratio, plan_buffers
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import parse_granularity
-from vescale_fsdp.layout.planner import TensorSpec, _plan_sizes, plan_group
+from vescale_fsdp.layout.planner import (
+    TensorSpec,
+    _best_split,
+    _plan_sizes,
+    padding_ratio,
+    plan_buffers,
+    plan_group,
+)
 
 SHARDS = (8, 16, 32, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 16384)
 GRANULARITIES = ("element", "rows:1", "rows:32", "rows:128")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vescale_fsdp import Rows, plan_report
-from vescale_fsdp.layout.report.pictures import layout_svg
+from vescale_fsdp.layout.pictures import layout_svg
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 BLOCK = {

@@ -23,9 +23,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.geometry import FlatRange, chunk_of, numel_of
+from vescale_fsdp.layout.geometry import FlatRange, RunLengths, chunk_of, numel_of
 from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.layout.run_lengths import RunLengths
 from vescale_fsdp.torch_private import local_of
 
 

@@ -11,29 +11,34 @@ returns a wrong value in silence: an operator without a rule raises.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vescale_fsdp.collectives import broadcast_in_place, wait_for
-from vescale_fsdp.dtensor.all_to_all import exchange
 from vescale_fsdp.dtensor.dcp_hooks import chunk_of_box, tensor_shard, write_items
-from vescale_fsdp.dtensor.dispatch import carry_out
-from vescale_fsdp.dtensor.grad_dtype import check_grad_dtype
-from vescale_fsdp.dtensor.mesh_order import place_in
-from vescale_fsdp.dtensor.printed_parts import axes_of, axis_text, piece_text
-from vescale_fsdp.dtensor.redistribute import Redistribution, redistribute_local
+from vescale_fsdp.dtensor.redistribute import (
+    Redistribution,
+    exchange,
+    redistribute_local,
+    start_redistribution,
+)
 from vescale_fsdp.dtensor.spec import (
+    axes_of,
+    axis_text,
     boxes_of,
     inner_box,
     is_ragged_spec,
     local_shape,
     make_spec,
     piece_of,
+    piece_text,
+    place_in,
     ragged_axis,
     spec_with,
 )
@@ -53,6 +58,22 @@ from vescale_fsdp.torch_private import (
     register_foreach_type,
     takes_address_for_memory,
 )
+
+Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+
+_rule_of: Callable[[torch._ops.OpOverload], Rule]  # bound by `set_rules`
+
+
+def set_rules(rule_of: Callable[[torch._ops.OpOverload], Rule]) -> None:
+    """Say what carries out operators on ragged tensors from now on."""
+    global _rule_of
+    _rule_of = rule_of
+
+
+def carry_out(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator, some of whose arguments are ragged, by its rule."""
+    return _rule_of(func)(func, args, kwargs)
+
 
 _torchs_local: Any = vars(DTensor)["_local_tensor"]  # the slot that a RaggedDTensor keeps its piece in
 
@@ -499,3 +520,86 @@ class _Redistribute(torch.autograd.Function):
         placements = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
         target = spec_with(ctx.spec, placements=placements, dtype=grad.dtype)
         return wrap_like(redistribute_local(local_of(grad), grad._spec, target), target), None
+
+
+def check_grad_dtype(wanted: torch.dtype | None, dtype: torch.dtype, where: str) -> None:
+    """Refuse a ``grad_dtype`` other than the tensor's own dtype.
+
+    Raises:
+        UnsupportedOpError: naming the tensor.
+    """
+    if wanted is not dtype:
+        raise UnsupportedOpError(
+            "Gradients of another dtype than the parameter's are not supported.",
+            expected=f"grad_dtype {dtype}",
+            got=f"grad_dtype {wanted}",
+            where=where,
+            todo="leave grad_dtype alone; reduce_dtype of MixedPrecisionPolicy says what gradients are summed in",
+        )
+
+
+class PendingTensor:
+    """A tensor on its way to other placements; `wait` returns it. Not differentiable.
+
+    Examples:
+        >>> import torch
+        >>> from torch.distributed.tensor import Replicate
+        >>> from vescale_fsdp import fully_shard
+        >>> model = fully_shard(torch.nn.Linear(2, 4))
+        >>> pending = PendingTensor(model.weight, [Replicate()])
+        >>> pending.wait().to_local().shape
+        torch.Size([4, 2])
+    """
+
+    def __init__(self, tensor: DTensor, placements: Sequence[Placement]) -> None:
+        self._source = tensor
+        self._target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
+        self._move = start_redistribution(local_of(tensor), tensor._spec, self._target)
+
+    def wait(self) -> DTensor:
+        """The tensor under its new placements, once it is here."""
+        return wrap_like(self._move.wait(), self._target, like=self._source)
+
+
+def redistribute_async(tensor: DTensor, placements: Sequence[Placement]) -> PendingTensor:
+    """Start `redistribute` and go on computing; `PendingTensor.wait` gives the result.
+
+    All ranks start and wait in the same order. Between mesh axes that change their cut too, only the first
+    collective overlaps. The tensor must not be written before the wait.
+
+    Examples:
+        >>> import torch
+        >>> from torch.distributed.tensor import Replicate
+        >>> from vescale_fsdp import fully_shard
+        >>> model = fully_shard(torch.nn.Linear(2, 4))
+        >>> pending = redistribute_async(model.weight, [Replicate()])  # ... other work meanwhile ...
+        >>> pending.wait().to_local().shape
+        torch.Size([4, 2])
+    """
+    return PendingTensor(tensor, placements)
+
+
+_INSTEAD: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.Adafactor: "use vescale_fsdp.optim.AdamW8bit, whose state is small too, or torch.optim.AdamW",
+    torch.optim.Muon: "use vescale_fsdp.optim.Muon, which brings each matrix together on one rank",
+}
+
+
+def refuse_before_steps() -> None:
+    """Check every optimizer of this process before its steps from now on."""
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    instead = next((text for kind, text in _INSTEAD.items() if isinstance(optimizer, kind)), None)
+    if instead is None:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    ragged = [param for param in params if isinstance(param, RaggedDTensor) and param.ndim > 1]
+    if ragged:
+        raise UnsupportedOpError(
+            f"torch.optim.{type(optimizer).__name__} cannot step on ragged parameters: it needs whole matrices.",
+            expected="parameters that every rank holds whole, or an optimizer that works element by element",
+            got=f"{len(ragged)} of {len(params)} parameters are ragged, the first of shape {tuple(ragged[0].shape)}",
+            todo=instead,
+        )

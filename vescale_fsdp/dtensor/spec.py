@@ -19,16 +19,57 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from vescale_fsdp.dtensor.mesh_order import ascends, ranks_in
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides, whole_box
 from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
-from vescale_fsdp.torch_private import DTensorSpec, TensorMeta
+from vescale_fsdp.torch_modes import outside_fake_mode
+from vescale_fsdp.torch_private import DTensorSpec, TensorMeta, printoptions
+
+
+def ranks_in(mesh: DeviceMesh) -> list[Any]:
+    """The ranks of a mesh as it names them: a list, nested as deep as the mesh has axes."""
+    with outside_fake_mode():
+        return mesh.mesh.tolist()
+
+
+def ascends(mesh: DeviceMesh, axis: int) -> bool:
+    """Whether places along an axis are coordinates: its ranks are named in ascending order."""
+    with outside_fake_mode():
+        return bool((mesh.mesh.diff(dim=axis) > 0).all())
+
+
+def place_in(mesh: DeviceMesh) -> tuple[int, ...]:
+    """This rank's place on every axis of a mesh it is in."""
+    return tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
+
+
+def ranks_by_place(mesh: DeviceMesh) -> torch.Tensor:
+    """The ranks of a mesh, each at its place.
+
+    Raises:
+        PlacementError: if the result is not a grid, because an axis names its ranks in this order here and that order
+            there: the ranks that hold equal shards would not form a group.
+    """
+    with outside_fake_mode():
+        ranks = mesh.mesh
+        for axis in range(mesh.ndim):
+            order = ranks.argsort(dim=axis).movedim(axis, 0).reshape(ranks.shape[axis], -1)
+            if not torch.equal(order, order[:, :1].expand_as(order)):
+                raise PlacementError(
+                    "An axis of the mesh names its ranks in different orders: replicas would hold different shards.",
+                    expected="every line of an axis in the same order, best ascending",
+                    got=ranks_in(mesh),
+                    where=f"mesh axis {axis}",
+                    todo="name the ranks in ascending order: init_device_mesh does",
+                )
+            ranks = ranks.index_select(axis, order[:, 0])
+        return ranks
 
 
 def make_spec(
@@ -184,3 +225,43 @@ def _check_beside(
                 where=f"mesh axis {other} of {placements}",
                 todo="name the ranks in ascending order: init_device_mesh does",
             )
+
+
+def axes_of(mesh: DeviceMesh) -> tuple[Sequence[str], Sequence[int]]:
+    """What to call the axes of a mesh, and their sizes."""
+    return [repr(name) for name in mesh.mesh_dim_names or range(mesh.ndim)], mesh.shape
+
+
+def axis_text(axis: str, num_ranks: int, placement: Placement) -> str:
+    """What a placement does over a mesh axis, in words."""
+    over = f"over the {num_ranks} ranks of mesh axis {axis}"
+    if isinstance(placement, RaggedShard):
+        dims = f"dim {placement.dims[0]}" if len(placement.dims) == 1 else f"dims {placement.dims} as one"
+        units = placement.units
+        ratio = ":".join(map(str, units if len(units) <= 8 else (*units[:4], "..", *units[-3:])))
+        strided = (
+            f", each of {placement.split_factor} chunks" if isinstance(placement, StridedRaggedShard) else ""
+        )
+        return f"{dims if placement.dims else 'the whole'} cut {ratio}{strided} {over}"
+    return f"{'the same' if placement.is_replicate() else placement} {over}"
+
+
+def _index_text(box: Box) -> str:
+    """The part of a tensor that a box is, as one would write it in brackets."""
+    parts = (f"{o}" if n == 1 else f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=True))
+    return f"[{', '.join(parts)}]"
+
+
+def piece_text(spec: DTensorSpec, local: torch.Tensor) -> str:
+    """What this rank holds, with some of its values."""
+    if spec.mesh.get_coordinate() is None:
+        return f"not on this rank: mesh {spec.mesh}"
+    place = place_in(spec.mesh)
+    where = f"rank {place[0] if len(place) == 1 else place} of {spec.mesh.shape}"
+    start, stop = piece_of(spec)
+    if start == stop:
+        return f"{where} holds nothing"
+    boxes = ", ".join(map(_index_text, boxes_of(spec)))
+    with printoptions(threshold=6, edgeitems=3):
+        values = " ".join(str(local.detach()).split())
+    return f"{where} holds elements [{start}:{stop}) = {boxes},\n  local={values}"

@@ -39,7 +39,7 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingState:
     """What a job trains.
 
     Args:
@@ -51,7 +51,7 @@ class Training:
 
     Examples:
         >>> model = nn.Linear(4, 4)
-        >>> Training(model, torch.optim.SGD(model.parameters()), {"step": 0}).more
+        >>> TrainingState(model, torch.optim.SGD(model.parameters()), {"step": 0}).more
         {'step': 0}
     """
 
@@ -91,11 +91,11 @@ class ElasticJob:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
-            return Training(model, torch.optim.AdamW(model.parameters()), {"data": data})
+            return TrainingState(model, torch.optim.AdamW(model.parameters()), {"data": data})
 
         def checkpoints(num_ranks):
             ram = RamTier("run", replicas=1)
-            return CheckpointManager(root, save_interval=100, ram=ram)
+            return CheckpointManager(root, save_policy=EverySteps(100), ram=ram)
 
         def train_step(job, step):
             batch = data.next().chunk(job.num_ranks)[job.rank]
@@ -131,7 +131,7 @@ class ElasticJob:
     def __init__(
         self,
         membership: Membership,
-        build: Callable[[DeviceMesh], Training],
+        build: Callable[[DeviceMesh], TrainingState],
         checkpoints: Callable[[int], CheckpointManager],
         *,
         make_mesh: Callable[[int], DeviceMesh] | None = None,
@@ -144,7 +144,7 @@ class ElasticJob:
         self._backend, self._timeout_s, self._max_retries = backend, timeout_s, max_retries
         self._manager: CheckpointManager | None = None
         self._store: dist.Store | None = None
-        self.training: Training | None = None
+        self.training: TrainingState | None = None
         self.mesh: DeviceMesh | None = None
         self.rank, self.num_ranks = 0, 0
         self.epochs: list[Epoch] = []

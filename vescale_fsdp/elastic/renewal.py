@@ -26,9 +26,8 @@ from vescale_fsdp.checkpoint.state.per_rank import Resharded
 from vescale_fsdp.dtensor.piece_map import move_to
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.layout.buffers import plan_buffers
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.planner import TensorSpec
+from vescale_fsdp.layout.planner import TensorSpec, plan_buffers
 from vescale_fsdp.optim.structured_optimizer import StructuredOptimizer
 from vescale_fsdp.runtime.comm.group_comm import separate_reductions
 from vescale_fsdp.runtime.comm.memory_pools import take_memory

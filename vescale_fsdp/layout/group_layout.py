@@ -39,8 +39,7 @@ from typing import Any, NamedTuple
 
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.foreign_json import MAX_DIMS
-from vescale_fsdp.layout.geometry import FlatRange, numel_of
-from vescale_fsdp.layout.run_lengths import RunLengths
+from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
 
 
 class Piece(NamedTuple):

@@ -1,21 +1,30 @@
-"""Packing: do these tensors fit into m shards of S elements without a cut block, and where? Integers only.
+"""The search for the smallest shard. Integers only.
 
-The planner guesses S; this module answers for one S and one order of tensors. Two ways to place a tensor:
+The problem (veScale-FSDP, arXiv 2602.22437, section on grouped RaggedShard): put tensors into a buffer of
+m shards of S elements so that no shard boundary falls inside a block, and make S as small as possible.
+It is NP-hard over all orders. For one fixed order and one S, taking the earliest legal start for each
+tensor decides feasibility exactly (`packing.place_in_order`). Three cases per tensor:
 
-    contiguous   one run of the global buffer. Its earliest legal start is taken; that is exact, because
-                 ending earlier never hurts what follows.
-    scattered    one piece per rank, wherever the contiguous tensors left room, in rank order. Pieces are
-                 whole blocks, so the tensor has holes and must be copied out after a gather.
+    1. it lies inside one shard: any start will do
+    2. it touches one boundary: the boundary must be a whole number of blocks from its start
+    3. it touches several: besides, S must be a whole number of its blocks
 
-Both work on runs of ranks and on repetitions of sizes, so their time does not depend on m, and hardly on how
-often a layer repeats the sizes of an expert.
+Without case 3, a feasible S stays feasible when it grows, so binary search finds the smallest. With
+case 3, S must be a multiple of the LCM of the blocks concerned; along those multiples the same holds.
+Which tensors are case 3 is guessed by prefixes of a sorted list (largest tensor first, largest block
+first, and the empty prefix); every distinct LCM is tried and the best S kept.
+
+What makes it fast: a tensor longer than two shards *must* be case 3, which gives a lower bound on S that
+is nearly always met (`least_shard`), so the search mostly ends at its first try; and lists of sizes that
+repeat, such as those of experts, are placed as one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 from vescale_fsdp.layout.group_layout import PieceRun, runs_between
 
@@ -228,3 +237,244 @@ def _leave(gap: Gap, taken: Sequence[PieceRun], align_numel: int) -> Iterable[Ga
         rank = run.first_rank + run.num_ranks
     if rank < gap.first_rank + gap.num_ranks:
         yield gap._replace(first_rank=rank, num_ranks=gap.first_rank + gap.num_ranks - rank)
+
+
+Sizes = tuple[tuple[int, int], ...]
+"""(numel, block_numel) per tensor, none of them empty."""
+
+MAX_SCAN = 64  # multiples that are all tried
+PRECISION = 1_000_000  # S is within one part in this many of the smallest that the search could find
+WORTH_REORDERING = 1000  # another order is tried for gains above one part in this many: order helps debugging
+MAX_PUT_BACK = 16  # scattered tensors that are tried, one by one, as contiguous ones after all
+Found = TypeVar("Found")
+
+
+class Packing(NamedTuple):
+    """A found S, and per tensor its start in the buffer, or its pieces if it is scattered."""
+
+    shard_numel: int
+    places: tuple[int | tuple[PieceRun, ...], ...]
+
+
+def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
+    """The smallest shard found for tensors that are each one run of the buffer, and their starts."""
+    # One shard that holds everything, gaps for aligned starts included, is always feasible.
+    bound = sum(numel + -numel % align_numel for numel, _ in sizes) + align_numel
+    low = _volume_bound(sizes, num_shards, align_numel)
+    least = least_shard(sizes, num_shards, align_numel)
+    best: Packing | None = None
+    for order in _orders(sizes):
+        repeated = fold_repeats([sizes[index] for index in order], align_numel)
+
+        def place(shard_numel: int) -> list[PlacedSizes] | None:
+            return place_in_order(repeated, num_shards, shard_numel, align_numel)  # noqa: B023
+
+        found = _smallest_shard(sizes, place, low, bound, align_numel)
+        if found is not None:
+            bound = found[0]
+            starts = dict(zip(order, starts_of(found[1]), strict=True))
+            best = Packing(bound, tuple(starts[index] for index in range(len(sizes))))
+        if bound - least <= bound // WORTH_REORDERING:
+            break
+    assert best is not None, "a shard that holds everything is below the first bound"
+    return best
+
+
+def least_shard(sizes: Sizes, num_shards: int, align_numel: int) -> int:
+    """A size below which no shard can be, whatever the order of the tensors; mostly it is met."""
+    low = _volume_bound(sizes, num_shards, align_numel)
+    for start, stop, step in _possible(sizes, low, align_numel):
+        first = start + -start % step
+        if stop is None or first < stop:
+            return first
+    raise AssertionError("the last interval has no end")
+
+
+def _volume_bound(sizes: Sizes, num_shards: int, align_numel: int) -> int:
+    """A shard holds at least its part of the payload, and at least the largest block."""
+    low = max(-(-sum(numel for numel, _ in sizes) // num_shards), max(block for _, block in sizes))
+    return low + -low % align_numel
+
+
+def _possible(sizes: Sizes, low: int, align_numel: int) -> Iterator[tuple[int, int | None, int]]:
+    """Where S can be at all: intervals [start, stop) from ``low`` upwards, each with the step it must keep to.
+
+    If S is not a whole number of a tensor's blocks b, the tensor touches at most one boundary, with whole
+    blocks before it: it has at most S // b * b + S elements. So every tensor longer than that forces b | S.
+    The last interval has no end.
+    """
+    ends = sorted((_least_cut_once(*size), size[1]) for size in set(sizes))
+    ends = [(end, block) for end, block in ends if end > low]
+    # forced[i]: the LCM of the blocks of tensors i and up, which all must be cut twice below ends[i].
+    forced = list(accumulate((block for _, block in reversed(ends)), math.lcm, initial=align_numel))[::-1]
+    for (end, _), step in zip(ends, forced, strict=False):
+        if low < end:
+            yield low, end, step
+            low = end
+    yield low, None, align_numel
+
+
+def _least_cut_once(numel: int, block_numel: int) -> int:
+    """The smallest S with ``numel <= S // block * block + S``."""
+    # For k whole blocks per shard, S is in [k*b, (k+1)*b) and at least numel - k*b.
+    blocks = max(0, -(-(numel + 1) // block_numel) // 2 - 1)
+    while numel - blocks * block_numel >= (blocks + 1) * block_numel:
+        blocks += 1
+    return max(blocks * block_numel, numel - blocks * block_numel)
+
+
+def _orders(sizes: Sizes) -> Iterable[Sequence[int]]:
+    """Orders worth trying, definition order first: it is kept unless another one is strictly better."""
+    defined = range(len(sizes))
+    yield defined
+    by_block = sorted(defined, key=lambda index: (-sizes[index][1], -sizes[index][0]))
+    if by_block != list(defined):
+        yield by_block
+
+
+def _candidate_steps(sizes: Sizes, align_numel: int) -> list[int]:
+    """Distinct values of which S may have to be a multiple: LCMs of blocks over prefixes of sorted lists."""
+    distinct = set(sizes)
+    steps = {align_numel}
+    for key in (0, 1):
+        descending = sorted(distinct, key=lambda size: (-size[key], -size[1 - key]))
+        steps.update(accumulate((block for _, block in descending), math.lcm))
+    return sorted(steps)
+
+
+def _smallest_shard(
+    sizes: Sizes, place: Callable[[int], Found | None], low: int, below: int, align_numel: int
+) -> tuple[int, Found] | None:
+    """The smallest S in [low, below) found to be feasible, and what ``place`` gives for it.
+
+    Args:
+        sizes: the tensors that must be contiguous.
+        place: the placement for one S, or None.
+    """
+    steps = _candidate_steps(sizes, align_numel)
+    for start, stop, forced in _possible(sizes, low, align_numel):
+        end = below if stop is None else min(stop, below)
+        first = start + -start % forced  # nothing smaller can be, and mostly this can
+        placed = place(first) if first < end else None
+        if placed is not None:
+            return first, placed
+        found: tuple[int, Found] | None = None
+        # Coarse steps first: they bound the many multiples of the fine ones.
+        for step in sorted({math.lcm(step, forced) for step in steps}, reverse=True):
+            better = _smallest_multiple(place, step, start, end)
+            if better is not None:
+                found, end = better, better[0]
+        if found is not None or end == below:
+            return found
+    return None
+
+
+def _smallest_multiple(
+    place: Callable[[int], Found | None], step: int, low: int, below: int
+) -> tuple[int, Found] | None:
+    """The smallest multiple of ``step`` in [low, below) that can be placed, and the placement.
+
+    All of a few multiples are tried. Of many, those above a feasible one are taken to be feasible too, and
+    the smallest is found to one part in `PRECISION`.
+    """
+    first, last = -(-low // step), (below - 1) // step
+    probe, reach = first, 1 if last - first < MAX_SCAN else 1 + (last - first) // PRECISION
+    infeasible, placed = first - 1, None
+    while probe <= last:
+        placed = place(probe * step)
+        if placed is not None or probe == last:
+            break
+        infeasible = probe
+        probe = min(probe + reach, last)
+        if last - first >= MAX_SCAN:  # gallop, for what is feasible may be far away
+            reach *= 4
+    if placed is None:
+        return None
+    best = (probe, placed)
+    while best[0] - infeasible > 1 + best[0] // PRECISION:
+        middle = (infeasible + best[0]) // 2
+        placed = place(middle * step)
+        if placed is None:
+            infeasible = middle
+        else:
+            best = (middle, placed)
+    return best[0] * step, best[1]
+
+
+def pack_scattered(
+    sizes: Sizes, scattered: frozenset[int], num_shards: int, align_numel: int, below_numel: int
+) -> Packing | None:
+    """The smallest shard below a limit when some tensors may be scattered, with as few of them as can be.
+
+    Args:
+        sizes: all tensors, non-empty.
+        scattered: indices of those that may be scattered.
+        num_shards, align_numel: as everywhere.
+        below_numel: only shards smaller than this are of interest.
+    """
+    kept = tuple(size for index, size in enumerate(sizes) if index not in scattered)
+
+    def place(shard_numel: int) -> _Mixed | None:
+        return _place_mixed(sizes, scattered, num_shards, shard_numel, align_numel)
+
+    low = _volume_bound(sizes, num_shards, align_numel)
+    found = _smallest_shard(kept, place, low, below_numel, align_numel)
+    if found is None:
+        return None
+    shard_numel, mixed = found
+    for index in _maybe_whole(sizes, scattered, shard_numel):
+        fewer = _place_mixed(sizes, scattered - {index}, num_shards, shard_numel, align_numel)
+        if fewer is not None:
+            mixed, scattered = fewer, scattered - {index}
+    starts = starts_of(mixed.placed)
+    places = (mixed.pieces[index] if index in scattered else next(starts) for index in range(len(sizes)))
+    return Packing(shard_numel, tuple(places))
+
+
+def _maybe_whole(sizes: Sizes, scattered: Iterable[int], shard_numel: int) -> list[int]:
+    """Scattered tensors that could be contiguous for this S, were there room; the largest few."""
+    possible = [
+        index
+        for index in scattered
+        if shard_numel % sizes[index][1] == 0 or _least_cut_once(*sizes[index]) <= shard_numel
+    ]
+    return sorted(possible, key=lambda index: (-sizes[index][0], index))[:MAX_PUT_BACK]
+
+
+class _Mixed(NamedTuple):
+    """A placement with scattered tensors: the contiguous ones, and the pieces of the others by index."""
+
+    placed: list[PlacedSizes]
+    pieces: dict[int, int | tuple[PieceRun, ...]]
+
+
+def _place_mixed(
+    sizes: Sizes, scattered: frozenset[int], num_shards: int, shard_numel: int, align_numel: int
+) -> _Mixed | None:
+    """Contiguous tensors in definition order, then the others, largest block first, into what they leave."""
+    repeated = fold_repeats([size for i, size in enumerate(sizes) if i not in scattered], align_numel)
+    placed = place_in_order(repeated, num_shards, shard_numel, align_numel)
+    if placed is None or not scattered:
+        return None if placed is None else _Mixed(placed, {})
+    spans = [(start, stop) for start, stop, _ in placed]
+    least_numel = min(sizes[index][1] for index in scattered)
+    gaps = free_gaps(spans, num_shards, shard_numel, align_numel, least_numel)
+    pieces: dict[int, int | tuple[PieceRun, ...]] = {}
+    for index in sorted(scattered, key=lambda index: (-sizes[index][1], index)):
+        found = place_scattered(*sizes[index], gaps, align_numel)
+        if found is None:
+            return None
+        runs, gaps = found
+        pieces[index] = _start_if_contiguous(runs, shard_numel)
+    return _Mixed(placed, pieces)
+
+
+def _start_if_contiguous(runs: tuple[PieceRun, ...], shard_numel: int) -> int | tuple[PieceRun, ...]:
+    """The pieces, or the start of the tensor where they happen to leave no hole."""
+    start = stop = runs[0].first_rank * shard_numel + runs[0].local_offset
+    for run in runs:
+        whole_shards = run.num_ranks == 1 or run.piece_numel == shard_numel
+        if run.first_rank * shard_numel + run.local_offset != stop or not whole_shards:
+            return runs
+        stop += run.numel
+    return start

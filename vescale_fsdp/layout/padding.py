@@ -20,11 +20,10 @@ from functools import lru_cache
 from typing import Any
 
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.buffers import padding_ratio, plan_buffers
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.planner import Scatter, TensorSpec
+from vescale_fsdp.layout.planner import Scatter, TensorSpec, padding_ratio, plan_buffers
 
 MAX_MODULES_PER_UNIT = 64
 MAX_PLANNED_TENSORS = 4_000  # larger units are not tried: planning them would take longer than it helps

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.errors import PlacementError
-from vescale_fsdp.layout.geometry import FlatRange, numel_of
-from vescale_fsdp.layout.run_lengths import RunLengths
+from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
 
 _INSTEAD = (
     "use vescale_fsdp.distribute_tensor, or set_model_state_dict and its like of vescale_fsdp.checkpoint"

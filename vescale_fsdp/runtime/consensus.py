@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.dtensor.mesh_order import ranks_in
+from vescale_fsdp.dtensor.spec import ranks_in
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.takeover import settle

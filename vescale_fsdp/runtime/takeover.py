@@ -22,9 +22,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.dtensor.grad_dtype import check_grad_dtype
 from vescale_fsdp.dtensor.half_loaded import half_loaded_in, mark_whole
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, check_grad_dtype
 from vescale_fsdp.dtensor.spec import is_ragged_spec, spec_with
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.param_group import ParamGroup

@@ -88,7 +88,7 @@ class RaggedWriter(StorageWriter):
 
     Args:
         path: folder or fsspec URL.
-        user: JSON stored beside the state.
+        metadata: JSON stored with the state.
         overwrite: replace an existing checkpoint.
         process_group: the ranks that save; the same that DCP gets.
         no_dist: this rank saves alone, as in ``dcp.save(no_dist=True)``, and may make the writer alone.
@@ -96,10 +96,10 @@ class RaggedWriter(StorageWriter):
 
     Examples:
         >>> import torch.distributed.checkpoint as dcp
-        >>> writer = RaggedWriter("by_dcp", user={"step": 3})
+        >>> writer = RaggedWriter("by_dcp", metadata={"step": 3})
         >>> _ = dcp.save({"w": torch.ones(4)}, storage_writer=writer, planner=RaggedSavePlanner())
         >>> from vescale_fsdp.checkpoint import read_state
-        >>> read_state("by_dcp").user
+        >>> read_state("by_dcp").metadata
         {'step': 3}
     """
 
@@ -107,7 +107,7 @@ class RaggedWriter(StorageWriter):
         self,
         path: str | os.PathLike[str] | Storage,
         *,
-        user: Json = None,
+        metadata: Json = None,
         overwrite: bool = False,
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
@@ -116,7 +116,7 @@ class RaggedWriter(StorageWriter):
         check_choice(check_replicas)
         self._check_replicas: CheckReplicas = check_replicas
         self._storage = open_storage(path, neighbours=num_neighbours())
-        self._user = user
+        self._metadata = metadata
         self._overwrite = overwrite
         self._ranks = DcpRanks(process_group, no_dist)
         self._commit: Commit | None = None
@@ -147,7 +147,9 @@ class RaggedWriter(StorageWriter):
         )
         try:
             self._commit = saver.write_uncommitted(
-                lambda: take_state(_state_of(planner), rank_of=coordinator.rank_of), self._user, self._held
+                lambda: take_state(_state_of(planner), rank_of=coordinator.rank_of),
+                self._metadata,
+                self._held,
             )
         except BaseException:
             self._held.close()

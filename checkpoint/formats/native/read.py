@@ -44,14 +44,14 @@ from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.formats.native.shared_stripes import (
     SharedStripes,
     StripeRun,
-    exchange_stripes,
     plan_shared,
-    waves_of_stripes,
 )
 from vescale_fsdp.checkpoint.formats.native.targets import Bytes, LoadTarget, Sink, sinks_of
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, ShareFinder
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.ranks.exchange import exchange, waves_of
+from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 
@@ -59,6 +59,7 @@ T = TypeVar("T")
 
 _JOB_BYTES = 16 << 20  # 16 MiB
 _TURN_BYTES = 4 << 20  # 4 MiB: one read for several ranks
+_MAX_INCOMING = 8  # turns that a rank receives in one wave
 _SLICE_BYTES = 512 << 10  # 512 KiB: with its source, half of a core's cache
 _start_of = attrgetter("start")
 
@@ -344,13 +345,13 @@ class ReadPlan(Reads):
 
     def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[StripeRun]]) -> None:
         shared = plan_shared(by_rank, max(1, _TURN_BYTES // self._finder.manifest.stripe_bytes))
-        self._coordinator, self._waves = coordinator, waves_of_stripes(shared)
+        self._coordinator, self._waves = coordinator, waves_of(shared, _MAX_INCOMING)
         for turn in shared:
             self._shared.setdefault(turn.saved_rank, set()).update(range(turn.first, turn.stop))
 
     def _own_turns(self) -> list[SharedStripes]:
         """The shared stripes that this rank reads."""
-        return [turn for wave in self._waves for turn in wave if turn.reader == self._coordinator.rank]
+        return [turn for wave in self._waves for turn in wave if turn.sender == self._coordinator.rank]
 
     def _bounds(self, turn: SharedStripes) -> tuple[int, int]:
         """Half-open byte range of its file."""
@@ -385,25 +386,33 @@ class ReadPlan(Reads):
         self._map("loading", work, jobs, _size(jobs), far=not all(job.is_at_hand for job in jobs))
 
     def _run_shared(self, verify: bool) -> None:
-        wanted = self._shared_sinks()
+        """Exchange what several ranks want. A rank that fails raises when all ranks have been served."""
+        wanted, kept, rank = self._shared_sinks(), FirstError(), self._coordinator.rank
 
         def size_of(turn: SharedStripes) -> int:
             start, stop = self._bounds(turn)
             return stop - start
 
-        def read(turn: SharedStripes, data: memoryview) -> None:
-            start, stop = self._bounds(turn)
-            job = _ReadJob(self._files[turn.saved_rank], start, stop, ())
-            job.file.read_at(start, [data])
-            if verify:
-                job.verify_data(np.frombuffer(data, dtype=np.uint8))
+        def read(turn: SharedStripes, data: memoryview) -> bool:
+            def work() -> None:
+                start, stop = self._bounds(turn)
+                job = _ReadJob(self._files[turn.saved_rank], start, stop, ())
+                job.file.read_at(start, [data])
+                if verify:
+                    job.verify_data(np.frombuffer(data, dtype=np.uint8))
+
+            kept.attempt(work)
+            return kept.error is None
 
         def take(turn: SharedStripes, data: memoryview) -> None:
-            _deliver(*self._bounds(turn), np.frombuffer(data, dtype=np.uint8), wanted[turn])
+            stripes = np.frombuffer(data, dtype=np.uint8)
+            kept.attempt(lambda: _deliver(*self._bounds(turn), stripes, wanted[turn]))
 
-        self.num_bytes_received += exchange_stripes(
-            self._coordinator, self._waves, size_of, read, take, threads=self.storage.far_read_threads
+        own = [[turn for turn in wave if rank in (turn.sender, *turn.receivers)] for wave in self._waves]
+        self.num_bytes_received += exchange(
+            self._coordinator, own, size_of, read, take, threads=self.storage.far_read_threads
         )
+        kept.raise_kept()
         self.num_bytes_read += sum(map(size_of, self._own_turns()))
 
     def _shared_sinks(self) -> dict[SharedStripes, list[Sink]]:

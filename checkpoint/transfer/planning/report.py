@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
-from vescale_fsdp.layout.report.svg_canvas import PAPER, Canvas
+from vescale_fsdp.layout.pictures import PAPER, Canvas
 
 _MAX_RANKS = 32  # drawn on either side
 _CELL_PX, _LEFT_PX, _TOP_PX, _BAR_PX = 22, 90, 140, 200

@@ -47,10 +47,8 @@ def stored_tensor(name: str, held: Sequence[HeldTensor]) -> StoredTensor:
     """
     first = held[0].ref
     if isinstance(first, ArrayRef):
-        box = whole_box(first.shape)
-        return StoredTensor(
-            TensorInfo(name, first.shape, first.dtype), (StoredChunk(box, "", 0, 0),) * bool(box.numel)
-        )
+        info, box = TensorInfo(name, first.shape, first.dtype), whole_box(first.shape)
+        return StoredTensor(info, (StoredChunk(box, "", 0, info.nbytes),) * bool(box.numel))
     if isinstance(first, TensorRef):
         box = whole_box(first.shape)
         chunks = _chunks(name, held[0], first, box)

@@ -43,11 +43,12 @@ class New:
 
 @dataclass(frozen=True)
 class TensorOut:
-    """A row-major tensor that is the whole of one storage record."""
+    """A row-major tensor that is the whole of one storage record, whose items may be repeated along some dims."""
 
     storage_key: str
     dtype: DType
     shape: tuple[int, ...]
+    repeated: tuple[int, ...] = ()
 
 
 _INT, _UINT = struct.Struct("<i").pack, struct.Struct("<I").pack
@@ -202,6 +203,10 @@ class _Writer:
 
     def _put_tensor(self, value: TensorOut) -> None:
         dtype, shape = value.dtype, value.shape
+        kept = tuple(1 if dim in value.repeated else size for dim, size in enumerate(shape))
+        strides = tuple(
+            0 if dim in value.repeated else stride for dim, stride in enumerate(contiguous_strides(kept))
+        )
         typed = _STORAGE_CLASSES.get(dtype.name)
 
         def write_before() -> None:
@@ -212,10 +217,10 @@ class _Writer:
 
         def write_after() -> None:
             self.put("cpu")
-            self.put(numel_of(shape) * (1 if typed else dtype.itemsize))
+            self.put(numel_of(kept) * (1 if typed else dtype.itemsize))
             self.out += b"tQ"
             hooks = Call(Global("collections", "OrderedDict"), ())
-            for argument in (0, shape, contiguous_strides(shape), False, hooks):
+            for argument in (0, shape, strides, False, hooks):
                 self.put(argument)
             if not typed:
                 self.put(torch_dtype(dtype))
@@ -223,7 +228,7 @@ class _Writer:
 
         self._put_again(dtype, write_before)
         self.put(value.storage_key)
-        self._put_again((dtype, shape), write_after)
+        self._put_again((dtype, shape, value.repeated), write_after)
 
 
 # How the values of a type are written, and those of types made from it; the first that fits.

@@ -9,10 +9,11 @@ from vescale_fsdp.conversion.formats.torch_save.pickle_writer import TensorOut, 
 from vescale_fsdp.conversion.output.plan import FilePlan, OutputPlan, TensorItems, whole
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, nest
+from vescale_fsdp.conversion.views.tensor_view import repeated_dims, without_repeats
 
 
 def plan_torch(state: CarriedState, file: str) -> OutputPlan:
-    """One file that ``torch.load(file, weights_only=True)`` reads.
+    """One file that ``torch.load(file, weights_only=True)`` reads; what a source repeats by strides is stored once.
 
     Raises:
         ConversionError: for values that are no plain data.
@@ -24,8 +25,8 @@ def plan_torch(state: CarriedState, file: str) -> OutputPlan:
         info, first = view.info, state.twins.get(name, name)
         if first not in keys:
             keys[first] = str(len(storages))
-            storages.append(whole(view))
-        leaves[state.path(name)] = TensorOut(keys[first], info.dtype, info.shape)
+            storages.append(whole(without_repeats(view, repeated_dims(view))))
+        leaves[state.path(name)] = TensorOut(keys[first], info.dtype, info.shape, repeated_dims(view))
     for name, read in state.values.items():
         leaves[state.path(name)] = read()
     contents = plan_archive(dump_pickle(nest(leaves), where=file), storages, 0)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.source.stored_tensor import UNCHECKED_BYTES, TensorInfo
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json
+
+_MANY_CHUNKS = 2**16  # of an array; fewer are looked for one by one
+_MOST_ABSENT = 64  # chunks of an array with many for each one that is stored
 
 DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """What metadata that lacks something makes its readers raise."""
@@ -36,3 +42,36 @@ def damaged(store: Storage, file: str, error: Exception) -> CorruptCheckpointErr
         where=f"{store.where}/{file}",
         todo="copy the hierarchy again from where it was made",
     )
+
+
+def has_chunks(shape: tuple[int, ...], chunk: tuple[int, ...], node: str, files: Collection[str]) -> bool:
+    """Whether an array may have chunks that are stored; False only if it is large and has none.
+
+    Raises:
+        ValueError: if nearly all of its many chunks are absent: listing them has no bound in what is stored.
+    """
+    cells = _num_chunks(shape, chunk)
+    if cells <= _MANY_CHUNKS:
+        return True
+    count = _num_files(node, files)
+    if cells > _MANY_CHUNKS + _MOST_ABSENT * count and count:
+        raise ValueError(f"{cells} chunks of which {count} are stored")
+    return count > 0
+
+
+def present_bytes(info: TensorInfo, chunk: tuple[int, ...], node: str, files: Collection[str]) -> int:
+    """Bytes of an array that its stored chunks decode to; of a small array all of them."""
+    if info.nbytes <= UNCHECKED_BYTES:
+        return info.nbytes
+    return min(info.nbytes, _num_files(node, files) * math.prod(chunk) * info.dtype.itemsize)
+
+
+def _num_chunks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> int:
+    return math.prod(-(-size // each) for size, each in zip(shape, chunk, strict=True))
+
+
+def _num_files(node: str, files: Collection[str]) -> int:
+    """Chunks of an array that are stored: all files of its folder but those with its metadata."""
+    folder = f"{node}/" if node else ""
+    inside = (name for name in files if name.startswith(folder))
+    return sum(not name.rpartition("/")[2].startswith(("zarr.json", ".z")) for name in inside)

@@ -20,7 +20,13 @@ from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.state_tree import split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, clipped
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.zarr.metadata import DAMAGE, damaged, read_metadata
+from vescale_fsdp.conversion.formats.zarr.metadata import (
+    DAMAGE,
+    damaged,
+    has_chunks,
+    present_bytes,
+    read_metadata,
+)
 from vescale_fsdp.conversion.formats.zarr.version_2 import ARRAY_FILE, Array2, LastChunk
 from vescale_fsdp.conversion.source.checked_ranges import CheckedRange
 from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
@@ -190,7 +196,8 @@ class Array3:
         if not self.info.numel:
             return StoredTensor(self.info, ())
         if not self.is_plain:
-            return StoredTensor(self.info, (StoredChunk(whole_box(self.info.shape), "", 0, 0),))
+            stored_nbytes = present_bytes(self.info, self._regular_chunks, self._node, files)
+            return StoredTensor(self.info, (StoredChunk(whole_box(self.info.shape), "", 0, stored_nbytes),))
         shape = self.info.shape
         chunk_shape = whole_numbers(self._grid["configuration"]["chunk_shape"], len(shape))
         nbytes = math.prod(chunk_shape) * self.info.dtype.itemsize
@@ -198,12 +205,14 @@ class Array3:
         found = []
         if 0 in chunk_shape:
             raise ValueError(f"chunks of shape {chunk_shape}")
+        if not has_chunks(shape, chunk_shape, self._node, files):
+            return StoredTensor(self.info, (StoredChunk(whole_box(shape), "", 0, 0),))
         for chunk in chunk_boxes(shape, chunk_shape):
             box, file = clipped(chunk, shape), self._chunk_file(chunk)
             if file in files:
                 self._store.prove_size(file, nbytes + (CRC_BYTES if "crc32c" in self._codecs else 0))
             stored = StoredChunk(box, file, 0, nbytes, strides, checked=self._checked(file, nbytes))
-            found.append(stored if file in files else StoredChunk(box, "", 0, nbytes, strides))
+            found.append(stored if file in files else StoredChunk(box, "", 0, 0, strides))
         return StoredTensor(self.info, tuple(found))
 
     def _checked(self, file: str, nbytes: int) -> CheckedRange | None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, clipped
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.formats.zarr.metadata import has_chunks, present_bytes
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_numpy, dtype_from_torch
@@ -80,6 +81,9 @@ class Array2:
         if not self.info.numel:
             return StoredTensor(self.info, ())
         if not self.is_plain:
+            stored_nbytes = present_bytes(self.info, self._chunk, self._node, files)
+            return StoredTensor(self.info, (StoredChunk(whole_box(shape), "", 0, stored_nbytes),))
+        if not has_chunks(shape, self._chunk, self._node, files):
             return StoredTensor(self.info, (StoredChunk(whole_box(shape), "", 0, 0),))
         nbytes, strides = self._chunk_bytes, contiguous_strides(self._chunk)
         found = []
@@ -87,7 +91,8 @@ class Array2:
             file = self._file(chunk)
             if is_there := file in files:
                 self._store.prove_size(file, nbytes)
-            found.append(StoredChunk(clipped(chunk, shape), file if is_there else "", 0, nbytes, strides))
+            stored = (file, 0, nbytes) if is_there else ("", 0, 0)
+            found.append(StoredChunk(clipped(chunk, shape), *stored, strides))
         return StoredTensor(self.info, tuple(found))
 
     @property

@@ -21,7 +21,14 @@ import torch.distributed as dist
 from tests.support import models
 from tests.support.distributed import cpu_mesh
 from vescale_fsdp import fully_shard
-from vescale_fsdp.checkpoint import CheckpointManager, PerRank, RamTier, get_state_dict, set_state_dict
+from vescale_fsdp.checkpoint import (
+    CheckpointManager,
+    EverySteps,
+    PerRank,
+    RamTier,
+    get_state_dict,
+    set_state_dict,
+)
 
 GLOBAL_ROWS = 12
 
@@ -64,7 +71,9 @@ def train(root: Path, num_steps: int, ram_name: str | None) -> None:
     data = Data()
     ram = RamTier(ram_name, keep_last=2) if ram_name is not None else None
     interval = 1 if ram is None else 4
-    manager = CheckpointManager(root / "steps", keep_last=3, async_=True, save_interval=interval, ram=ram)
+    manager = CheckpointManager(
+        root / "steps", retention=3, asynchronous=True, save_policy=EverySteps(interval), ram=ram
+    )
 
     def state() -> dict[str, Any]:
         model_state, optim_state = get_state_dict(model, optimizer)

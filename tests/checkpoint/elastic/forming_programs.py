@@ -19,6 +19,7 @@ from tests.checkpoint.elastic.formation import Spots
 from vescale_fsdp import fully_shard, plan_transfer
 from vescale_fsdp.checkpoint import (
     CheckpointManager,
+    EverySteps,
     RamTier,
     ReshardableLoader,
     ReshardableSampler,
@@ -26,22 +27,22 @@ from vescale_fsdp.checkpoint import (
 )
 from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
 from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
-from vescale_fsdp.elastic.job import ElasticJob, Training
+from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.store_membership import StoreMembership
 
 TIMEOUT_S = 3.0  # of groups and meetings
 NUM_SAMPLES = 60
 
 
-def _training(mesh: DeviceMesh) -> Training:
+def _training(mesh: DeviceMesh) -> TrainingState:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
-    return Training(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    return TrainingState(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
-def _step(training: Training) -> None:
+def _step(training: TrainingState) -> None:
     training.model(torch.ones(2, 4)).square().sum().backward()
     training.optimizer.step()
     training.optimizer.zero_grad()
@@ -51,7 +52,9 @@ def _manager(folder: Path, node: int, num_ranks: int) -> CheckpointManager:
     memory = folder / f"memory-{node}"
     memory.mkdir(exist_ok=True)
     ram = RamTier("job", replicas=min(1, num_ranks - 1), folder=memory)
-    return CheckpointManager(folder / "steps", save_interval=2, keep_last=2, async_=True, ram=ram)
+    return CheckpointManager(
+        folder / "steps", save_policy=EverySteps(2), retention=2, asynchronous=True, ram=ram
+    )
 
 
 def trains(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: Spots) -> Any:
@@ -81,13 +84,13 @@ def goes_on(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: S
     """
     batches: list[Iterator[torch.Tensor]] = []
 
-    def build(mesh: DeviceMesh) -> Training:
+    def build(mesh: DeviceMesh) -> TrainingState:
         training = _training(mesh)
         sampler = ReshardableSampler(NUM_SAMPLES, seed=3)
         loader: DataLoader[int] = DataLoader(range(NUM_SAMPLES), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
         data = ReshardableLoader(loader)
         batches[:] = [iter(data)]
-        return Training(training.model, training.optimizer, {"data": Resharded(data)})
+        return TrainingState(training.model, training.optimizer, {"data": Resharded(data)})
 
     def train_step(job: ElasticJob, step: int) -> None:
         assert job.training is not None
@@ -113,7 +116,9 @@ def loses_a_node(folder: Path, rank: int, num_ranks: int, store: dist.Store, spo
 
     def checkpoints(num_ranks: int) -> CheckpointManager:
         ram = RamTier("job", replicas=1, folder=folder / f"memory-{node}")
-        return CheckpointManager(folder / "steps", save_interval=50, keep_last=2, async_=True, ram=ram)
+        return CheckpointManager(
+            folder / "steps", save_policy=EverySteps(50), retention=2, asynchronous=True, ram=ram
+        )
 
     def train_step(job: ElasticJob, step: int) -> None:
         assert job.training is not None

@@ -33,12 +33,13 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import (
     CheckpointManager,
+    EverySteps,
     RamTier,
     get_state_dict,
     load,
     save,
 )
-from vescale_fsdp.elastic.job import ElasticJob, Training
+from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.store_membership import StoreMembership
 
 PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", __name__)
@@ -138,7 +139,7 @@ class _MortalData(Data):
         super().load_state_dict(state)
 
 
-def training_on(mesh: DeviceMesh) -> Training:
+def training_on(mesh: DeviceMesh) -> TrainingState:
     """The model, sharded, with an optimizer of two param groups, and data."""
     model = models.build(1)
     for module in (*model.blocks, model):
@@ -147,10 +148,10 @@ def training_on(mesh: DeviceMesh) -> Training:
     rest = [param for param in model.parameters() if param.ndim == 1]
     optimizer = _MortalAdamW([{"params": weights}, {"params": rest, "weight_decay": 0.0}], lr=0.02)
     optimizer.reaper = _Reaper(Path(), ())
-    return Training(model, optimizer, {"data": _MortalData()})
+    return TrainingState(model, optimizer, {"data": _MortalData()})
 
 
-def train_one(training: Training, rank: int, world: int) -> str:
+def train_one(training: TrainingState, rank: int, world: int) -> str:
     """One step; the loss's bits."""
     loss = models.loss_of(training.model, training.more["data"].batch().chunk(world)[rank])
     loss.backward()
@@ -159,7 +160,7 @@ def train_one(training: Training, rank: int, world: int) -> str:
     return loss.item().hex()
 
 
-def digest(training: Training) -> list[str]:
+def digest(training: TrainingState) -> list[str]:
     """Bits of all parameters and of the optimizer's state."""
     states = get_state_dict(training.model, training.optimizer)
     found = []
@@ -189,7 +190,7 @@ def rank(folder: Path, port: int, num_first: int, num_steps: int, deaths: Sequen
     reaper = _Reaper(folder, deaths)
     log = open(folder / f"log-{os.getpid()}", "a", buffering=1)  # noqa: SIM115  for life
 
-    def build(mesh: DeviceMesh) -> Training:
+    def build(mesh: DeviceMesh) -> TrainingState:
         training = training_on(mesh)
         training.model.blocks[1].register_forward_pre_hook(lambda *_: reaper.pass_by("forward"))
         training.model.blocks[0].register_full_backward_hook(lambda *_: reaper.pass_by("backward"))
@@ -198,7 +199,9 @@ def rank(folder: Path, port: int, num_first: int, num_steps: int, deaths: Sequen
 
     def checkpoints(num_ranks: int) -> CheckpointManager:
         ram = RamTier("job", replicas=min(1, num_ranks - 1), folder=memory)
-        return CheckpointManager(folder / "steps", save_interval=4, keep_last=2, async_=True, ram=ram)
+        return CheckpointManager(
+            folder / "steps", save_policy=EverySteps(4), retention=2, asynchronous=True, ram=ram
+        )
 
     def train_step(job: ElasticJob, step: int) -> None:
         assert job.training is not None

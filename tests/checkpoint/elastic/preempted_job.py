@@ -43,7 +43,7 @@ def train(root: Path, *, behind: bool) -> None:
     for folder in ("pids", "ended"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     rules = EverySteps(FIRST_SAVE) | OnSignal()
-    manager = CheckpointManager(_Slow(root / "steps"), keep_last=2, async_=behind, save_policy=rules)
+    manager = CheckpointManager(_Slow(root / "steps"), retention=2, asynchronous=behind, save_policy=rules)
     (root / "pids" / str(rank)).write_text(str(os.getpid()))
     step = 0
     while not manager.should_stop:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from tests.support.distributed import run_ranks
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, ReshardableLoader, ReshardableSampler, Resharded
-from vescale_fsdp.elastic.job import ElasticJob, Training
+from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.membership import Quorum
 
 
@@ -56,7 +56,7 @@ def _run(
     batches: list[Iterator[torch.Tensor]] = []
     num_samples = 2 * sum(num_ranks * steps for num_ranks, steps in epochs)
 
-    def build(mesh: DeviceMesh) -> Training:
+    def build(mesh: DeviceMesh) -> TrainingState:
         ranks = (mesh.get_local_rank(), mesh.size()) if kind == "given" else (None, None)
         sampler = ReshardableSampler(num_samples, seed=3, rank=ranks[0], world_size=ranks[1])
         loader: DataLoader[int] = DataLoader(
@@ -65,7 +65,7 @@ def _run(
         data = ReshardableLoader(loader)
         batches[:] = [iter(data)]  # one for the whole job
         model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
-        return Training(
+        return TrainingState(
             model, torch.optim.SGD(model.parameters(), lr=0.1), {"deep": [{"data": Resharded(data)}]}
         )
 
@@ -78,7 +78,7 @@ def _run(
         job.training.optimizer.step()
 
     def checkpoints(num_ranks: int) -> CheckpointManager:
-        return CheckpointManager(folder / "steps", save_interval=1, keep_last=2)
+        return CheckpointManager(folder / "steps", retention=2)
 
     job = ElasticJob(Scripted(rank, folder, epochs), build, checkpoints, timeout_s=60, max_retries=0)
     try:
@@ -118,14 +118,14 @@ def _forms_late(folder: Path) -> list[int]:
     quorums = [Quorum(-1, ("0", "1"), 0, failing)] * (rank == 0)
     membership.wait = lambda: quorums.pop() if quorums else real()  # type: ignore[method-assign]
 
-    def build(mesh: DeviceMesh) -> Training:
+    def build(mesh: DeviceMesh) -> TrainingState:
         model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
-        return Training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     job = ElasticJob(
         membership,
         build,
-        lambda _: CheckpointManager(folder / "steps", save_interval=1),
+        lambda _: CheckpointManager(folder / "steps"),
         timeout_s=20,
         max_retries=1,
     )

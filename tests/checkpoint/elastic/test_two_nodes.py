@@ -25,7 +25,7 @@ from vescale_fsdp import fully_shard, plan_transfer
 from vescale_fsdp.checkpoint import CheckpointManager
 from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
 from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
-from vescale_fsdp.elastic.job import ElasticJob, Training
+from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.store_membership import StoreMembership
 from vescale_fsdp.errors import PlacementError
 
@@ -40,12 +40,12 @@ pytestmark = pytest.mark.skipif(
 def _node(rank: int, port: int, folder: Path) -> dict[str, Any]:
     """What a node does: an elastic job, weights to another job, and a meeting with a wrong secret."""
 
-    def build(mesh: Any) -> Training:
+    def build(mesh: Any) -> TrainingState:
         model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
-        return Training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     membership = StoreMembership(dist.TCPStore(HOSTS[0], port, is_master=False), num_first=2)
-    job = ElasticJob(membership, build, lambda _: CheckpointManager(folder / "steps", save_interval=1))
+    job = ElasticJob(membership, build, lambda _: CheckpointManager(folder / "steps"))
     job.run(lambda job, step: None, 2)
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -51,7 +51,7 @@ DAMAGES: dict[str, Callable[[bytearray, int], bytearray]] = {
 def test_no_damage_is_overlooked(form: Format, tmp_path: Path) -> None:
     """Every kind of damage at random places of every file; no byte of a checkpoint is without a check."""
     path = tmp_path / "c"
-    save(path, _state(0), format=form, user={"run": 1})
+    save(path, _state(0), format=form, metadata={"run": 1})
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != ".lock"]
     assert len(files) == (2 if form == "native" else 11)
     places = random.Random(0)

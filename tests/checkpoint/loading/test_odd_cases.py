@@ -228,12 +228,12 @@ def test_values_that_have_no_place(value: Any, what: str, tmp_path: Path) -> Non
 
 
 def test_arguments_that_cannot_be(tmp_path: Path) -> None:
-    """No path, and user data that is no JSON, are refused with what was wrong."""
+    """No path, and metadata that is no JSON, are refused with what was wrong."""
     with pytest.raises(ValueError, match="no path"):
         save("", _small())
-    for user in ({"x": float("nan")}, {"x": object()}, {"x": {1j: 2}}):
-        with pytest.raises(CheckpointError, match="`user`"):
-            save(tmp_path / "c", _small(), user=user)
+    for metadata in ({"x": float("nan")}, {"x": object()}, {"x": {1j: 2}}):
+        with pytest.raises(CheckpointError, match="`metadata`"):
+            save(tmp_path / "c", _small(), metadata=metadata)
     assert not list(tmp_path.glob("c/data-*"))
 
 
@@ -269,12 +269,12 @@ class _FullDisk(LocalStorage):
 def test_a_full_disk_behind_training(tmp_path: Path) -> None:
     """An asynchronous save's error is raised by wait(), or by the next save, once; then saving goes on."""
     root = _FullDisk(tmp_path / "run")
-    manager = CheckpointManager(root, async_=True)
+    manager = CheckpointManager(root, asynchronous=True)
     manager.save(1, _small())
     with pytest.raises(OSError, match="No space"):
         manager.wait()
     handle = manager.save(2, _small())
-    assert handle is not None and handle.error() is not None
+    assert handle is not None and handle.exception() is not None
     with pytest.raises(OSError, match="No space"):
         manager.save(3, _small())
     root.full = False
@@ -287,7 +287,7 @@ def test_a_full_disk_behind_training(tmp_path: Path) -> None:
 
 def test_torn_steps_do_not_count(tmp_path: Path) -> None:
     """keep_last counts committed steps; torn ones are removed once a newer step is committed."""
-    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager = CheckpointManager(tmp_path, retention=2)
     for step in (1, 2, 3):
         manager.save(step, _small())
     (tmp_path / "step-00000003" / "manifest.json").unlink()
@@ -343,7 +343,7 @@ def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    manager = CheckpointManager("run", async_=True)
+    manager = CheckpointManager("run", asynchronous=True)
     manager.save(1, _small())
     handle = async_save("alone", _small())
     monkeypatch.chdir(tmp_path / "there")
@@ -391,7 +391,7 @@ def test_what_else_lies_among_the_steps(tmp_path: Path) -> None:
     save(root / "step-000000002", _small(), overwrite=True)
     (root / "step-00000003").write_text("a file")
     (root / "step-00000004").symlink_to(tmp_path / "archive")
-    manager = CheckpointManager(root, keep_last=1)
+    manager = CheckpointManager(root, retention=1)
     assert manager.steps() == [4]
 
     manager.save(5, _small())
@@ -422,13 +422,13 @@ def test_sets_have_one_order(tmp_path: Path) -> None:
 
 def test_users_data_as_it_was(tmp_path: Path) -> None:
     """What is stored beside the state is that of the call too, whatever becomes of it behind training."""
-    user = {"seen": [1]}
-    handle = async_save(tmp_path / "c", _small(), user=user)
-    user["seen"].append(2)
+    metadata = {"seen": [1]}
+    handle = async_save(tmp_path / "c", _small(), metadata=metadata)
+    metadata["seen"].append(2)
     handle.wait()
-    assert read_state(tmp_path / "c").user == {"seen": [1]}
-    with pytest.raises(CheckpointError, match="`user`"):
-        async_save(tmp_path / "d", _small(), user={"seen": object()}).wait()
+    assert read_state(tmp_path / "c").metadata == {"seen": [1]}
+    with pytest.raises(CheckpointError, match="`metadata`"):
+        async_save(tmp_path / "d", _small(), metadata={"seen": object()}).wait()
 
 
 def test_arguments_with_a_slip(tmp_path: Path) -> None:
@@ -452,7 +452,7 @@ import sys, torch
 from vescale_fsdp.checkpoint import async_save
 handle = async_save(sys.argv[1], {"w": torch.ones(3)})
 if len(sys.argv) > 2:
-    print(handle.error())
+    print(handle.exception())
 """
 
 

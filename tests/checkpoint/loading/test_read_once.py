@@ -16,9 +16,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager, load
 from vescale_fsdp.checkpoint.formats.native import read as native_read
-from vescale_fsdp.checkpoint.formats.native.shared_stripes import StripeRun, plan_shared, waves_of_stripes
+from vescale_fsdp.checkpoint.formats.native.shared_stripes import StripeRun, plan_shared
 from vescale_fsdp.checkpoint.loading.load import Read, Verify
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
+from vescale_fsdp.checkpoint.ranks.exchange import waves_of
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.storage import local as local_module
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -195,15 +196,15 @@ def test_the_plan() -> None:
     assert sum(sizes) == 101 and max(sizes) == 3
     load_of = Counter[int]()
     for (saved_rank, number), turn in stripes.items():
-        ranks = {turn.reader, *turn.receivers}
+        ranks = {turn.sender, *turn.receivers}
         assert len(ranks) == 1 + len(turn.receivers)
         assert (5 in ranks) == (saved_rank == 0 and 10 <= number < 20)
-        load_of[turn.reader] += 1
+        load_of[turn.sender] += 1
     assert max(load_of.values()) <= 5 and len(load_of) >= 29
-    waves = waves_of_stripes(shared)
+    waves = waves_of(shared, 8)
     assert sorted(turn for wave in waves for turn in wave) == sorted(shared)
     for wave in waves:
-        assert max(Counter(turn.reader for turn in wave).values()) == 1
+        assert max(Counter(turn.sender for turn in wave).values()) == 1
         assert max(Counter(rank for turn in wave for rank in turn.receivers).values()) <= 8
     assert len(waves) < 30
     assert plan_shared([[StripeRun(0, 0, 4)], [StripeRun(0, 4, 9)]], 3) == []

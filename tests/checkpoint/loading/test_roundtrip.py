@@ -35,7 +35,7 @@ from vescale_fsdp.torch_private import StridedShard
 
 def _save_mixed(path: Path, block_rows: int) -> list[int]:
     state = mixed_state(block_rows)
-    save(path, state, user={"step": 7})
+    save(path, state, metadata={"step": 7})
     return [tensor.to_local().numel() for tensor in state["model"].values()]
 
 
@@ -43,7 +43,7 @@ def _load_mixed(path: Path, block_rows: int) -> int:
     state = mixed_state(block_rows)
     expected = plain(state)
     erase(state)
-    assert load(path, state).user == {"step": 7}
+    assert load(path, state).metadata == {"step": 7}
     return assert_equal(expected, plain(state))
 
 

@@ -54,7 +54,7 @@ def _state() -> dict[str, Any]:
 
 def _write(path: Path, form: Format) -> None:
     saver = Saver(open_storage(path), coordinator_for(), format=form, stripe_bytes=256, split_bytes=16)
-    saver.save(_state(), user={"written by": f"format version {CURRENT[form]}"})
+    saver.save(_state(), metadata={"written by": f"format version {CURRENT[form]}"})
 
 
 def test_there_are_golden_checkpoints() -> None:
@@ -79,7 +79,7 @@ def test_golden_checkpoints_are_read(folder: Path) -> None:
     assert reader.tree()["plain"] == _plain_leaves()
     values = [values["rng"]["seed"].tolist() for values in reader.per_rank_values()]
     assert values == [[0, 7], [1, 7], [2, 7]]
-    assert reader.user["written by"].startswith("format version ")
+    assert reader.metadata["written by"].startswith("format version ")
 
 
 def _load(folder: Path) -> int:

@@ -126,7 +126,7 @@ def _text_of(draw: Random, data: dict[str, Any]) -> bytes:
 
 def _mutations(path: Path, form: Format, seeds: range) -> tuple[int, int]:
     """How many edits were refused, and how many were loaded."""
-    save(path, _state(7), format=form, user={"a": [1, None]})
+    save(path, _state(7), format=form, metadata={"a": [1, None]})
     manifest = path / "manifest.json"
     good = manifest.read_bytes()
     refused = loaded = 0

@@ -58,28 +58,30 @@ def _restore(path: Path, rank: int, **changes: Any) -> None:
 
 
 def _dcp_save(path: Path, rank: int) -> None:
-    writer = RaggedWriter(path / "c", user={"rank": rank})
+    writer = RaggedWriter(path / "c", metadata={"rank": rank})
     dcp.save(_state(), storage_writer=writer, planner=RaggedSavePlanner())
 
 
 # By the name that the error gives: what is called with (path, rank).
 CASES: dict[str, Callable[[Path, int], Any]] = {
-    "user": lambda path, rank: save(path / "c", _state(), user=rank),
-    "user/a/b/1": lambda path, rank: save(
-        path / "c", _state(), user={"a": {"b": [1, rank], "c": rank}}, format="zarr"
+    "metadata": lambda path, rank: save(path / "c", _state(), metadata=rank),
+    "metadata/a/b/1": lambda path, rank: save(
+        path / "c", _state(), metadata={"a": {"b": [1, rank], "c": rank}}, format="zarr"
     ),
-    "user/a/1/x~1y": lambda path, rank: save(path / "c", _state(), user={"a": [0, {"x/y": rank}]}),
-    "user/only": lambda path, rank: save(path / "c", _state(), user={"only": 1} if rank else {}),
-    "user/type": lambda path, rank: save(path / "c", _state(), user={"type": [1, True][rank]}),
-    "user/behind": lambda path, rank: async_save(path / "c", _state(), user={"behind": rank}).wait(),
-    "user/managed": lambda path, rank: CheckpointManager(path).save(1, _state(), user={"managed": rank}),
-    "user/both": lambda path, rank: (
-        CheckpointManager(path, async_=True).save(1, _state(), user={"both": rank}).wait()
+    "metadata/a/1/x~1y": lambda path, rank: save(path / "c", _state(), metadata={"a": [0, {"x/y": rank}]}),
+    "metadata/only": lambda path, rank: save(path / "c", _state(), metadata={"only": 1} if rank else {}),
+    "metadata/type": lambda path, rank: save(path / "c", _state(), metadata={"type": [1, True][rank]}),
+    "metadata/behind": lambda path, rank: async_save(path / "c", _state(), metadata={"behind": rank}).wait(),
+    "metadata/managed": lambda path, rank: CheckpointManager(path).save(
+        1, _state(), metadata={"managed": rank}
     ),
-    "user/memory": lambda path, rank: CheckpointManager(path, ram=RamTier("alike", folder=path)).save(
-        1, _state(), user={"memory": rank}
+    "metadata/both": lambda path, rank: (
+        CheckpointManager(path, asynchronous=True).save(1, _state(), metadata={"both": rank}).wait()
     ),
-    "user/rank": _dcp_save,
+    "metadata/memory": lambda path, rank: CheckpointManager(path, ram=RamTier("alike", folder=path)).save(
+        1, _state(), metadata={"memory": rank}
+    ),
+    "metadata/rank": _dcp_save,
     "overwrite": lambda path, rank: save(path / "c", _state(), overwrite=bool(rank)),
     "format": lambda path, rank: save(path / "c", _state(), format=("native", "zarr")[rank]),
     "step": lambda path, rank: CheckpointManager(path).save(1 + rank, _state()),
@@ -132,25 +134,25 @@ def test_ranks_that_open_different_checkpoints(tmp_path: Path) -> None:
 
 
 def _alike(path: Path) -> Any:
-    user = {"a": 1, "b": [2.5, None, {"c": "é"}]}
-    mine = dict(reversed(user.items())) if dist.get_rank() else user
-    save(path, _state(), user=mine)
-    return load(path, {"w": torch.zeros(6), "step": -1}, include=("w", "step")).user
+    metadata = {"a": 1, "b": [2.5, None, {"c": "é"}]}
+    mine = dict(reversed(metadata.items())) if dist.get_rank() else metadata
+    save(path, _state(), metadata=mine)
+    return load(path, {"w": torch.zeros(6), "step": -1}, include=("w", "step")).metadata
 
 
 def test_equal_arguments_in_another_order(tmp_path: Path) -> None:
     """The order of a dict's keys is no difference."""
     assert run_ranks(2, _alike, tmp_path / "c") == [{"a": 1, "b": [2.5, None, {"c": "é"}]}] * 2
-    assert read_state(tmp_path / "c").user["a"] == 1
+    assert read_state(tmp_path / "c").metadata["a"] == 1
 
 
 @pytest.mark.parametrize(
-    "user", [{1: "a", "1": "b"}, float("nan"), {"x": object()}, {(1, 2): 3}, {"n": 10**5000}]
+    "metadata", [{1: "a", "1": "b"}, float("nan"), {"x": object()}, {(1, 2): 3}, {"n": 10**5000}]
 )
-def test_what_no_json_can_hold(user: Any, tmp_path: Path) -> None:
-    """A user's part that would not come back as it is refused."""
-    with pytest.raises(CheckpointError, match="the argument `user`"):
-        save(tmp_path / "c", _state(), user=user)
+def test_what_no_json_can_hold(metadata: Any, tmp_path: Path) -> None:
+    """Metadata that would not come back as it is refused."""
+    with pytest.raises(CheckpointError, match="the argument `metadata`"):
+        save(tmp_path / "c", _state(), metadata=metadata)
     assert not (tmp_path / "c" / "manifest.json").exists()
 
 
@@ -159,7 +161,7 @@ def test_a_deep_user_part(tmp_path: Path) -> None:
     deep: Any = 1
     for _ in range(100):
         deep = [deep]
-    save(tmp_path / "c", _state(), user=deep)
-    assert read_state(tmp_path / "c").user == deep
+    save(tmp_path / "c", _state(), metadata=deep)
+    assert read_state(tmp_path / "c").metadata == deep
     with pytest.raises(CheckpointError, match="more than 100 levels"):
-        save(tmp_path / "d", _state(), user=[deep])
+        save(tmp_path / "d", _state(), metadata=[deep])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, is_whole, plan_moves
-from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, waves_of
+from vescale_fsdp.checkpoint.ranks.exchange import FileMove, waves_of
 from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.errors import CheckpointError
 
@@ -74,7 +74,7 @@ def test_waves_keep_ranks_to_one_file_each_way(pairs: list[tuple[int, int]]) -> 
     """And as many waves are enough as the busiest rank has files, but for what greed costs."""
     moves = [FileMove(f"{number}", *pair) for number, pair in enumerate(pairs)]
 
-    waves = waves_of(moves)
+    waves = waves_of(moves, 1)
 
     assert sorted(move for wave in waves for move in wave) == sorted(moves) and all(waves)
     for wave in waves:

@@ -44,7 +44,7 @@ def _alone(folder: Path) -> None:
 
 
 def _managed(folder: Path) -> None:
-    CheckpointManager(folder, async_=True).save(7, _state())
+    CheckpointManager(folder, asynchronous=True).save(7, _state())
 
 
 def _two_ranks(folder: Path, rank: int) -> None:
@@ -68,7 +68,7 @@ def _failing(folder: Path) -> None:
 
 
 def _failing_heard(folder: Path) -> None:
-    assert isinstance(async_save(_Failing(folder), _state()).error(), OSError)
+    assert isinstance(async_save(_Failing(folder), _state()).exception(), OSError)
 
 
 def _in_child(folder: Path) -> None:
@@ -77,7 +77,7 @@ def _in_child(folder: Path) -> None:
     child = os.fork()
     if child:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    assert isinstance(parents.error(), CheckpointError)
+    assert isinstance(parents.exception(), CheckpointError)
     async_save(folder, _state()).wait(30)
     async_save(folder, _state(), overwrite=True)  # and is finished as the child exits
 

@@ -67,7 +67,7 @@ def test_blocks_wait_for_saves(tmp_path: Path) -> None:
     with async_save(tmp_path / "c", _state()) as handle:
         assert not _is_there(tmp_path / "absent")
     assert handle.done() and _is_there(tmp_path / "c")
-    with CheckpointManager(tmp_path / "run", async_=True) as manager:
+    with CheckpointManager(tmp_path / "run", asynchronous=True) as manager:
         manager.save(1, _state())
     assert manager.steps() == [1]
 

@@ -252,7 +252,7 @@ _SIZE = (256, 4096)  # 4 MiB
 
 
 def _save_for_ever(root: str, pipe: Connection, first: int) -> None:
-    manager = CheckpointManager(root, keep_last=2)
+    manager = CheckpointManager(root, retention=2)
     for step in range(first, first + 10_000):
         pipe.send(step)
         manager.save(step, {"w": torch.full(_SIZE, float(step)), "v": torch.full((9,), float(step))})

@@ -118,7 +118,7 @@ def test_listings_that_come_late(late: str) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        manager = CheckpointManager(f"{late}/steps", keep_last=2)
+        manager = CheckpointManager(f"{late}/steps", retention=2)
         for step in range(1, 9):
             manager.save(step, _state(step))
     restored = [CheckpointManager(f"{late}/steps").restore(loaded) for _ in range(_Late.lag + 2)][-1]

@@ -56,7 +56,7 @@ def _watched(root: Path) -> tuple[dict[str, list[ProgressReport]], list[str]]:
     load(root / "native", state, verify="before", progress=told("load before"))
     load(root / "native", state, verify="while", progress=told("load while"))
     load(root / "zarr", state, verify="while", progress=told("load zarr"))
-    manager = CheckpointManager(root / "steps", progress=told("manager"), async_=True)
+    manager = CheckpointManager(root / "steps", progress=told("manager"), asynchronous=True)
     manager.save(1, state)
     manager.restore(state, verify="while")
     errors = []

@@ -115,7 +115,7 @@ def test_an_answer_cut_short_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
 def test_a_store_that_removes_nothing(calm: tuple[str, Weather]) -> None:
     """A policy without DeleteObject: saves go on, each with a warning; old steps stay as they are."""
     endpoint, weather = calm
-    manager = CheckpointManager(_storage(endpoint, "policy", patient=False), keep_last=1)
+    manager = CheckpointManager(_storage(endpoint, "policy", patient=False), retention=1)
     manager.save(1, _state(1))
     weather.refuse_if = lambda method, path: method == "DELETE" or (method == "POST" and path == "/bucket")
     with pytest.warns(
@@ -259,7 +259,7 @@ def test_damage_on_the_store_is_found(calm: tuple[str, Weather]) -> None:
 def test_a_manager_on_s3(calm: tuple[str, Weather]) -> None:
     """Steps, retention and fallback work without a file system."""
     endpoint, _ = calm
-    manager = CheckpointManager(_storage(endpoint, "run"), keep_last=2, async_=True)
+    manager = CheckpointManager(_storage(endpoint, "run"), retention=2, asynchronous=True)
     for step in range(4):
         manager.save(step, _state(step))
     manager.wait()
@@ -307,7 +307,7 @@ def test_other_stores_go_the_same_way(scheme: str, monkeypatch: pytest.MonkeyPat
     with pytest.raises(CheckpointError):
         CheckpointManager(url)
     Standin().mkdir("bucket")
-    manager = CheckpointManager(url, keep_last=2)
+    manager = CheckpointManager(url, retention=2)
     for step in (1, 2, 3):
         manager.save(step, _state(step))
     state = _state(0)

@@ -55,7 +55,7 @@ _WAYS: dict[str, Way] = {
     "behind": lambda path, state: async_save(path, state).wait(),
     "writer": _by_dcp,
     "manager": _by_manager,
-    "manager behind": lambda path, state: _by_manager(path, state, async_=True),
+    "manager behind": lambda path, state: _by_manager(path, state, asynchronous=True),
     "memory": lambda path, state: _by_manager(
         path, state, ram=RamTier("r", folder=path.parent / f"{path.name} ram")
     ),
@@ -137,7 +137,7 @@ def _compared_exactly(folder: Path) -> None:
     with pytest.raises(CheckpointError):
         async_save(folder / "behind", state, check_replicas="all").wait()
     with pytest.raises(CheckpointError):
-        _by_manager(folder / "run", state, check_replicas="all", async_=True)
+        _by_manager(folder / "run", state, check_replicas="all", asynchronous=True)
 
 
 def test_all_compares_every_bit(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_gpu_state_is_staged_in_pinned_memory(tmp_path: Any) -> None:
     """Values are those of the call, although the GPU goes on at once; the buffer is pinned."""
     state = {"w": torch.arange(1 << 22, device="cuda", dtype=torch.float32), "b": torch.ones(7)}
     expected = {name: value.cpu().clone() for name, value in state.items()}
-    manager = CheckpointManager(tmp_path, async_=True)
+    manager = CheckpointManager(tmp_path, asynchronous=True)
     manager.save(1, state)
     state["w"].zero_()
     state["b"].zero_()

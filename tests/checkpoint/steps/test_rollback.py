@@ -44,7 +44,7 @@ def test_a_rollback_lasts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     """Restoring writes nothing; the next save abandons later steps, which are kept; a step saved again is live."""
     _run(tmp_path, 80, 90, 100, 110)
     before = _files(tmp_path)
-    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager = CheckpointManager(tmp_path, retention=2)
     manager.restore(_state(0), step=90)
     assert _files(tmp_path) == before and _restored(tmp_path) == 110  # nobody else sees anything of it yet
     with caplog.at_level(logging.WARNING):

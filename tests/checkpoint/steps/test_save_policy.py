@@ -24,6 +24,7 @@ from vescale_fsdp.checkpoint import (
     EverySteps,
     OnSignal,
     RamTier,
+    RetentionPolicy,
     SaveContext,
     SavePolicy,
     latest,
@@ -115,12 +116,13 @@ def test_a_policy_of_ones_own(tmp_path: Path) -> None:
         for step in range(1, 7):
             manager.save(step, _state(step))
         assert (manager.steps(), twice.steps) == ([1, 3, 5], [1, 2, 3, 4, 5, 6])
-    wrong: list[dict[str, Any]] = [{"save_policy": 5}, {"keep_best": 3}, {"keep_best": EverySteps(3)}]
+    wrong: list[dict[str, Any]] = [{"save_policy": 5}, {"retention": BestOf(3)}, {"retention": "2"}]
     for arguments in wrong:
         with pytest.raises(TypeError):
             CheckpointManager(tmp_path / "wrong", **arguments)
-    with pytest.raises(ValueError, match="interval or a policy"):
-        CheckpointManager(tmp_path / "wrong", save_policy=own, save_interval=2)
+    for rule in (3, EverySteps(3)):
+        with pytest.raises(TypeError):
+            RetentionPolicy(keep_best=rule)  # type: ignore[arg-type]
     assert not (tmp_path / "wrong").exists()
 
 
@@ -232,7 +234,7 @@ def _on_ranks(root: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     heard: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
-    manager = CheckpointManager(root / "signal", save_policy=EverySteps(100) | OnSignal(), async_=True)
+    manager = CheckpointManager(root / "signal", save_policy=EverySteps(100) | OnSignal(), asynchronous=True)
     stopped_at = None
     for step in range(1, 20):
         if step == 5 and rank == 1:
@@ -255,11 +257,11 @@ def _on_ranks(root: Path) -> dict[str, Any]:
         manager.save(step, _state(step))
     found["minutes"] = manager.steps()
 
-    best = CheckpointManager(root / "best", keep_last=1, save_policy=EverySteps(4) | BestOf(2))
+    best = CheckpointManager(root / "best", retention=1, save_policy=EverySteps(4) | BestOf(2))
     for step, metric in enumerate([5.0, 3.0, 4.0, 9.0, 1.0, 2.0, 8.0, 7.0, 7.5], 1):
         best.save(step, _state(step), metric=metric)
     found["best"] = [(one.step, one.metric) for one in best.history()]
-    again = CheckpointManager(root / "best", keep_last=1, save_policy=BestOf(2))  # a restart knows them too
+    again = CheckpointManager(root / "best", retention=1, save_policy=BestOf(2))  # a restart knows them too
     found["again"] = [again.should_save(20, metric=metric) for metric in (1.5, 2.0, 6.0)]
 
     errors = []
@@ -271,7 +273,7 @@ def _on_ranks(root: Path) -> dict[str, Any]:
             ((3 - 4 * rank, 6), {}),
         ]
     ):
-        manager = CheckpointManager(root / f"unlike{number}", save_interval=4)
+        manager = CheckpointManager(root / f"unlike{number}", save_policy=EverySteps(4))
         begun_s = time.monotonic()
         manager.save(1, _state(1))
         try:
@@ -365,7 +367,7 @@ def test_ranks_agree_on_policies_of_ones_own(tmp_path: Path) -> None:
 
 def test_an_interval_asks_for_nothing_else(tmp_path: Path) -> None:
     """A signal that nobody asked for ends the process as ever; a fork of ours is none of ours."""
-    CheckpointManager(tmp_path, save_interval=3)
+    CheckpointManager(tmp_path, save_policy=EverySteps(3))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     manager = CheckpointManager(tmp_path, save_policy=OnSignal(("SIGTERM",)))
     child = os.fork()
@@ -388,7 +390,7 @@ def test_an_interval_asks_for_nothing_else(tmp_path: Path) -> None:
 def test_records_pins_and_removal(tmp_path: Path) -> None:
     """What is noted of steps; a pinned one outlives limits and is not removed; memory forgets what is removed."""
     ram = RamTier("run", folder=tmp_path / "shm", keep_last=9)
-    manager = CheckpointManager(tmp_path / "run", keep_last=2, ram=ram)
+    manager = CheckpointManager(tmp_path / "run", retention=2, ram=ram)
     assert latest(tmp_path / "run") is None
     manager.save(1, _state(1), metric=0.25)
     manager.pin(1)
@@ -423,7 +425,7 @@ def test_records_pins_and_removal(tmp_path: Path) -> None:
 )
 def test_a_record_that_is_none(record: bytes | None, tmp_path: Path) -> None:
     """Steps without a record, or with a damaged one, are steps all the same."""
-    manager = CheckpointManager(tmp_path, save_policy=BestOf(1), keep_last=1)
+    manager = CheckpointManager(tmp_path, save_policy=BestOf(1), retention=1)
     manager.save(1, _state(1), metric=1.0)
     path = tmp_path / "step-00000001" / "record.json"
     path.unlink()

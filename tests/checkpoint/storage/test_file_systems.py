@@ -67,7 +67,7 @@ def test_what_a_file_system_lacks(
     _inject(monkeypatch, kind, number)
     if not atomic:  # neither is there a rename that refuses to replace
         monkeypatch.setattr(folder_exchange, "_renameat2", lambda: None)
-    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager = CheckpointManager(tmp_path, retention=2)
     for step in (1, 2, 3):
         manager.save(step, _state(step))
     said = [record for record in caplog.records if kind in record.getMessage()]

@@ -177,7 +177,7 @@ def test_a_step_that_another_job_writes_is_not_removed(
     """Retention, `remove` and `clean` leave a step alone while another live job holds it."""
     if kind == "lock file":
         _no_flock(monkeypatch)
-    ours, state = CheckpointManager(tmp_path, keep_last=1), {"w": torch.arange(8.0)}
+    ours, state = CheckpointManager(tmp_path, retention=1), {"w": torch.arange(8.0)}
     ours.save(1, state)
     held, torn = LocalStorage(tmp_path / "step-00000001"), LocalStorage(tmp_path / "step-00000002")
     with held.lock(), torn.lock():

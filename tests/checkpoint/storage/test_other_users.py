@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from vescale_fsdp.checkpoint import CheckpointManager, RamTier, save
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, save
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.output.journal import Journal
@@ -59,7 +59,7 @@ def _state(value: float = 1.0) -> dict[str, Any]:
 
 
 def _manager(root: Path, shm: Path) -> CheckpointManager:
-    return CheckpointManager(root, ram=RamTier("run", folder=shm), save_interval=100)
+    return CheckpointManager(root, ram=RamTier("run", folder=shm), save_policy=EverySteps(100))
 
 
 def test_steps_in_memory_are_private(shared: Path, tmp_path: Path) -> None:

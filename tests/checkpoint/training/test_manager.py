@@ -17,8 +17,10 @@ from tests.support.distributed import run_ranks
 from tests.support.faults.faulty_storage import FaultyStorage
 from vescale_fsdp.checkpoint import (
     CheckpointManager,
+    EverySteps,
     PerRank,
     RamTier,
+    RetentionPolicy,
     async_save,
     load,
     read_state,
@@ -44,7 +46,9 @@ def test_intervals_and_retention(tmp_path: Path) -> None:
     """Only due steps are saved; the newest and every n-th stay; foreign folders are left alone."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "step-old").mkdir()
-    manager = CheckpointManager(tmp_path, keep_last=2, keep_every=20, save_interval=5)
+    manager = CheckpointManager(
+        tmp_path, retention=RetentionPolicy(keep_last=2, keep_every=20), save_policy=EverySteps(5)
+    )
     for step in range(41):
         manager.save(step, _state(step))
     manager.save(43, _state(43), force=True)
@@ -58,7 +62,7 @@ def test_newer_steps_are_not_ours_to_remove(tmp_path: Path) -> None:
     """A run that went back to an older step removes older ones only."""
     for step in (1, 2, 9):
         CheckpointManager(tmp_path).save(step, _state(step))
-    CheckpointManager(tmp_path, keep_last=2).save(3, _state(3))
+    CheckpointManager(tmp_path, retention=2).save(3, _state(3))
 
     assert CheckpointManager(tmp_path).steps() == [2, 3, 9]  # 9 is none of the two that are kept
 
@@ -78,7 +82,7 @@ class _Watched(LocalStorage):
 def test_a_step_is_removed_manifest_first(tmp_path: Path) -> None:
     """A crash in between then leaves a torn step, which nobody takes for good."""
     root = _Watched(tmp_path)
-    manager = CheckpointManager(root, keep_last=1)
+    manager = CheckpointManager(root, retention=1)
     manager.save(1, _state(1))
     manager.save(2, _state(2))
 
@@ -90,7 +94,7 @@ def test_restore_falls_back_and_says_so(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     assert manager.restore(_state(0)) is None
     for step in (1, 2, 3, 4):
-        manager.save(step, _state(step), user={"seen": step * 100})
+        manager.save(step, _state(step), metadata={"seen": step * 100})
     (tmp_path / "step-00000004" / "manifest.json").unlink()
     _damage(tmp_path, 3)
     state = _state(0)
@@ -99,7 +103,7 @@ def test_restore_falls_back_and_says_so(tmp_path: Path) -> None:
         restored = manager.restore(state)
 
     assert restored is not None
-    assert (restored.step, restored.tier, restored.report.user) == (2, "disk", {"seen": 200})
+    assert (restored.step, restored.tier, restored.report.metadata) == (2, "disk", {"seen": 200})
     assert [step for step, _ in restored.skipped] == [3]
     assert torch.equal(_state(2)["w"], state["w"]) and state["step"] == 2
     _damage(tmp_path, 1)
@@ -132,7 +136,7 @@ def test_a_step_that_does_not_fit_is_no_damage(tmp_path: Path) -> None:
 def test_retention_spares_the_only_good_step(tmp_path: Path) -> None:
     """When a save fails nothing is removed; the good step before stays."""
     storage = FaultyStorage(LocalStorage(tmp_path))
-    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager = CheckpointManager(tmp_path, retention=1)
     manager.save(1, _state(1))
     manager._root = _FailingChildren(storage)
     with pytest.raises(OSError, match="No space left"):
@@ -152,7 +156,7 @@ class _FailingChildren(FaultyStorage):
 
 def test_resaving_after_a_fallback(tmp_path: Path) -> None:
     """A step that turned out damaged is replaced when training reaches it again."""
-    manager = CheckpointManager(tmp_path, keep_last=3)
+    manager = CheckpointManager(tmp_path, retention=3)
     for step in (1, 2):
         manager.save(step, _state(step))
     _damage(tmp_path, 2)
@@ -201,7 +205,7 @@ def test_async_save_takes_the_values_of_its_call(tmp_path: Path) -> None:
     storage.gate.set()
     handle.wait()
 
-    assert handle.done() and handle.error() is None
+    assert handle.done() and handle.exception() is None
     assert torch.equal(_state(1)["w"], read_state(tmp_path / "c")["w"].read())
     assert read_state(tmp_path / "c").tree()["inner"] == {"list": [1, 2]}
     assert torch.equal(torch.ones(3), read_state(tmp_path / "c").per_rank_values()[0]["own"])
@@ -225,7 +229,7 @@ def test_a_second_async_save_waits_for_the_first(tmp_path: Path) -> None:
 def test_restore_waits_for_the_save_in_flight(tmp_path: Path) -> None:
     """The step that is being written is the one that is restored."""
     root = _GatedSteps(tmp_path)
-    manager = CheckpointManager(root, async_=True)
+    manager = CheckpointManager(root, asynchronous=True)
     manager.save(1, _state(1))
     threading.Timer(0.2, root.gate.set).start()
     state = _state(0)
@@ -237,7 +241,7 @@ def test_restore_waits_for_the_save_in_flight(tmp_path: Path) -> None:
 
 def test_staging_memory_is_reused(tmp_path: Path) -> None:
     """A second save of the same state copies into the same memory."""
-    manager = CheckpointManager(tmp_path, async_=True)
+    manager = CheckpointManager(tmp_path, asynchronous=True)
     assert manager._async is not None
     manager.save(1, _state(1))
     manager.wait()
@@ -250,7 +254,7 @@ def test_staging_memory_is_reused(tmp_path: Path) -> None:
 
 
 def _async_manager(root: Path) -> list[int]:
-    manager = CheckpointManager(root, async_=True, keep_last=2)
+    manager = CheckpointManager(root, asynchronous=True, retention=2)
     state = mixed_state()
     for step in range(5):
         state["model"]["w"].to_local().fill_(step)
@@ -270,7 +274,7 @@ def test_async_manager_on_ranks(tmp_path: Path) -> None:
 
 def _ram(root: Path, shm: Path, kill_node: bool) -> tuple[int, str]:
     tier = RamTier("run", interval=1, keep_last=2, folder=shm)
-    manager = CheckpointManager(root, save_interval=4, ram=tier)
+    manager = CheckpointManager(root, save_policy=EverySteps(4), ram=tier)
     state = mixed_state()
     for step in range(7):
         state["model"]["w"].to_local().fill_(step)
@@ -301,7 +305,7 @@ def _two_nodes(root: Path, shm: Path, lose: bool) -> tuple[int, str]:
     os.environ["LOCAL_RANK"] = "0"  # each rank is the only one of its node
     try:
         tier = RamTier("run", keep_last=1, folder=shm / f"node{rank}")
-        manager = CheckpointManager(root, save_interval=4, ram=tier)
+        manager = CheckpointManager(root, save_policy=EverySteps(4), ram=tier)
         state = mixed_state()
         for step in range(7):
             state["model"]["w"].to_local().fill_(step)
@@ -332,7 +336,7 @@ def _two_attempts(root: Path, shm: Path) -> tuple[int, str]:
     os.environ["LOCAL_RANK"] = "0"
     try:
         tier = RamTier("run", keep_last=2, folder=shm / f"node{rank}")
-        manager = CheckpointManager(root, save_interval=4, ram=tier)
+        manager = CheckpointManager(root, save_policy=EverySteps(4), ram=tier)
         state = mixed_state()
         for step in (4, 5):
             manager.save(step, state)
@@ -359,7 +363,9 @@ def test_two_attempts_at_a_step_are_never_mixed(tmp_path: Path) -> None:
 def test_limits_are_checked(tmp_path: Path) -> None:
     """Impossible limits are refused by name."""
     with pytest.raises(ValueError, match="keep_last"):
-        CheckpointManager(tmp_path, keep_last=0)
+        CheckpointManager(tmp_path, retention=0)
+    with pytest.raises(ValueError, match="keep_every"):
+        RetentionPolicy(keep_every=0)
     with pytest.raises(ValueError, match="plain name"):
         RamTier("../x")
     with pytest.raises(ValueError, match="negative"):

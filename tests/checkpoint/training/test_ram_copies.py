@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.checkpoint_states import erase, mixed_state
 from tests.support.distributed import RankError, run_ranks
-from vescale_fsdp.checkpoint import CheckpointManager, PerRank, RamTier, Restored, verify
-from vescale_fsdp.checkpoint.ranks.file_moves import FROM_DISK
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, RamTier, Restored, verify
+from vescale_fsdp.checkpoint.ranks.exchange import FROM_DISK
 from vescale_fsdp.checkpoint.steps.run_file import RUN_FILE_NAME
 from vescale_fsdp.checkpoint.storage.base import FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -64,7 +64,7 @@ def _manager(
     root: LocalStorage | Path, shm: Path, *, behind: bool = False, **options: Any
 ) -> CheckpointManager:
     tier = RamTier("run", folder=shm / f"node{dist.get_rank()}", **options)
-    return CheckpointManager(root, save_interval=4, async_=behind, ram=tier)
+    return CheckpointManager(root, save_policy=EverySteps(4), asynchronous=behind, ram=tier)
 
 
 def _save_steps(root: Path, shm: Path, options: dict[str, Any], steps: int = 7) -> list[str]:
@@ -491,7 +491,7 @@ def _few_nodes(root: Path, shm: Path) -> tuple[list[str], int]:
         warnings.simplefilter("always")
         tier = RamTier("run", folder=shm / f"node{dist.get_rank() // 2}", replicas=2)
         for step in range(2):  # managers of two epochs share a tier
-            manager = CheckpointManager(root, ram=tier, save_interval=100)
+            manager = CheckpointManager(root, ram=tier, save_policy=EverySteps(100))
             manager.save(step + 1, {"w": torch.ones(2)})
             manager.close()
     return [str(one.message) for one in caught], tier.num_copies

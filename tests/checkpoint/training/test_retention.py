@@ -33,7 +33,7 @@ class _Keeps(LocalStorage):
 def _retention_fails(
     root: Path, error: BaseException | None, behind: bool
 ) -> tuple[str, list[str], list[int]]:
-    manager = CheckpointManager(_Keeps(root, error), keep_last=1, async_=behind)
+    manager = CheckpointManager(_Keeps(root, error), retention=1, asynchronous=behind)
     said = "returned"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -82,7 +82,7 @@ def test_ranks_end_with_the_same_step(same_step: bool, tmp_path: Path) -> None:
 
 
 def _save_until_told(root: str, pipe: Connection) -> None:
-    manager = CheckpointManager(root, keep_last=1)
+    manager = CheckpointManager(root, retention=1)
     step = 0
     # Pauses of 20 ms: ranks list within fewer, and could never agree on a step that is gone before both have seen it.
     while not pipe.poll(0.02):

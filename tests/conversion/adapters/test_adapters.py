@@ -108,6 +108,23 @@ def test_dora_and_transposed_weights(tmp_path: Path) -> None:
     assert same_bytes(found, factors * (weight + delta))
 
 
+def test_a_merge_says_what_it_cannot_hold(tmp_path: Path) -> None:
+    """Finite values of a base in float16 that the adapter makes infinite are counted by weight."""
+    _base(tmp_path / "base", torch.float16)
+    adapter = {
+        f"{ROOT}l.0.q.lora_A.weight": torch.ones(4, 24),
+        f"{ROOT}l.0.q.lora_B.weight": torch.zeros(20, 4),
+    }
+    adapter[f"{ROOT}l.0.q.lora_B.weight"][:3] = 2.0**16
+    (tmp_path / "adapter").mkdir()
+    save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(LORA))
+    options = ConvertOptions(merge=str(tmp_path / "adapter"))
+    report = convert(open_source(str(tmp_path / "base")), tmp_path / "out", "hf", options)
+    (warning,) = (each for each in report.warnings if "infinite" in each)
+    assert "l.0.q.weight (72 of 480" in warning and "l.1" not in warning
+
+
 def test_embeddings_and_ia3(tmp_path: Path) -> None:
     """A LoRA of an embedding is the other way round; IA3 scales what comes in, or goes out with its bias."""
     base = _base(tmp_path / "base")

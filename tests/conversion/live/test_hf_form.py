@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,13 +20,14 @@ from tests.conversion.live.live_models import CASES, bytes_of_folder, converted,
 from tests.support.distributed import RankError, run_ranks
 from tests.support.faults.stream_storage import StreamStorage
 from vescale_fsdp import DCP, HuggingFace
-from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, read_state, save
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, async_save, read_state, save
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion import open_source
+from vescale_fsdp.conversion.checks import class_check
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, ConversionError
 from vescale_fsdp.layout.placement import RaggedShard
@@ -279,10 +282,15 @@ def test_the_old_folder_outlives_a_rank_that_fails_or_dies(tmp_path: Path) -> No
 def _export(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     form = HuggingFace(assets=folder / "assets-False", model_prefix="model")
-    for async_ in (False, True):
-        root = folder / f"run-{async_}"
+    for asynchronous in (False, True):
+        root = folder / f"run-{asynchronous}"
         manager = CheckpointManager(
-            root, keep_last=1, save_interval=2, async_=async_, export=form, export_every=3
+            root,
+            retention=1,
+            save_policy=EverySteps(2),
+            asynchronous=asynchronous,
+            export=form,
+            export_every=3,
         )
         for step in range(1, 7):
             state = {"model": {"a": ragged(mesh, torch.full((9, 5), float(step)))}, "step": step}
@@ -321,3 +329,31 @@ def test_room_for_what_is_written_is_enough(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(CheckpointError, match=r"no room[\s\S]*got: +2000"):
             save(tmp_path / "not", state, format=other)
         assert bytes_of_folder(tmp_path / "not").keys() <= {".lock"}
+
+
+def test_the_class_is_checked_by_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit is a warning, or an error where a check is required; the class itself is not asked."""
+    sizes = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(tmp_path / "assets")
+    monkeypatch.setattr(class_check, "ask_child", lambda *_: pytest.fail("a class was asked"))
+    form = HuggingFace(assets=tmp_path / "assets", require_check=True)
+    state = {"model": model.state_dict()}
+    save(tmp_path / "fits", state, format=form)
+    assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "fits").config.hidden_size == 4
+
+    lost = {"model": {name: value for name, value in state["model"].items() if name != "model.norm.weight"}}
+    with pytest.raises(ConversionError) as caught:
+        save(tmp_path / "not", lost, format=form)
+    assert caught.value.got == "missing: model.norm.weight"
+    with pytest.warns(UserWarning, match="missing: model.norm.weight"):
+        save(tmp_path / "warned", lost, format=HuggingFace(assets=tmp_path / "assets"))
+    assert "model.norm.weight" not in load_file(tmp_path / "warned" / "model.safetensors")
+
+    settings = json.loads((tmp_path / "assets" / "config.json").read_text()) | {"architectures": ["OfMine"]}
+    (tmp_path / "assets" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConversionError):
+        save(tmp_path / "not", state, format=form)
+    save(tmp_path / "unknown", state, format=HuggingFace(assets=tmp_path / "assets"))

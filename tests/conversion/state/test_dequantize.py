@@ -427,3 +427,19 @@ def test_casts_say_what_they_cannot_hold(tmp_path: Path, dtype: str) -> None:
     report = convert(open_source(str(folder)), f"{folder}-out", "hf", ConvertOptions(dtype=[dtype]))
     (warning,) = (each for each in report.warnings if "infinite" in each)
     assert "mask (2000 of 3000" in warning and "w (" not in warning
+
+
+def test_dequantising_says_what_it_cannot_hold(tmp_path: Path) -> None:
+    """The same of weights that are dequantised to float16: blocks cut by tiles and buffers are counted once."""
+    codes = torch.full((1280, 256), 448.0).to(FP8)
+    codes[0] = float("nan")
+    scales = torch.ones(10, 2)
+    scales[3, 1] = 2**20  # of 128 x 128 finite values
+    folder = _folder(tmp_path / "hf", {_LINEAR: codes, f"{_LINEAR}_scale_inv": scales}, FP8_CONFIG)
+    for dtype, lost in (("fp16", 128 * 128), ("bf16", 0)):
+        options = ConvertOptions(dequantize=dtype, run=RunOptions(limits=CopyLimits(4 << 20, 1)))
+        report = convert(open_source(str(folder)), tmp_path / dtype, "hf", options)
+        said = [each for each in report.warnings if "infinite" in each]
+        assert len(said) == bool(lost) and all(f"{lost} of {codes.numel()}" in each for each in said)
+        found = load_file(tmp_path / dtype / "model.safetensors")[_LINEAR]
+        assert found.isinf().sum() == lost

@@ -18,7 +18,7 @@ from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.views.casting import CastRules
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
-from vescale_fsdp.views.rounding import cast_array
+from vescale_fsdp.views.float_codes import cast_array
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 

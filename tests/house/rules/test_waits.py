@@ -37,11 +37,11 @@ IDLE = "the end of its object or process: a daemon, for which nothing waits"
 CLOCK = "a time-out that the socket was given before: test_store_membership.py"
 
 BOUNDS: dict[str, dict[str, str]] = {
-    "checkpoint/formats/native/shared_stripes.py": {"ahead.popleft().result()": SAVE},
     "checkpoint/manager.py": {"handle.wait()": SAVE, "self._ram.wait()": GROUP, "self.wait()": SAVE},
     "checkpoint/memory/ram_tier.py": {"copies.wait()": GROUP, "self.wait()": GROUP},
     "checkpoint/ranks/background.py": {"job.future.exception()": DONE, "queue.get()": IDLE},
     "checkpoint/ranks/coordinator.py": {"work.wait()": GROUP},
+    "checkpoint/ranks/exchange.py": {"ahead.popleft().result()": SAVE},
     "checkpoint/ranks/roll_call.py": {"work.wait()": GROUP},
     "checkpoint/saving/async_save.py": {
         "self._job.future.exception()": SAVE,
@@ -59,8 +59,10 @@ BOUNDS: dict[str, dict[str, str]] = {
     "conversion/live/joint_files.py": {"job.result()": THREAD, "self._rooms.get()": THREAD},
     "conversion/output/threads.py": {"ended.wait()": THREAD},
     "vescale_fsdp/collectives.py": {"work.wait()": GROUP},
-    "vescale_fsdp/dtensor/pending_tensor.py": {"self._move.wait()": GROUP},
-    "vescale_fsdp/dtensor/ragged_dtensor.py": {"Redistribution(steps).wait()": GROUP},
+    "vescale_fsdp/dtensor/ragged_dtensor.py": {
+        "self._move.wait()": GROUP,
+        "Redistribution(steps).wait()": GROUP,
+    },
     "vescale_fsdp/dtensor/redistribute.py": {"start_redistribution(local, source, target).wait()": GROUP},
     "vescale_fsdp/elastic/job.py": {"self._manager.wait()": SAVE, "self._membership.wait()": MEMBERS},
     "vescale_fsdp/elastic/presence.py": {

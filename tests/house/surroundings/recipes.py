@@ -125,7 +125,7 @@ def save_and_load(folder: Path) -> Call:
     state, into, told = _state(True), _state(False), list[Any]()
 
     def call() -> Any:
-        ck.save(folder / "c", state, user={"by": "me"}, progress=told.append)
+        ck.save(folder / "c", state, metadata={"by": "me"}, progress=told.append)
         report = ck.load(folder / "c", into, verify="before")
         reader = ck.read_state(folder / "c")
         rates = [(done.bytes_per_s is None, done.remaining_s is None) for done in told]
@@ -154,7 +154,7 @@ def zarr_and_async(folder: Path) -> Call:
         handle = ck.async_save(folder / "a", state)
         handle.wait()
         ck.load(folder / "a", other)
-        return [into, other, handle.done(), handle.error(), ck.verify(folder / "z").ok]
+        return [into, other, handle.done(), handle.exception(), ck.verify(folder / "z").ok]
 
     return call
 
@@ -176,7 +176,9 @@ def manager(folder: Path) -> Call:
 
     def call() -> Any:
         found: list[Any] = []
-        with ck.CheckpointManager(folder / "run", keep_last=2, async_=True, save_interval=2) as run:
+        with ck.CheckpointManager(
+            folder / "run", retention=2, asynchronous=True, save_policy=ck.EverySteps(2)
+        ) as run:
             for step in range(1, 7):
                 if run.should_save(step):
                     run.save(step, state, metric=1.0 / step)
@@ -200,7 +202,7 @@ def ram_tier(folder: Path) -> Call:
 
     def call() -> Any:
         (folder / "shm").mkdir()
-        with ck.CheckpointManager(folder / "run", ram=ram, save_interval=2) as run:
+        with ck.CheckpointManager(folder / "run", ram=ram, save_policy=ck.EverySteps(2)) as run:
             run.save(1, state)
             run.wait()
             restored = run.restore(into)

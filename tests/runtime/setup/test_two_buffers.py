@@ -13,8 +13,7 @@ from tests.support.distributed import run_ranks
 from vescale_fsdp import FSDPModule, GroupLayout, Rows, fully_shard
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.elastic.renewal import renew_model
-from vescale_fsdp.layout.buffers import plan_buffers
-from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.layout.planner import TensorSpec, plan_buffers, plan_group
 
 
 class Towers(nn.Module):

@@ -114,7 +114,7 @@ def _save_and_load(url: str, settings: dict[str, str]) -> None:
     load(f"{url}/later", state, read="once")
     assert torch.equal(state["model"]["b"], _state(4)["model"]["b"])
 
-    manager = CheckpointManager(f"{url}/steps", keep_last=2)
+    manager = CheckpointManager(f"{url}/steps", retention=2)
     for step in range(1, 5):
         manager.save(step, _state(step))
     restored = manager.restore(state)

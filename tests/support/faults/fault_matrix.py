@@ -265,7 +265,7 @@ class _Stage:
 
     def _manager(self, setting: Setting) -> CheckpointManager:
         return CheckpointManager(
-            self.storage(setting), keep_last=2, async_=setting.mode == "async", process_group=self.group
+            self.storage(setting), retention=2, asynchronous=setting.mode == "async", process_group=self.group
         )
 
     def last(self, setting: Setting) -> int:

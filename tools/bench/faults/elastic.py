@@ -39,7 +39,7 @@ from examples.corpus import Batches, read_corpus
 from examples.elastic_without_restart import Launcher
 from examples.train import Trainer
 from tools.bench.rows import Row, print_table, write_json
-from vescale_fsdp.checkpoint import CheckpointManager, RamTier
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier
 from vescale_fsdp.runtime.setup.data_mesh import default_mesh
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +53,9 @@ def restarted_worker(out: Path, memory: str) -> None:
     torch.set_num_threads(1)
     mesh = default_mesh()
     trainer = Trainer(mesh, Batches(read_corpus(), batch_size=12, seq_len=SEQ_LEN), num_steps=STEPS)
-    manager = CheckpointManager(out / "steps", save_interval=STEPS, ram=RamTier("job", folder=memory))
+    manager = CheckpointManager(
+        out / "steps", save_policy=EverySteps(STEPS), ram=RamTier("job", folder=memory)
+    )
 
     state = {"model": trainer.model, "optimizer": trainer.optimizer}
     restored = manager.restore(state)

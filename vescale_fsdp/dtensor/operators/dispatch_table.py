@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.dtensor.dispatch import Rule, set_rules
-from vescale_fsdp.dtensor.operators import along_dims, elementwise, flat_views, reductions, whole_tensors
+from vescale_fsdp.dtensor.operators import elementwise, reductions, whole_tensors
 from vescale_fsdp.dtensor.operators import random_values as random
 from vescale_fsdp.dtensor.operators.arguments import first_ragged, refuse
+from vescale_fsdp.dtensor.ragged_dtensor import Rule, set_rules
 from vescale_fsdp.torch_private import operator_names
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ FAMILIES: dict[Rule, tuple[str, str]] = {
         "new tensors of a given shape",
         "Ragged for the tensor's own shape, replicated for others (new_empty: then zeros).",
     ),
-    flat_views.flat_view: (
+    elementwise.flat_view: (
         "views",
         (
             "One run of the tensor's elements: another shape, `x[2]`, `x[2:5]`, `x.chunk(3)`; writes reach it. Not "
@@ -68,7 +68,7 @@ FAMILIES: dict[Rule, tuple[str, str]] = {
         ),
     ),
     reductions.foreach_norm: ("norms of lists", "One replicated DTensor per tensor, all by one collective."),
-    along_dims.along_dims: (
+    reductions.along_dims: (
         "along one dim",
         "Ragged if every piece holds that dim whole; else gathered, and replicated.",
     ),
@@ -134,7 +134,7 @@ _BY_NAME: dict[str, Rule] = {
     **dict.fromkeys(
         ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"), elementwise.new_factory
     ),
-    "_unsafe_view": flat_views.flat_view,
+    "_unsafe_view": elementwise.flat_view,
     "index_put_": elementwise.masked_put,
     **dict.fromkeys(("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"), elementwise.foreach),
     "_amp_foreach_non_finite_check_and_unscale_": elementwise.non_finite_check,
@@ -143,7 +143,7 @@ _BY_NAME: dict[str, Rule] = {
     "_foreach_norm": reductions.foreach_norm,
     **dict.fromkeys(
         ("_log_softmax", "_softmax", "cumprod", "cumsum", "logcumsumexp", "sort", "topk"),
-        along_dims.along_dims,
+        reductions.along_dims,
     ),
     **dict.fromkeys(whole_tensors.REWRITTEN, whole_tensors.rewritten),
     "equal": reductions.equal,
@@ -158,7 +158,7 @@ _BY_OVERLOAD: dict[torch._ops.OpOverload, Rule] = dict.fromkeys(
 ) | dict.fromkeys((aten.eye.out, aten.eye.m_out), whole_tensors.eye)
 _REFUSED_OVERLOADS = (aten.bernoulli_.Tensor,)
 # Families of what is not named above; the document does not list their hundreds of operators.
-_OPEN = (flat_views.flat_view, whole_tensors.gathered, whole_tensors.written_back, _decomposed)
+_OPEN = (elementwise.flat_view, whole_tensors.gathered, whole_tensors.written_back, _decomposed)
 _FOREACH_OF_WHOLES = ("_foreach_mm", "_foreach_powsum")
 
 
@@ -207,7 +207,7 @@ def _open_rule(func: torch._ops.OpOverload) -> Rule:
         return _unsupported  # it would draw from each rank's own generator
     if func.is_view:
         single = sum("Tensor" in str(argument.type) for argument in arguments) == 1
-        return flat_views.flat_view if single else _unsupported
+        return elementwise.flat_view if single else _unsupported
     written = [argument for argument in arguments if argument.alias_info is not None]
     if not written:
         # Schemas of batch norms do not say that they write to these.

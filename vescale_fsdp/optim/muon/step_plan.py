@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.collectives import new_group
-from vescale_fsdp.dtensor.mesh_order import ranks_by_place
 from vescale_fsdp.dtensor.piece_map import PieceMap
+from vescale_fsdp.dtensor.spec import ranks_by_place
 from vescale_fsdp.optim.muon.bucket_exchange import WIRE_DTYPE, Bucket, Ranks, Travel
 from vescale_fsdp.optim.muon.matrices import Matrix
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale_fsdp.dtensor.mesh_order import ranks_by_place
+from vescale_fsdp.dtensor.spec import ranks_by_place
 from vescale_fsdp.errors import LifecycleError, PlacementError
 from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import (

@@ -15,14 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale_fsdp.dtensor.grad_dtype import check_grad_dtype
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, check_grad_dtype
 from vescale_fsdp.errors import ArgumentError, LayoutError, UnsupportedOpError
-from vescale_fsdp.layout.buffers import plan_buffers
 from vescale_fsdp.layout.granularity import Element, GranularityRule, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.padding import PaddingPolicy, check_padding
-from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_by_rows
+from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_buffers, plan_by_rows
 from vescale_fsdp.runtime.setup.all_gather_hooks import check_hooks, has_hooks
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh
 from vescale_fsdp.runtime.setup.policies import param_dtype_of

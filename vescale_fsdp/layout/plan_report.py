@@ -14,17 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.buffers import padding_ratio, plan_buffers
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.model_shapes import PlannedUnit, ShapeSource, shapes_of, units_of
 from vescale_fsdp.layout.padding import PaddingPolicy, cure_texts, find_cures
-from vescale_fsdp.layout.planner import TensorSpec
-from vescale_fsdp.layout.report.model_shapes import PlannedUnit, ShapeSource, shapes_of, units_of
-from vescale_fsdp.layout.report.pictures import Curve, layout_picture, padding_picture
-from vescale_fsdp.layout.report.svg_canvas import Canvas
+from vescale_fsdp.layout.pictures import Canvas, Curve, layout_picture, padding_picture
+from vescale_fsdp.layout.planner import TensorSpec, padding_ratio, plan_buffers
 
 ROOT = "(root)"
 
@@ -200,10 +197,13 @@ class PlanReport:
                 title = f"{group.name} over {num_shards:,} shards"
                 pictures[f"layout-{stem}-{num_shards}"] = layout_picture(layouts, title)
         texts = {"plan.txt": f"{self}\n", **{f"{stem}.svg": each.svg() for stem, each in pictures.items()}}
-        storage = LocalStorage(folder, durable=False)
-        for name, text in texts.items():  # each whole or not at all
-            storage.commit(name, text.encode(errors="backslashreplace"), replace=True)
-        return tuple(Path(folder) / name for name in texts)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            part = folder / f".{name}.part"  # renamed when complete: no reader sees half a picture
+            part.write_text(text, encoding="utf-8", errors="backslashreplace")
+            part.replace(folder / name)
+        return tuple(folder / name for name in texts)
 
 
 def plan_report(

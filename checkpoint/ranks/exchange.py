@@ -1,0 +1,277 @@
+"""Bytes that one rank reads and other ranks take, sent in waves and in bounded memory.
+
+    wave 0      0 sends part 0 to 2              2 sends part 8 to 0
+    wave 1      0 sends part 1 to 2              2 sends part 9 to 0
+
+A *turn* is what one rank reads at once and sends to its receivers. Every rank plans the same waves and walks its own
+turns in their order. In a wave a rank sends at most one turn and receives a bounded number. While the turns of a wave
+are sent, those of the wave before are taken and those of the next are read.
+
+A rank that fails to read or to take continues to send and receive, so that no other rank waits for it. One byte after
+each turn says whether the sender could read it; a turn that it could not read is not taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.ranks.first_error import FirstError
+from vescale_fsdp.checkpoint.storage.base import FileReader, FileWriter, Storage
+
+_PIECE_BYTES = 4 << 20  # 4 MiB of a file
+FROM_DISK = -1  # stands for the sender of a file that no rank had
+
+
+class Turn(Protocol):
+    """What one rank sends at once."""
+
+    @property
+    def sender(self) -> int:
+        """The rank that reads it."""
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """The ranks that it is sent to."""
+
+
+T = TypeVar("T", bound=Turn)
+
+
+def waves_of(turns: Iterable[T], max_incoming: int) -> list[list[T]]:
+    """Turns in few waves: each in the first one in which its sender is free and its receivers have room.
+
+    Args:
+        max_incoming: how many turns a rank receives in one wave.
+    """
+    waves: list[list[T]] = []
+    sends_next: dict[int, int] = {}  # the first wave in which a rank is free to send
+    receives: dict[int, tuple[int, int]] = {}  # the last wave in which a rank receives, and how many turns
+    for turn in turns:
+        number = sends_next.get(turn.sender, 0)
+        for rank in turn.receivers:
+            wave, count = receives.get(rank, (0, 0))
+            number = max(number, wave + (count == max_incoming))
+        for rank in turn.receivers:
+            wave, count = receives.get(rank, (0, 0))
+            receives[rank] = (number, count + 1 if number == wave else 1)
+        waves.extend([] for _ in range(number + 1 - len(waves)))
+        waves[number].append(turn)
+        sends_next[turn.sender] = number + 1
+    return waves
+
+
+def exchange(
+    coordinator: Coordinator,
+    waves: Sequence[Sequence[T]],
+    size_of: Callable[[T], int],
+    read: Callable[[T, memoryview], bool],
+    take: Callable[[T, memoryview], object],
+    *,
+    threads: int,
+) -> int:
+    """Read and send this rank's turns, and take the turns of others; a collective.
+
+    Args:
+        waves: the turns that this rank sends or receives, in the order that all ranks walk.
+        size_of: bytes of a turn.
+        read: fills memory with a turn and returns whether it could; must not raise.
+        take: uses the bytes of a turn, also of the turns that this rank read; must not raise.
+        threads: turns that are read at the same time, ahead of their wave.
+
+    Returns:
+        Bytes that this rank has received.
+    """
+    rank, received = coordinator.rank, 0
+    own = iter([turn for wave in waves for turn in wave if turn.sender == rank])
+    most_bytes = max((size_of(turn) for wave in waves for turn in wave), default=0)
+    free: list[torch.Tensor] = []  # memory is used again: fresh pages cost as much as a copy
+
+    def memory() -> torch.Tensor:
+        return free.pop() if free else torch.empty(most_bytes + 1, dtype=torch.uint8, device="cpu")
+
+    def bytes_of(turn: T, data: torch.Tensor) -> memoryview:
+        return data.numpy().data.cast("B")[: size_of(turn)]
+
+    def filled(turn: T) -> torch.Tensor:
+        data = memory()
+        data[size_of(turn)] = read(turn, bytes_of(turn, data))
+        return data
+
+    def take_all(turns: Iterable[tuple[T, torch.Tensor]]) -> None:
+        for turn, data in turns:
+            if data[size_of(turn)]:
+                take(turn, bytes_of(turn, data))
+            free.append(data)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
+        ahead: deque[Future[torch.Tensor]] = deque(pool.submit(filled, turn) for turn in islice(own, threads))
+        before: list[tuple[T, torch.Tensor]] = []  # the wave before, which has arrived
+        for wave in waves:
+            current: list[tuple[T, torch.Tensor]] = []
+            outgoing: list[tuple[torch.Tensor, int]] = []
+            incoming: list[tuple[torch.Tensor, int]] = []
+            for turn in wave:
+                nbytes = size_of(turn) + 1
+                if turn.sender == rank:
+                    data = ahead.popleft().result()
+                    ahead.extend(pool.submit(filled, following) for following in islice(own, 1))
+                    outgoing += [(data[:nbytes], receiver) for receiver in turn.receivers]
+                else:
+                    data = memory()
+                    incoming.append((data[:nbytes], turn.sender))
+                    received += nbytes - 1
+                current.append((turn, data))
+            finish = coordinator.begin_exchange(outgoing, incoming)
+            take_all(before)
+            finish()
+            before = current
+        take_all(before)
+    return received
+
+
+class FileMove(NamedTuple):
+    """A file of ``sender``'s storage that the storage of ``receiver`` is to have as well."""
+
+    name: str
+    sender: int
+    receiver: int
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """As a turn has them."""
+        return (self.receiver,)
+
+
+def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileMove], doing: str) -> int:
+    """Copy files between the storages of ranks; a collective, which ends in one meeting.
+
+    A file appears under its name when all of it has arrived. A file that fails does not stop the others.
+
+    Args:
+        storage: this rank's.
+        moves: all of them, the same on all ranks.
+        doing: for the message of an error.
+
+    Returns:
+        Bytes that this rank has received.
+
+    Raises:
+        CheckpointError: if another rank could not read or write. A rank that could not raises its own error.
+    """
+    rank = coordinator.rank
+    with coordinator.together(doing, "files that arrived whole are kept"):
+        ends = {move: _End(storage, move, rank) for move in moves if rank in (move.sender, move.receiver)}
+        sent = [(number, ends[move].size()) for number, move in enumerate(moves) if move.sender == rank]
+        for sizes in coordinator.everyone(sent) if moves else ():
+            for number, nbytes in sizes:
+                if moves[number] in ends:
+                    ends[moves[number]].num_bytes = nbytes
+        # Each wave of files becomes waves of pieces, of which a rank plans its own alone: of few huge files and
+        # thousands of ranks all pieces would be millions.
+        waves = [
+            [_Piece(end, number) for end in own if number < end.num_pieces]
+            for wave in waves_of(moves, 1)
+            if (own := [ends[move] for move in wave if move in ends])
+            for number in range(max(end.num_pieces for end in own))
+        ]
+        try:
+            received = exchange(coordinator, waves, _Piece.size, _Piece.read, _Piece.take, threads=1)
+        finally:
+            for end in ends.values():
+                end.close()
+        for end in ends.values():
+            end.kept.raise_kept()
+    return received
+
+
+class _End:
+    """A rank's part in a move: the file that it reads or writes."""
+
+    def __init__(self, storage: Storage, move: FileMove, rank: int) -> None:
+        self._storage, self.move = storage, move
+        self.is_receiver = rank == move.receiver
+        self.kept = FirstError()
+        self.num_bytes = -1  # not known, or the sender has no such file
+        self._num_written = 0
+        self._reader: FileReader | None = None
+        self._writer: FileWriter | None = None
+
+    def size(self) -> int:
+        """Bytes of the file on the sender; -1 if it has none."""
+        found = self.kept.attempt(lambda: self._storage.required_info(self.move.name).size_bytes)
+        return -1 if found is None else found
+
+    @property
+    def num_pieces(self) -> int:
+        """Of the file; an empty file has one."""
+        return 0 if self.num_bytes < 0 else max(1, -(-self.num_bytes // _PIECE_BYTES))
+
+    def read(self, number: int, data: memoryview) -> None:
+        """Read a piece."""
+        if self._reader is None:
+            self._reader = self._storage.open_file(self.move.name)
+        self._reader.read_at(number * _PIECE_BYTES, [data])
+
+    def write(self, number: int, data: memoryview) -> None:
+        """Write a piece; with the last one the file gets its name."""
+        working_name = self._storage.working_name(self.move.name, f"from{self.move.sender}")
+        if self._writer is None:
+            self._storage.remove(working_name)  # of a run that was killed
+            self._writer = self._storage.create(working_name, self.num_bytes)
+        self._writer.write_at(number * _PIECE_BYTES, [data])
+        self._num_written += 1
+        if self._num_written == self.num_pieces:
+            self._writer.close()
+            self._writer = None
+            self._storage.rename(working_name, self.move.name)
+
+    def close(self) -> None:
+        """Leave nothing open, and no file that is not whole."""
+        ends: list[Callable[[], object]] = []
+        if self._reader is not None:
+            ends.append(self._reader.close)
+        if self._writer is not None:
+            ends.append(self._writer.abort)
+        for end in ends:
+            try:
+                end()
+            except BaseException as error:  # noqa: BLE001  the other files are closed first; raised by `move_files`
+                self.kept.error = self.kept.error or error
+
+
+class _Piece(NamedTuple):
+    """A piece of a file: the turn of `move_files`."""
+
+    end: _End
+    number: int
+
+    @property
+    def sender(self) -> int:
+        """As a turn has it."""
+        return self.end.move.sender
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """As a turn has them."""
+        return self.end.move.receivers
+
+    def size(self) -> int:
+        """In bytes."""
+        return min(_PIECE_BYTES, self.end.num_bytes - self.number * _PIECE_BYTES)
+
+    def read(self, data: memoryview) -> bool:
+        """Whether the piece could be read."""
+        self.end.kept.attempt(lambda: self.end.read(self.number, data))
+        return self.end.kept.error is None
+
+    def take(self, data: memoryview) -> None:
+        """Write the piece, on the receiver."""
+        if self.end.is_receiver:
+            self.end.kept.attempt(lambda: self.end.write(self.number, data))
