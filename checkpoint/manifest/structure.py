@@ -1,18 +1,21 @@
-"""The structure of a state: all that ranks must agree on, and nothing that grows with them.
+"""The structure of a state: everything that all ranks must agree on, independent of the number of ranks.
 
-    state_tree     one value: how containers, plain values and references to tensors are written as JSON
-    structure      one state: its tree, what is known of each tensor, how these are cut
-    manifest       one checkpoint: a structure, and which ranks hold and wrote it, where
+    state_tree     one value: containers, plain values and references to tensors as JSON
+    structure      one state: its tree, the description of each tensor, how tensors are cut
+    manifest       one checkpoint: a structure, the ranks that hold and wrote it, and the files
 
-`Structure` is a value: the state tree, what is known of every tensor, and the layouts. Two ranks hold the
-same kind of state exactly if their structures are equal, which a 16-byte digest tells. `capture.take_state`
-finds it on a live state; reading one from a manifest needs no torch.
+Two ranks hold the same kind of state exactly if their structures are equal; a 16-byte digest compares them.
+`capture.take_state` builds the structure of a live state; reading one from a manifest needs no torch.
+
+Ranks that hold different state (pipeline stages, experts) have different structures, which `merge_structures` joins
+key by key. A tensor may occur in several structures: equal descriptions join their ranks; each of several different
+descriptions must be complete on its own, or the ranks disagree about the layout and the save is refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -38,7 +41,7 @@ from vescale_fsdp.layout.group_layout import GroupLayout
 
 
 def dump_json(value: Json) -> bytes:
-    """The one way JSON is written here: compact, so that equal values have equal bytes."""
+    """Compact JSON: equal values have equal bytes."""
     return _encode(value).encode()
 
 
@@ -47,7 +50,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of one tensor: ``axes`` is a place in a table of mesh axes."""
+    """The description of one tensor; ``axes`` is an index into the structure's table of mesh axes."""
 
     name: str
     dtype: str
@@ -89,7 +92,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Structure:
-    """State tree, tensors in file order, and the tables they point into."""
+    """State tree, tensors in file order, and the tables that they refer to."""
 
     tree: Json
     entries: tuple[Entry, ...]
@@ -98,8 +101,8 @@ class Structure:
 
     @property
     def document(self) -> bytes:
-        """The structure as JSON, equal for equal structures; made anew each time, since it is large."""
-        # Entry by entry: dicts of all at once are many times the text.
+        """The structure as JSON, equal for equal structures; not cached, since it is large."""
+        # Entry by entry: the dicts of all entries need many times the memory of the text.
         tensors = b",".join(dump_json(entry.to_json()) for entry in self.entries)
         axes = dump_json([[axis.to_json() for axis in axes] for axes in self.axes])
         layouts = dump_json([layout.to_json() for layout in self.layouts])
@@ -113,7 +116,7 @@ class Structure:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Structure:
-        """Inverse of `document`, which a manifest holds among other things."""
+        """Inverse of `document`; a manifest has the same keys."""
         return cls(
             data["state"],
             tuple(Entry.from_json(entry) for entry in data["tensors"]),
@@ -127,7 +130,7 @@ class Structure:
 
 
 def renumber(node: Json, number_of: Mapping[int, int]) -> Json:
-    """A tree whose tensor leaves carry new numbers."""
+    """A tree with new numbers in its tensor leaves."""
     if isinstance(node, list):
         return [renumber(item, number_of) for item in node]
     if not isinstance(node, dict):
@@ -138,7 +141,7 @@ def renumber(node: Json, number_of: Mapping[int, int]) -> Json:
 
 
 class _Merged:
-    """Joined tree and tables; ``entries`` are the tensors with the ranks that hold each."""
+    """The joined tree and tables; ``entries`` maps each tensor to the ranks that hold it."""
 
     def __init__(self) -> None:
         self.tree: Json = None
@@ -154,7 +157,7 @@ def merge_structures(classes: Sequence[tuple[RankSet, Structure]]) -> tuple[Stru
         classes: each distinct structure with the ranks that have it, in order of their first rank.
 
     Returns:
-        The joined structure, tensors in file order, and the ranks that hold each of them.
+        The joined structure, with tensors in file order, and the ranks that hold each tensor.
 
     Raises:
         CheckpointError: if ranks disagree, naming the first difference.
@@ -162,10 +165,10 @@ def merge_structures(classes: Sequence[tuple[RankSet, Structure]]) -> tuple[Stru
     merged = _Merged()
     for ranks, structure in classes:
         _add(merged, structure, ranks)
-    found = list(merged.entries)
-    order = sorted(range(len(found)), key=lambda place: -found[place].itemsize)
+    joined = list(merged.entries)
+    order = sorted(range(len(joined)), key=lambda place: -joined[place].itemsize)
     tree = renumber(merged.tree, {place: number for number, place in enumerate(order)})
-    entries = tuple(found[place] for place in order)
+    entries = tuple(joined[place] for place in order)
     holders = tuple(merged.entries[entry] for entry in entries)
     return Structure(tree, entries, tuple(merged.axes), tuple(merged.layouts)), holders
 
@@ -191,7 +194,7 @@ def _move_cut(cut: Cut, layouts: Sequence[int]) -> Cut:
 
 
 def _join(left: Json, right: Json, name: str, entries: Sequence[Entry]) -> Json:
-    """Join two nodes of one place of the tree."""
+    """Join two nodes with the same path."""
     if left == right or _kind(right) == "absent":
         return left
     if _kind(left) == "absent":
@@ -247,10 +250,10 @@ def _short(value: object) -> str:
     return text if len(text) <= 200 else text[:200] + " ..."
 
 
-def prove_complete(
+def check_complete(
     structure: Structure, sets: Sequence[RankSet], classes: Sequence[tuple[RankSet, Structure]]
 ) -> None:
-    """Refuse a state of which part of a tensor is held by no rank.
+    """Refuse a state in which no rank holds some part of a tensor.
 
     Raises:
         CheckpointError: naming the tensor, and the first difference between ranks.
@@ -264,37 +267,34 @@ def prove_complete(
         if missing is not None and entry.numel:
             raise CheckpointError(
                 "Ranks disagree about the layout: part of a tensor is held by no rank.",
-                expected=f"all places of axes {[axis.size for axis in structure.axes[entry.axes]]} taken",
-                got=f"nobody at place {missing}; {_first_difference(entry.name, classes)}",
+                expected=f"a rank at every place of axes {[axis.size for axis in structure.axes[entry.axes]]}",
+                got=f"no rank at place {missing}; {_first_difference(entry.name, classes)}",
                 where=entry.name,
                 todo="shard the model the same way on all ranks of its mesh, and let all of them save",
             )
 
 
 def _first_difference(name: str, classes: Sequence[tuple[RankSet, Structure]]) -> str:
-    """What the ranks of the first two differing structures say of one tensor."""
-    said: list[tuple[int, str]] = []
+    """How the first two structures that differ describe one tensor."""
+    described: dict[str, int] = {}  # description -> first rank that has it
     for ranks, structure in classes:
-        first_rank = ranks.ranks[0]
-        for text in _descriptions(name, structure):
-            if all(text != other for _, other in said):
-                said.append((first_rank, text))
-    if len(said) < 2:
-        return f"only ranks {[r.ranks[0] for r, _ in classes][:4]} .. were asked, all of them said {said}"
-    return "; ".join(f"rank {rank} says {text}" for rank, text in said[:2])
+        described.setdefault(_description(name, structure), ranks.ranks[0])
+    if len(described) < 2:
+        ranks_asked = [ranks.ranks[0] for ranks, _ in classes][:4]
+        return f"only ranks {ranks_asked} .. were asked, all with {next(iter(described))}"
+    return "; ".join(f"rank {rank} says {text}" for text, rank in list(described.items())[:2])
 
 
-def _descriptions(name: str, structure: Structure) -> Iterator[str]:
-    for entry in structure.entries:
-        if entry.name == name:
-            cuts = []
-            for cut in entry.cuts:
-                if isinstance(cut, LayoutCut):
-                    layout = structure.layouts[cut.layout]
-                    slot = layout.slots[cut.slot]
-                    cuts.append(f"shards of {layout.shard_numel} elements, offset {slot.offset}")
-                else:
-                    cuts.append(str(cut))
-            yield f"{entry.dtype} {list(entry.shape)} cut by ({', '.join(cuts)})"
-            return
-    yield "nothing"
+def _description(name: str, structure: Structure) -> str:
+    entry = next((entry for entry in structure.entries if entry.name == name), None)
+    if entry is None:
+        return "nothing"
+    cuts = []
+    for cut in entry.cuts:
+        if isinstance(cut, LayoutCut):
+            layout = structure.layouts[cut.layout]
+            offset = layout.slots[cut.slot].offset
+            cuts.append(f"shards of {layout.shard_numel} elements, offset {offset}")
+        else:
+            cuts.append(str(cut))
+    return f"{entry.dtype} {list(entry.shape)} cut by ({', '.join(cuts)})"
