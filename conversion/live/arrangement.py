@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
-from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, ZerosView
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.model_names import ModelNames, find_model
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.conversion.state.optimizer_owners import home_of
-from vescale_fsdp.conversion.views.tensor_view import TensorView, ZerosView
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
 

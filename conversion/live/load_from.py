@@ -24,6 +24,8 @@ from vescale_fsdp.checkpoint.checksums import RunningDigest
 from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.loading.partial_load import Overwriting
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
+from vescale_fsdp.checkpoint.moves.checked_ranges import SeenPieces
+from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
@@ -32,8 +34,6 @@ from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.live.live_state import LiveState, is_meta
 from vescale_fsdp.conversion.live.shard_reading import Filling, fill_all, same_values
 from vescale_fsdp.conversion.live.source_match import LiveMatch, LiveOptions, match_source
-from vescale_fsdp.conversion.source.checked_ranges import SeenPieces
-from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.torch_modes import plainly
 

@@ -18,8 +18,8 @@ import torch
 
 from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.region import Region
-from vescale_fsdp.conversion.output.threads import Shared, in_threads
-from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
+from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.layout.geometry import Box
 
 _BOX_BYTES = 16 << 20  # 16 MiB

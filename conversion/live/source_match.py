@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.checkpoint.moves.casting import CastRules, CastView, float_type
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
 from vescale_fsdp.checkpoint.state.match import Match, match
 from vescale_fsdp.conversion.adapters.peft_names import one_adapter, trained_names
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets, own_config
@@ -19,13 +22,10 @@ from vescale_fsdp.conversion.live.arrangement import Places, arranged
 from vescale_fsdp.conversion.live.live_state import LiveState
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules
-from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, whole_state
 from vescale_fsdp.conversion.state.dequantized_weights import dequantized
 from vescale_fsdp.conversion.state.native_tree import native_tree
 from vescale_fsdp.conversion.state.quantized_weights import find_quantized
-from vescale_fsdp.conversion.views.casting import CastRules, CastView, float_type
-from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView
 from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 

@@ -15,11 +15,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from vescale_fsdp.conversion.source.source import StoredValue
+from vescale_fsdp.checkpoint.moves.source import StoredValue
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.conversion.state.optimizer_owners import home_of
-from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError
 
 
