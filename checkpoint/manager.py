@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.loading.load import Read, Verify, prove_choices
-from vescale_fsdp.checkpoint.loading.partial_load import partial_load
+from vescale_fsdp.checkpoint.loading.load import Read, Verify, partial_load, prove_choices
 from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,8 +20,11 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
+from vescale_fsdp.checkpoint.storage.base import ALLOW_WRITES, Storage, StorageError, bad_root
 from vescale_fsdp.checkpoint.storage.progress import Meter
+
+# Errors of creating files and folders at an unusable path; a full disk is not among them.
+_UNUSABLE = {errno.EACCES, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS}
 
 
 class Commit(NamedTuple):
@@ -129,3 +133,15 @@ def lock_errors(storage: Storage) -> Iterator[None]:
             where=storage.where,
             todo="wait for it, or save to another path",
         ) from busy
+
+
+@contextmanager
+def root_errors(storage: Storage) -> Iterator[None]:
+    """Around the first writes to a path: names a file at the path, a missing permission or a read-only mount."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNUSABLE:
+            raise
+        problem = storage.check_root() or f"{type(error).__name__}: {error}"
+        raise bad_root(storage.where, problem, ALLOW_WRITES) from error

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.formats.native.read import Reads
 from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
-from vescale_fsdp.checkpoint.loading.partial_load import Overwriting
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region
@@ -40,7 +39,17 @@ from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
-from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, some
+from vescale_fsdp.dtensor.half_loaded import mark_half_loaded, mark_whole
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.errors import (
+    ArgumentError,
+    CheckpointError,
+    CorruptCheckpointError,
+    DamagedLoadError,
+    PartialLoadError,
+    VescaleError,
+    some,
+)
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import local_of
 
@@ -494,3 +503,65 @@ def _gone(storage: Storage, error: Exception) -> NoCheckpointError:
         where=storage.where,
         todo="load a newer one",
     )
+
+
+class VanishedLoadError(PartialLoadError, NoCheckpointError):
+    """A checkpoint was removed while a load overwrote tensors with it."""
+
+
+class _Filled(NamedTuple):
+    name: str
+    tensor: torch.Tensor  # of the state
+    target: LoadTarget
+
+
+class Overwriting:
+    """The tensors of a state that one load fills."""
+
+    def __init__(self) -> None:
+        self._filled: list[_Filled] = []
+
+    def add(self, name: str, tensor: torch.Tensor, target: LoadTarget) -> None:
+        """One more; ``target`` brings its values into the tensor, or into its local part."""
+        self._filled.append(_Filled(name, tensor, target))
+
+    @contextmanager
+    def together(self, num_ranks: int) -> Iterator[None]:
+        """A block that overwrites them, and that all ranks leave in the same way.
+
+        Raises:
+            PartialLoadError: for any error but Ctrl-C and the like; on all ranks, since what another has overwritten
+                nobody can use without it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            names = [filled.name for filled in self._filled if filled.target.is_overwritten]
+            if not names and num_ranks == 1:
+                raise
+            for filled in self._filled:
+                if isinstance(filled.tensor, RaggedDTensor):  # of others nobody asks before they are used
+                    mark_half_loaded(local_of(filled.tensor), filled.name)
+            if not isinstance(error, Exception):
+                error.add_note(_told(names))
+                raise
+            raise partial_load(error, names) from error
+        for filled in self._filled:
+            if isinstance(filled.tensor, RaggedDTensor):
+                mark_whole(local_of(filled.tensor))
+
+
+def partial_load(error: Exception, overwritten: Iterable[str]) -> PartialLoadError:
+    """What to raise in place of an error that came when tensors had been overwritten: of its kind too."""
+    names = tuple(overwritten)
+    kind = PartialLoadError
+    if isinstance(error, CorruptCheckpointError):
+        kind = DamagedLoadError
+    elif isinstance(error, NoCheckpointError):
+        kind = VanishedLoadError
+    met = str(error) if isinstance(error, VescaleError) else f"{type(error).__name__}: {error}"
+    return kind(f"{met}\n  {_told(names)}", overwritten=names)
+
+
+def _told(names: Iterable[str]) -> str:
+    return f"overwritten: {some(names)}; use none of the state until a load has gone well"

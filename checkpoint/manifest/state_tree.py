@@ -9,7 +9,7 @@ Plain values stand for themselves; what JSON lacks is an object with a ``"$"`` k
     {"$": "absent"}             a tensor whose mesh does not include this rank
 
 A ``bytearray`` is bytes with ``"array": true``. Nothing is pickled, so opening a checkpoint runs no code of it.
-`decode` reads nodes, `state.encode` makes them. torch and numpy are imported only for values of their types.
+`decode` reads nodes, `state.capture` makes them. torch and numpy are imported only for values of their types.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `match` walks both side by side and returns a `Match`: the tensors to fill in place, the leaves that are
 missing or unexpected, and an `apply` that puts plain values into the containers once all bytes are read.
 Live optimizers are matched by the names of their parameters (`live_objects`), with state of every form that
-`stored_optimizer` knows; the state of one that has not stepped yet is made as the checkpoint has it.
+`optimizer_state` knows; the state of one that has not stepped yet is made as the checkpoint has it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, has_tensors, join_name, split_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
-from vescale_fsdp.checkpoint.state.encode import is_stateful, remade
+from vescale_fsdp.checkpoint.state.capture import is_stateful, remade
 from vescale_fsdp.checkpoint.state.live_objects import (
     ChecksStateDict,
     LiveObjects,
     NamedOptimizer,
     same_names,
 )
-from vescale_fsdp.checkpoint.state.new_tensor import NewTensor
-from vescale_fsdp.checkpoint.state.per_rank import PerRank
-from vescale_fsdp.checkpoint.state.stored_optimizer import (
-    StoredGroup,
-    StoredOptimizer,
+from vescale_fsdp.checkpoint.state.optimizer_state import (
+    OptimizerGroup,
+    OptimizerState,
     flattened_keys,
     items_of_node,
-    stored_optimizer,
+    optimizer_state,
 )
+from vescale_fsdp.checkpoint.state.per_rank import PerRank
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_modes import AS_IT_IS
 
@@ -310,7 +310,7 @@ class _Matcher:
     ) -> list[Finish] | None:
         """Match optimizers with the state that was stored of them together; None if it is no optimizer's."""
         known = [fqn for _, named in targets for fqn in named.params]
-        stored = stored_optimizer(node, known)
+        stored = optimizer_state(node, known)
         if stored is None or (stored.is_numbered and len(targets) != 1):
             return None
         stored = stored.named(targets[0][1].names, name)
@@ -324,7 +324,7 @@ class _Matcher:
                 )
         return [self._optimizer(named, stored, where) for where, named in targets]
 
-    def _optimizer(self, named: NamedOptimizer, stored: StoredOptimizer, name: str) -> Finish:
+    def _optimizer(self, named: NamedOptimizer, stored: OptimizerState, name: str) -> Finish:
         state = {
             fqn: self._parameter_state(named, stored, fqn, join_name(join_name(name, "state"), fqn))
             for fqn in named.params
@@ -378,7 +378,7 @@ class _Matcher:
         return finish
 
     def _parameter_state(
-        self, named: NamedOptimizer, stored: StoredOptimizer, fqn: str, name: str
+        self, named: NamedOptimizer, stored: OptimizerState, fqn: str, name: str
     ) -> _ParameterState:
         """The state of one parameter: the checkpoint's, also where that is none, but for what is left out."""
         own = named.state_of.get(fqn, {})
@@ -412,7 +412,7 @@ class _Matcher:
         return _ParameterState(kept, is_changed or not own)
 
     def _options(
-        self, named: NamedOptimizer, stored: StoredOptimizer, number: int, name: str
+        self, named: NamedOptimizer, stored: OptimizerState, number: int, name: str
     ) -> dict[str, Finish]:
         """Options of a group that are loaded."""
         own, fqns = named.raw["param_groups"][number], named.names[number]
@@ -439,7 +439,7 @@ class _Matcher:
             return node
         groups = [] if is_flat else [list(group["params"]) for group in own_groups or ()]
         is_numbered = any(type(param) is int for params in groups for param in params)
-        stored = stored_optimizer(node, [str(param) for params in groups for param in params])
+        stored = optimizer_state(node, [str(param) for params in groups for param in params])
         if stored is None:
             return node
         has_room = any(key.startswith("state.") for key in target) if is_flat else bool(target.get("state"))
@@ -450,11 +450,15 @@ class _Matcher:
         if is_numbered or (is_flat and stored.is_numbered):
             return node
         if is_flat:
-            return node if flattened_keys(dict(items_of_node(node) or ())) else stored.flattened()
+            return (
+                node
+                if flattened_keys(dict(items_of_node(node) or ()))
+                else replace(stored, other_state={}).flattened()
+            )
         if isinstance(node, Mapping) and [group.names for group in stored.groups] == groups:
             return node if "param_groups" in node else stored.nested()
         stored = stored.named(groups, name)
-        regrouped = [StoredGroup(names, stored.options_for(names, name)) for names in groups]
+        regrouped = [OptimizerGroup(names, stored.options_for(names, name)) for names in groups]
         return replace(stored, groups=regrouped).nested()
 
     def _sequence(self, target: Any, items: list[Json], name: str, stateful: bool) -> Finish:
@@ -605,3 +609,94 @@ def _kind_of_node(node: Json) -> str:
     if isinstance(node, Mapping) and "$" in node:
         return {"tensor": "a tensor", "per_rank": "a PerRank value"}.get(node["$"], f"a {node['$']}")
     return f"a {type(node).__name__}"
+
+
+_PER_PARAMETER = ("step", "eta", "mu", "mu_product")  # one number for each parameter in torch's optimizers
+
+# Optimizers of torch whose state has the shape of the parameter, except for single numbers.
+_SHAPED_AS_PARAMETERS = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+@dataclass(eq=False)
+class NewTensor:
+    """A tensor that is made and filled from the checkpoint.
+
+    Attributes:
+        name: of the leaf.
+        place: number of the tensor in the checkpoint.
+        param: the parameter that it is state of, if any.
+        kind: which state, such as ``exp_avg``.
+        optimizer: of the parameter.
+        value: the tensor, once it is made.
+    """
+
+    name: str
+    place: int
+    param: torch.Tensor | None = None
+    kind: str = ""
+    optimizer: torch.optim.Optimizer | None = None
+    value: torch.Tensor | None = None
+
+    def make(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, is_sharded: bool, where: str
+    ) -> torch.Tensor:
+        """Memory for it: sharded as the parameter where it has the parameter's shape, else whole.
+
+        Args:
+            shape, dtype: in the checkpoint.
+            is_sharded: whether ranks that saved had parts of it.
+            where: the checkpoint.
+
+        Raises:
+            CheckpointError: if nothing says how it is to be sharded, or it is not the state of this parameter.
+        """
+        param = self.param
+        if param is None:
+            if is_sharded:
+                raise CheckpointError(
+                    "An object lacks a sharded tensor that the checkpoint has for it.",
+                    expected="its state_dict() to hold the tensor, sharded as it is to be loaded",
+                    got="nothing under that name",
+                    where=f"{self.name} in {where}",
+                    todo="for an optimizer, put the optimizer itself and its module into the state",
+                )
+            self.value = torch.empty(shape, dtype=dtype, device="cpu")
+        elif tuple(param.shape) == shape and (shape or self.kind not in _PER_PARAMETER):
+            self.value = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        elif not shape and not isinstance(self.optimizer, torch.optim.LBFGS):
+            self.value = torch.empty((), dtype=dtype, device="cpu")
+        elif isinstance(self.optimizer, _SHAPED_AS_PARAMETERS):
+            raise CheckpointError(
+                "Optimizer state in the checkpoint has another shape than its parameter.",
+                expected=f"{list(param.shape)}, the parameter's",
+                got=list(shape),
+                where=f"{self.name} in {where}",
+                todo="build the model as it was when it was saved",
+            )
+        elif not isinstance(param, DTensor):
+            self.value = torch.empty(shape, dtype=dtype, device=param.device)
+        elif is_sharded:
+            raise CheckpointError(
+                "Sharded optimizer state has another shape than its parameter, and the optimizer has none yet.",
+                expected="state that says how it is to be sharded",
+                got=f"{list(shape)} for a parameter of {list(param.shape)}",
+                where=f"{self.name} in {where}",
+                todo="use an optimizer that makes its state when it is built, or load as many ranks as saved it",
+            )
+        else:  # LBFGS computes its numbers too from the gradients of all parameters, so they are DTensors
+            whole = torch.empty(shape, dtype=dtype, device=param.to_local().device)
+            replicated = [Replicate()] * param.device_mesh.ndim
+            self.value = DTensor.from_local(whole, param.device_mesh, replicated, run_check=False)
+        return self.value

@@ -16,8 +16,8 @@ def describe(source: Source) -> dict[str, Any]:
     """Everything known about a source without reading its tensors, as plain values."""
     try:
         model = find_model(source)
-        prefix = None if model.rivals else model.prefix
-        models = [f"{rival}." for rival in model.rivals] or [model.prefix]
+        prefix = None if model.candidates else model.prefix
+        models = [f"{candidate}." for candidate in model.candidates] or [model.prefix]
     except ConversionError:
         prefix, models = None, []
     kinds = Counter(tensor.info.dtype.name for tensor in source.tensors.values())

@@ -178,7 +178,7 @@ def _views(source: Source, prefix: str | None) -> Views:
     has_prefix = prefix is not None and any(name.startswith(start) for name in source.tensors)
     model = find_model(source, prefix if has_prefix else None)
     counters = {name for name in model.names if not source.info(name).shape}
-    names = model.names if model.rivals else unwrapped_names(model.names, counters, source.url)
+    names = model.names if model.candidates else unwrapped_names(model.names, counters, source.url)
     return {
         ("model", names[name]) if name in names else ("other", name): SourceView(source, name, name)
         for name in source.tensors

@@ -64,4 +64,4 @@ def _by_container(report: ConvertReport) -> list[str]:
 
 
 def _prefixes(model: ModelNames) -> str:
-    return ", ".join(f"{rival}." for rival in model.rivals) or model.prefix or "(root)"
+    return ", ".join(f"{candidate}." for candidate in model.candidates) or model.prefix or "(root)"

@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint.formats.dcp.state_dict import (
 )
 from vescale_fsdp.checkpoint.manifest.state_tree import join_name
 from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
-from vescale_fsdp.conversion.state.nesting import Path, flatten
+from vescale_fsdp.checkpoint.state.nesting import Path, flatten
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import apply_to_tensors, fqn_of, local_of, storage_id

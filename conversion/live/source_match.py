@@ -1,10 +1,11 @@
-"""Which tensor of a source fills which leaf of a live state: planned from metadata, before a byte of data moves."""
+"""Which tensor of a source fills which leaf of a live state: planned from metadata, before any data is read."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,21 +16,69 @@ from vescale_fsdp.checkpoint.moves.casting import CastRules, CastView, float_typ
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
 from vescale_fsdp.checkpoint.state.match import Match, match
+from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.conversion.adapters.peft_names import one_adapter, trained_names
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets, own_config
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
-from vescale_fsdp.conversion.live.arrangement import Places, arranged
 from vescale_fsdp.conversion.live.live_state import LiveState
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules
 from vescale_fsdp.conversion.state.carried_state import CarriedState, whole_state
 from vescale_fsdp.conversion.state.dequantized_weights import dequantized
+from vescale_fsdp.conversion.state.model_names import ModelNames, container_of, split_entries
 from vescale_fsdp.conversion.state.native_tree import native_tree
+from vescale_fsdp.conversion.state.optimizers import home_of, optimizers_of
 from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
-AS_STATE = "state"  # the cast to whatever types the state has
+AS_STATE = "state"  # the cast to the types that the state has
+LIVE = "the state to be filled"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a live state keeps its entries.
+
+    Args:
+        leaves: its leaves by path.
+        models: containers of its modules; empty for a state of plain dicts, in which the model is looked for.
+    """
+
+    leaves: Mapping[Path, Any]
+    models: tuple[Path, ...] = ()
+
+    @cached_property
+    def split(self) -> ModelNames:
+        """Its entries, split as a source's are."""
+        paths = {name_of(path): path for path in self.leaves}
+        shapes = {name: leaf.shape for name, path in paths.items() if _is_tensor(leaf := self.leaves[path])}
+        prefix = name_of(self.models[0]) if len(self.models) == 1 else None
+        return split_entries(paths, shapes, prefix, LIVE)
+
+    @cached_property
+    def model(self) -> Path | None:
+        """The container of the one model; None if there are several."""
+        if self.models:
+            return self.models[0] if len(self.models) == 1 else None
+        if self.split.candidates:
+            return None
+        return container_of(self.split.prefix, self.leaves)
+
+    @cached_property
+    def optimizers(self) -> tuple[Path, ...]:
+        """Containers of optimizers."""
+        known = set(self.split.optimizer)
+        homes = (home_of(path) for path in self.leaves if name_of(path) in known)
+        return tuple(dict.fromkeys(home for home in homes if home is not None))
+
+    def holds(self, path: Path) -> bool:
+        """Whether the state takes an entry of this path: a leaf, or inside an object or an empty container."""
+        return any(path[:depth] in self.leaves for depth in range(1, len(path) + 1))
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -168,7 +217,7 @@ def _match(source: Source, carried: CarriedState, live: LiveState, options: Live
         carried = carried.with_model_views(lambda views: rules.apply(views, quantized))
     places = Places(live.leaves(), tuple(live.models))
     carried, adapter = _as_trained(carried, places)
-    carried = arranged(carried, places)
+    carried = _arranged(carried, places)
     tree, names = native_tree(carried, lambda _: 0)
     views = [carried.views[name] for _, name in names]
     made = LiveMatch(
@@ -206,7 +255,7 @@ def _as_trained(carried: CarriedState, places: Places) -> tuple[CarriedState, fr
     stored = {name.saved for name in trained.values()}.intersection(carried.is_model).difference(trained)
     if not stored:
         return carried, frozenset()
-    held = {saved: name for name, saved in one_adapter(trained, None, places.url).items()}
+    held = {saved: name for name, saved in one_adapter(trained, None, LIVE).items()}
     made = {held[name]: (RenamedView(carried.views[name], held[name]), name) for name in stored}
     return carried.with_replaced(made, stored), frozenset(held.values())
 
@@ -246,3 +295,44 @@ def _forgive_ties(made: LiveMatch) -> None:
     made.found.missing = [
         name for name in made.found.missing if not read.intersection(made.ties.get(name, ()))
     ]
+
+
+def _arranged(state: CarriedState, places: Places) -> CarriedState:
+    """A source's entries, after key rules, at the paths where a live state keeps its own.
+
+        source   pytorch_model_fsdp_0.a.weight      optimizer.state.0.exp_avg      (of two parameters, by number)
+        state    model.a.weight                     optim.state.a.weight.exp_avg   (by name, nested or flattened)
+
+    A state of one model takes the source's model whatever either calls it, and a state of one optimizer its optimizer.
+    Entries that the state cannot take (a scheduler, an optimizer when the state is a lone model) are left out.
+    """
+    if places.model is not None and not state.model.candidates:
+        state = _moved(state, dict.fromkeys(state.is_model, state.container), places.model)
+    homes = optimizers_of(state)
+    if places.optimizers and len(homes) == len(places.optimizers) == 1:
+        (home,), names = places.optimizers, next(iter(homes.values()))
+        state = _moved(state, dict.fromkeys(names, next(iter(homes))), home)
+        homes = optimizers_of(state)
+    optimizer = {name for names in homes.values() for name in names}
+    kept = {
+        name
+        for name in (*state.views, *state.values)
+        if name in state.is_model
+        or (name in optimizer and places.optimizers)
+        or places.holds(state.path(name))
+    }
+    return replace(
+        state,
+        views={name: view for name, view in state.views.items() if name in kept},
+        values={name: value for name, value in state.values.items() if name in kept},
+        left_out=(*state.left_out, *(n for n in (*state.views, *state.values) if n not in kept)),
+    )
+
+
+def _moved(state: CarriedState, homes: Mapping[str, Path], new: Path) -> CarriedState:
+    """Entries from their containers into another; a model's dict of names stays one, whatever dots it had."""
+    paths = dict(state.paths)
+    for name, home in homes.items():
+        rest = state.path(name)[len(home) :]
+        paths[name] = (*new, name_of(rest)) if name in state.is_model else (*new, *rest)
+    return replace(state, paths=paths)

@@ -10,8 +10,7 @@ from functools import cached_property
 
 from vescale_fsdp.checkpoint.moves.source import Source, StoredValue
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, SourceView, TensorView
-from vescale_fsdp.conversion.state.model_names import ModelNames, find_model, unwrapped_names
-from vescale_fsdp.conversion.state.nesting import name_of
+from vescale_fsdp.conversion.state.model_names import ModelNames, container_of, find_model, unwrapped_names
 from vescale_fsdp.errors import ConversionError, some
 
 Path = tuple[str | int, ...]
@@ -50,10 +49,7 @@ class CarriedState:
     def container(self) -> Path:
         """Where the one model sits in the nested state; key rules leave it there."""
         name, fqn = next(iter(self.model.names.items()))
-        prefix = name.removesuffix(fqn).rstrip(".")
-        paths = (self.path(name) for name in self.model.names)
-        heads = (path[:depth] for path in paths for depth in range(len(path)))
-        return next((head for head in heads if name_of(head) == prefix), (prefix,))
+        return container_of(name.removesuffix(fqn), map(self.path, self.model.names))
 
     def filtered(self, include: Sequence[str], exclude: Sequence[str]) -> CarriedState:
         """Only names that match an ``include`` pattern (if any are given) and no ``exclude`` pattern.

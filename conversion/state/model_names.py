@@ -14,10 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-from vescale_fsdp.conversion.state.nesting import Path, name_of
+from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, some
+
+if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.moves.source import Source
 
 # opt_state: of JAX's train states
 _OPTIMIZER = re.compile(r"^((optim|optimizer|optimizers)(_?\d+|_state_dict)?|opt_state)$")
@@ -47,7 +50,7 @@ class ModelNames:
         names: source name -> name in the model, tensors only.
         optimizer: names of optimizer entries, tensors and values.
         others: names of everything else (schedulers, counters, random states).
-        rivals: the containers, if there are several models and nothing says which is meant; ``names`` are those of
+        candidates: the containers, if there are several models and nothing says which is meant; ``names`` are those of
             them all then, in full.
     """
 
@@ -55,7 +58,7 @@ class ModelNames:
     names: dict[str, str]
     optimizer: tuple[str, ...] = field(default=())
     others: tuple[str, ...] = field(default=())
-    rivals: tuple[str, ...] = field(default=())
+    candidates: tuple[str, ...] = field(default=())
 
     def require_one(self, reason: str, where: str) -> None:
         """Refuse several models.
@@ -63,48 +66,46 @@ class ModelNames:
         Raises:
             ConversionError: if there are several; ``reason`` says what cannot hold them.
         """
-        if self.rivals:
+        if self.candidates:
             raise ConversionError(
                 "The source holds several models.",
                 expected=f"one model, since {reason}",
-                got=some(self.rivals, 8),
+                got=some(self.candidates, 8),
                 where=where,
-                todo=f"pick one with --model-prefix {self.rivals[0]}, or say with --model-prefix '' that "
+                todo=f"pick one with --model-prefix {self.candidates[0]}, or say with --model-prefix '' that "
                 "they are one model",
             )
 
 
-class StateEntries(Protocol):
-    """What is asked of a state to split it: a `Source` answers, and the places of a live state."""
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """By flattened name, with an ``info``."""
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """Everything else."""
-
-    @property
-    def url(self) -> str:
-        """The state, for messages."""
-
-    def path(self, name: str) -> Path:
-        """Where an entry sits in the nested state."""
-
-
-def find_model(source: StateEntries, prefix: str | None = None) -> ModelNames:
-    """Split a state's entries; ``prefix`` overrides the detection.
+def find_model(source: Source, prefix: str | None = None) -> ModelNames:
+    """Split a source's entries; ``prefix`` overrides the detection.
 
     Raises:
         ConversionError: if no tensor is left for the model.
     """
     paths = {name: source.path(name) for name in (*source.tensors, *source.values)}
     shapes = {name: tensor.info.shape for name, tensor in source.tensors.items()}
+    return split_entries(paths, shapes, prefix, source.url)
+
+
+def split_entries(
+    paths: Mapping[str, Path], shapes: Mapping[str, Sequence[int]], prefix: str | None, where: str
+) -> ModelNames:
+    """Split a state's entries.
+
+    Args:
+        paths: of all entries, by flattened name.
+        shapes: of the tensors among them.
+        prefix: what the model's names begin with; None to detect it.
+        where: the state, for messages.
+
+    Raises:
+        ConversionError: if no tensor is left for the model.
+    """
     homes = optimizer_homes(paths.values())
     optimizer = dict.fromkeys(name for name, path in paths.items() if is_optimizer(path, homes))
     rest = [name for name in shapes if name not in optimizer]
-    rivals: tuple[str, ...] = ()
+    candidates: tuple[str, ...] = ()
     if prefix is None:
         counters = {name for name in rest if not shapes[name]}
         models = _find_models({name: paths[name] for name in rest}, counters)
@@ -112,7 +113,7 @@ def find_model(source: StateEntries, prefix: str | None = None) -> ModelNames:
         if not prefix:
             rest = [name for name in rest if not _is_training(paths[name])]
         if len(models) > 1:
-            rivals = tuple(name_of(model) for model in models)
+            candidates = tuple(name_of(model) for model in models)
             rest = [name for name in rest if name.startswith(tuple(map(_prefix, models)))]
     elif prefix and not prefix.endswith("."):
         prefix += "."
@@ -122,11 +123,22 @@ def find_model(source: StateEntries, prefix: str | None = None) -> ModelNames:
             "No model weights were found in the source.",
             expected=f"tensors whose names begin with {prefix!r}" if prefix else "tensors of a model",
             got=f"{len(shapes)} tensors, such as {some(shapes, 3)}",
-            where=source.url,
+            where=where,
             todo="pass --model-prefix with what the names of the model's weights begin with",
         )
     others = tuple(name for name in paths if name not in names and name not in optimizer)
-    return ModelNames(prefix, names, tuple(optimizer), others, rivals)
+    return ModelNames(prefix, names, tuple(optimizer), others, candidates)
+
+
+def container_of(prefix: str, paths: Iterable[Path]) -> Path:
+    """The path of the container whose flattened name, and a dot, is the prefix of a model's names.
+
+    Args:
+        paths: of the model's tensors.
+    """
+    name = prefix.rstrip(".")
+    heads = (path[:depth] for path in paths for depth in range(len(path)))
+    return next((head for head in heads if name_of(head) == name), (name,))
 
 
 def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: str) -> dict[str, str]:

@@ -16,8 +16,8 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
+from vescale_fsdp.checkpoint.state.nesting import Path, claim_name, nest
 from vescale_fsdp.conversion.state.carried_state import CarriedState
-from vescale_fsdp.conversion.state.nesting import Path, claim_name, nest
 
 
 class _TensorLeaf(NamedTuple):
@@ -88,7 +88,7 @@ def _node(value: Any, name: str, number: Callable[[str, _TensorLeaf], Json]) -> 
 
 
 def _rare_node(value: Any, name: str) -> Json:
-    from vescale_fsdp.checkpoint.state.encode import TreeSink, encode  # brings torch
+    from vescale_fsdp.checkpoint.state.capture import TreeSink, encode  # brings torch
 
     class NoLeaves(TreeSink):
         def tensor(self, name: str, tensor: object) -> NoReturn:

@@ -12,7 +12,7 @@ from vescale_fsdp.checkpoint.loading.read_state import CheckpointTensor, read_st
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
-from vescale_fsdp.checkpoint.state.encode import TreeSink, encode
+from vescale_fsdp.checkpoint.state.capture import TreeSink, encode
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError

@@ -37,8 +37,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from vescale_fsdp.checkpoint.formats.form import Commit
-from vescale_fsdp.checkpoint.loading.load import Loader, Verify
-from vescale_fsdp.checkpoint.loading.partial_load import Overwriting
+from vescale_fsdp.checkpoint.loading.load import Loader, Overwriting, Verify
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, CheckpointTensor
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name

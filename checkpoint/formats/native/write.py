@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from vescale_fsdp.checkpoint.checksums import RunningChecksum
-from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare, lock_errors
+from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare, lock_errors, root_errors
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
@@ -62,7 +62,8 @@ class NativeForm(Form):
 
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
         """Plan, and write this rank's file."""
-        with share.coordinator.together(f"writing to {share.storage.where}"):
+        doing = f"writing to {share.storage.where}"
+        with share.coordinator.together(doing), root_errors(share.storage):
             with gc_paused():
                 manifest = plan()
                 file = RankFile(manifest, share.coordinator.rank)

@@ -11,8 +11,12 @@ from typing import NamedTuple
 import torch
 
 from vescale_fsdp.checkpoint.checksums import CRC32C
-from vescale_fsdp.checkpoint.formats.form import Commit, RankShare
-from vescale_fsdp.checkpoint.formats.native.write import FileImage, NativeForm, write_rank_file
+from vescale_fsdp.checkpoint.formats.form import Commit, RankShare, root_errors
+from vescale_fsdp.checkpoint.formats.native.write import (
+    FileImage,
+    NativeForm,
+    write_rank_file,
+)
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
@@ -46,7 +50,7 @@ class ZarrForm(NativeForm):
                 manifest = as_arrays(plan())
                 share.check_room(manifest.num_bytes)
             arrays = ArrayWriter(storage, manifest, share.locals_by_name, coordinator, share.meter)
-        with coordinator.together(f"writing to {storage.where}"):
+        with coordinator.together(f"writing to {storage.where}"), root_errors(storage):
             arrays.write()
             file = RankFile(manifest, coordinator.rank)
             table = file.chunk_table(arrays.checksums)

@@ -22,8 +22,8 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_boxes, chu
 from vescale_fsdp.checkpoint.moves.checked_ranges import CheckedRange
 from vescale_fsdp.checkpoint.moves.source import Source, StoredValue, constant
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.state.nesting import flatten, name_of
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 

@@ -27,10 +27,10 @@ from vescale_fsdp.checkpoint.moves.plan import (
     TensorItems,
 )
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
+from vescale_fsdp.checkpoint.state.nesting import Path
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.native_tree import native_manifest, native_tree
-from vescale_fsdp.conversion.state.nesting import Path
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout

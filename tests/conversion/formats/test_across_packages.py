@@ -25,6 +25,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, read_range
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.checks.describe import describe
@@ -32,7 +33,6 @@ from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.state.nesting import flatten, name_of
 
 SAVED = ("native", "zarr", "unsplit", "unsplit-zarr", "ram", "dcp")  # by the engine, and by torch
 CONVERTED = {"to-zarr": "zarr", "to-vescale": "native", "to-dcp": "dcp", "to-torch": "torch"}

@@ -15,11 +15,11 @@ import torch
 from vescale_fsdp.checkpoint import load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest.file_names import array_paths
 from vescale_fsdp.checkpoint.manifest.state_tree import join_name
+from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.checks.verify import verify as converter_verify
 from vescale_fsdp.conversion.convert import convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.state.nesting import flatten, name_of
 from vescale_fsdp.errors import VescaleError
 
 HALF_A_PAIR = "\ud800"

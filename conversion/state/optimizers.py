@@ -1,9 +1,9 @@
-"""Whose optimizer is it? Key rules change one model's names, and the state of its optimizer with them; a state
-of several models has several optimizers, whose entries may have the same names.
+"""The optimizers of a carried state: their form, and the model that each belongs to.
 
-An optimizer belongs to the model whose parameters it speaks of, in their shapes. Among models that are alike
-the place decides (``{"generator": {"model": ..., "optimizer": ...}}``), then the name (``optim_g``). Where
-neither tells, nobody guesses.
+Key rules change one model's names, and the state of its optimizer with them; a state of several models has several
+optimizers, whose entries may have the same names. An optimizer belongs to the model that has its parameters, in their
+shapes. Among equal models the position decides (``{"generator": {"model": ..., "optimizer": ...}}``), then the name
+(``optim_g``). Where neither decides, an error says so.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import takewhile
+from typing import Any, NamedTuple
 
+from vescale_fsdp.checkpoint.moves.source import constant
+from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of, nest
+from vescale_fsdp.checkpoint.state.optimizer_state import optimizer_state
 from vescale_fsdp.conversion.state.carried_state import CarriedState
-from vescale_fsdp.conversion.state.nesting import Path, name_of
+from vescale_fsdp.conversion.state.model_names import is_optimizer, optimizer_homes
 from vescale_fsdp.errors import ConversionError
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
@@ -32,17 +37,95 @@ def home_of(path: Path) -> Path | None:
     return None
 
 
+def optimizers_of(state: CarriedState) -> dict[Path, list[str]]:
+    """Names of optimizer entries, by the container that they are in."""
+    entries = {name: state.path(name) for name in (*state.views, *state.values) if name not in state.is_model}
+    by_content, found = optimizer_homes(entries.values()), dict[Path, list[str]]()
+    for name, path in entries.items():
+        home = home_of(path)
+        if home is not None and is_optimizer(path, by_content):
+            found.setdefault(home, []).append(name)
+    return found
+
+
+class _Entry(NamedTuple):
+    """A leaf of an optimizer's tree: the carried entry of this name."""
+
+    name: str
+
+
+def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
+    """The same state with its optimizers' entries in another of torch's forms, or without them.
+
+    Args:
+        form: ``"keep"``, ``"drop"``, ``"nested"`` or ``"flattened"`` (see `optimizer_state`).
+
+    Raises:
+        ConversionError: if the optimizer's entries have neither form, or one belongs to no parameter.
+    """
+    if form == "keep":
+        return state
+    if form == "drop":  # whatever form they have, torch's or not
+        gone = set(state.model.optimizer)
+        return replace(
+            state,
+            views={name: view for name, view in state.views.items() if name not in gone},
+            values={name: value for name, value in state.values.items() if name not in gone},
+            paths={name: path for name, path in state.paths.items() if name not in gone},
+            left_out=(*state.left_out, *(n for n in (*state.views, *state.values) if n in gone)),
+        )
+    params = frozenset(str(state.path(name)[-1]) for name in state.is_model)
+    for home, names in optimizers_of(state).items():
+        is_nested = all(len(state.path(name)) - len(home) >= 3 for name in names)
+        if is_nested != (form == "nested"):
+            state = _with_form(state, home, names, form, params)
+    return state
+
+
+def _with_form(
+    state: CarriedState, home: Path, names: list[str], form: str, params: frozenset[str]
+) -> CarriedState:
+    """The state with one optimizer's entries in the other form."""
+    leaves: dict[Path, Any] = {}
+    for name in names:
+        path = state.path(name)[len(home) :]
+        is_option = str(path[0]).split(".", 1)[0] == "param_groups"  # groups are compared by their values
+        leaves[path] = state.values[name]() if is_option and name in state.values else _Entry(name)
+    found = optimizer_state(nest(leaves), params)
+    stray = sorted(set(found.names) - params) if found is not None and form == "nested" else []
+    if found is None or stray:
+        raise ConversionError(
+            "An optimizer entry belongs to no parameter.",
+            expected="state.PARAMETER.KIND or param_groups.PARAMETER.OPTION",
+            got=stray[0] if stray else name_of(home),
+            todo="keep the form (--optimizer keep), or leave the entry out with --exclude",
+        )
+    tree = found.nested() if form == "nested" else found.flattened()
+    if not found.groups:
+        tree.pop("param_groups", None)
+    views = {name: view for name, view in state.views.items() if name not in names}
+    values = {name: value for name, value in state.values.items() if name not in names}
+    paths = {name: path for name, path in state.paths.items() if name not in names}
+    made = []
+    for path, leaf in flatten(tree, lambda value: isinstance(value, _Entry)).items():
+        paths[name := name_of((*home, *path))] = (*home, *path)
+        made.append(name)
+        if isinstance(leaf, _Entry) and leaf.name in state.views:
+            views[name] = state.views[leaf.name]
+        else:
+            values[name] = state.values[leaf.name] if isinstance(leaf, _Entry) else constant(leaf)
+    others = (name for name in state.model.optimizer if name not in names)
+    model = replace(state.model, optimizer=(*others, *made))
+    return replace(state, views=views, values=values, paths=paths, model=model)
+
+
 def own_optimizer(state: CarriedState, container: Path, params: Shapes) -> frozenset[str]:
     """Names of the optimizer entries that belong to the model in ``container`` with these parameters.
 
     Raises:
         ConversionError: if an optimizer may belong to this model or to another.
     """
-    others = other_models(state)
-    homes: dict[Path, list[str]] = defaultdict(list)
-    for name in state.model.optimizer:
-        if (home := home_of(state.path(name))) is not None:
-            homes[home].append(name)
+    others, homes = other_models(state), optimizers_of(state)
     if not others:
         return frozenset(name for names in homes.values() for name in names)
     models = {container: params, **others}

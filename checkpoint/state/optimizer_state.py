@@ -1,11 +1,14 @@
-"""The optimizer state of a checkpoint in one form, whichever of torch's it was stored in. On the nodes of its tree.
+"""Optimizer state in one form, by parameter name, whichever of torch's forms a tree of it has.
 
     nested      {"state": {NAME: {"exp_avg": ..}}, "param_groups": [{"params": [NAME], "lr": ..}]}
     flattened   {"state.NAME.exp_avg": .., "param_groups.NAME.lr": ..}
     numbered    {"state": {0: {"exp_avg": ..}}, "param_groups": [{"params": [0], "lr": ..}]}
 
-Nested is what a live optimizer is stored as. ``optimizer.state_dict()`` is numbered: a number is a place in the order
-of the groups, so it says which parameter it is only to an optimizer with groups of the same sizes.
+A live optimizer is stored as nested state. ``optimizer.state_dict()`` is numbered: a number is a position in the order
+of the groups, so it identifies a parameter only to an optimizer with groups of the same sizes. Flattening repeats each
+group's options for each parameter; the way back makes one group for each set of equal options.
+
+Leaves are nodes of a manifest's tree, or any objects that are neither dicts nor lists.
 """
 
 from __future__ import annotations
@@ -22,16 +25,16 @@ _STATE, _GROUPS = "state", "param_groups"
 
 
 @dataclass(frozen=True)
-class StoredGroup:
+class OptimizerGroup:
     """Names (or numbers) of a group's parameters, and its options by name."""
 
     names: list[str]
-    options: dict[str, Json]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class StoredOptimizer:
-    """Nodes of an optimizer's state; groups may be unknown.
+class OptimizerState:
+    """An optimizer's state; groups may be unknown.
 
     Attributes:
         state: by parameter and kind.
@@ -42,7 +45,7 @@ class StoredOptimizer:
     """
 
     state: dict[str, dict[Any, Json]]
-    groups: list[StoredGroup]
+    groups: list[OptimizerGroup]
     is_numbered: bool = False
     other_state: dict[Any, Json] = field(default_factory=dict)
     more: dict[Any, Json] = field(default_factory=dict)
@@ -52,17 +55,17 @@ class StoredOptimizer:
         """All parameters, in the order of the groups."""
         return list(dict.fromkeys(chain(*(group.names for group in self.groups), self.state)))
 
-    def renamed(self, names: Mapping[str, str]) -> StoredOptimizer:
+    def renamed(self, names: Mapping[str, str]) -> OptimizerState:
         """With other names for some parameters."""
-        return StoredOptimizer(
+        return OptimizerState(
             {names.get(name, name): parts for name, parts in self.state.items()},
-            [StoredGroup([names.get(n, n) for n in group.names], group.options) for group in self.groups],
+            [OptimizerGroup([names.get(n, n) for n in group.names], group.options) for group in self.groups],
             False,
             self.other_state,
             self.more,
         )
 
-    def named(self, groups: Sequence[Sequence[str]], where: str) -> StoredOptimizer:
+    def named(self, groups: Sequence[Sequence[str]], where: str) -> OptimizerState:
         """With names for numbers.
 
         Args:
@@ -76,7 +79,7 @@ class StoredOptimizer:
                 return self
             # Some trainers keep options without saying of what.
             placed = zip(self.groups, groups, strict=True)
-            return replace(self, groups=[StoredGroup(list(own), group.options) for group, own in placed])
+            return replace(self, groups=[OptimizerGroup(list(own), group.options) for group, own in placed])
         sizes, stored = [len(names) for names in groups], [len(group.names) for group in self.groups]
         if sizes != stored:
             raise CheckpointError(
@@ -113,39 +116,39 @@ class StoredOptimizer:
                     )
         return found[0].options
 
-    def nested(self) -> Json:
-        """The node of nested state."""
+    @property
+    def _state_node(self) -> Json:
         parts = {name: _node(items) for name, items in self.state.items()}
+        return _node({**parts, **self.other_state})
+
+    def nested(self) -> Json:
+        """The tree of nested state."""
         return {
             **self.more,
-            _STATE: _node({**parts, **self.other_state}),
+            _STATE: self._state_node,
             _GROUPS: [{"params": group.names, **group.options} for group in self.groups],
         }
 
     def flattened(self) -> Json:
-        """The node of flattened state; that of no parameter has no place there."""
-        parts = {
-            f"{_STATE}.{name}.{rest}": node
-            for name, state in self.state.items()
-            for rest, node in _flat(_node(state), "")
-        }
+        """The tree of flattened state."""
+        parts = {f"{_STATE}.{name}": leaf for name, leaf in _flat(self._state_node, "")}
         options = {
-            f"{_GROUPS}.{name}.{option}": node
+            f"{_GROUPS}.{name}.{option}": value
             for group in self.groups
             for name in group.names
-            for option, node in group.options.items()
+            for option, value in group.options.items()
         }
         return {**parts, **options}
 
 
-def stored_optimizer(node: Json, known: Collection[str] = ()) -> StoredOptimizer | None:
-    """The optimizer state that a node stands for, or None; a list of such nodes is put together.
+def optimizer_state(node: Json, known: Collection[str] = ()) -> OptimizerState | None:
+    """The optimizer state that a tree holds, or None; a list of such trees is joined.
 
     Args:
         known: names of parameters, to tell names from kinds in flattened keys.
     """
     if isinstance(node, list) and node:
-        found = [stored_optimizer(item, known) for item in node]
+        found = [optimizer_state(item, known) for item in node]
         parts = [each for each in found if each is not None and not each.is_numbered]
         names = [name for part in parts for name in part.names]
         return _joined(parts) if len(parts) == len(node) and len(set(names)) == len(names) else None
@@ -187,15 +190,17 @@ def items_of_node(node: Json) -> Iterable[tuple[Any, Json]] | None:
     return None
 
 
-def _from_nested(groups: list[Any], state: Mapping[Any, Json], more: dict[Any, Json]) -> StoredOptimizer:
+def _from_nested(groups: list[Any], state: Mapping[Any, Json], more: dict[Any, Json]) -> OptimizerState:
     params = [list(group["params"]) for group in groups]
     every = list(chain.from_iterable(params))
     known = set(map(str, every)) if every else set(map(str, state))
     parts = {key: dict(items_of_node(node) or ()) for key, node in state.items() if str(key) in known}
-    return StoredOptimizer(
+    return OptimizerState(
         {str(key): items for key, items in parts.items()},
         [
-            StoredGroup(list(map(str, names)), {key: node for key, node in group.items() if key != "params"})
+            OptimizerGroup(
+                list(map(str, names)), {key: node for key, node in group.items() if key != "params"}
+            )
             for names, group in zip(params, groups, strict=True)
         ],
         bool(every) and all(type(number) is int for number in every),
@@ -204,12 +209,13 @@ def _from_nested(groups: list[Any], state: Mapping[Any, Json], more: dict[Any, J
     )
 
 
-def _from_flattened(nodes: Mapping[str, Json], known: Collection[str]) -> StoredOptimizer:
+def _from_flattened(nodes: Mapping[str, Json], known: Collection[str]) -> OptimizerState:
     options: dict[str, dict[str, Json]] = {}
     for key, node in nodes.items():
         if key.startswith(f"{_GROUPS}."):
-            name, _, option = key.removeprefix(f"{_GROUPS}.").rpartition(".")
-            options.setdefault(name, {})[option] = node
+            rest = key.removeprefix(f"{_GROUPS}.")
+            name = _parameter_of(rest, known) or rest.rpartition(".")[0]
+            options.setdefault(name, {})[rest.removeprefix(f"{name}.")] = node
     names = {*known, *options}
     state: dict[str, dict[Any, Json]] = {}
     for key, node in nodes.items():
@@ -221,14 +227,14 @@ def _from_flattened(nodes: Mapping[str, Json], known: Collection[str]) -> Stored
             for part in path:
                 home = home.setdefault(part, {})
             home[last] = node
-    groups: list[StoredGroup] = []
+    groups: list[OptimizerGroup] = []
     for name, own in options.items():
         group = next((group for group in groups if group.options == own), None)
         if group is None:
-            groups.append(StoredGroup([name], own))
+            groups.append(OptimizerGroup([name], own))
         else:
             group.names.append(name)
-    return StoredOptimizer(state, groups)
+    return OptimizerState(state, groups)
 
 
 def _parameter_of(text: str, names: Collection[str]) -> str | None:
@@ -240,9 +246,9 @@ def _parameter_of(text: str, names: Collection[str]) -> str | None:
     return None
 
 
-def _joined(parts: Sequence[StoredOptimizer]) -> StoredOptimizer:
+def _joined(parts: Sequence[OptimizerState]) -> OptimizerState:
     """Several optimizers' state as that of one."""
-    return StoredOptimizer(
+    return OptimizerState(
         {name: state for part in parts for name, state in part.state.items()},
         [group for part in parts for group in part.groups],
         False,
@@ -252,13 +258,14 @@ def _joined(parts: Sequence[StoredOptimizer]) -> StoredOptimizer:
 
 
 def _node(items: Mapping[Any, Any]) -> Json:
-    """The node of a dict."""
-    if all(type(key) is str and not key.startswith("$") for key in items):
+    """The node of a dict; its own key ``$`` must not make it a node of another kind."""
+    if "$" not in items:
         return dict(items)
     return {"$": "dict", "v": [[key, node] for key, node in items.items()]}
 
 
 def _flat(node: Json, prefix: str) -> Iterable[tuple[str, Json]]:
+    """Leaves by their keys joined with dots; lists are leaves."""
     items = items_of_node(node) if not isinstance(node, list) else None
     if items is None:
         return [(prefix, node)]
