@@ -92,5 +92,5 @@ def _incomplete(manifest: Manifest) -> list[Problem]:
     for place, entry in enumerate(manifest.entries):
         missing = manifest.holders_of(place).missing_place()
         if missing is not None and entry.numel:
-            problems.append(Problem("manifest.json", f"tensor {entry.name}: no rank holds place {missing}"))
+            problems.append(Problem("manifest.json", f"tensor {entry.label}: no rank holds place {missing}"))
     return problems

@@ -164,7 +164,7 @@ class RankFile:
             if piece.start_bytes >= stop:
                 break
             if piece.stop_bytes > start:
-                names.append(self.manifest.entries[piece.place].name)
+                names.append(self.manifest.entries[piece.place].label)
         if self.chunks and start < self.blob_start and stop > len(self.header):
             names.append("checksums of chunks")
         if self.manifest.blob_bytes and stop > self.blob_start:
@@ -266,7 +266,7 @@ class ShareFinder:
                     "The checkpoint does not hold all of a tensor.",
                     expected=f"{wanted.numel} elements of box {wanted.box.offsets} + {wanted.box.sizes}",
                     got=f"{numel}",
-                    where=entry.name,
+                    where=entry.label,
                     todo="restore an older step",
                 )
         return [FileShare(rank, self.file(rank).piece_of[place], share) for rank, share in shares]

@@ -25,6 +25,7 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     shard_order,
 )
 from vescale_fsdp.checkpoint.manifest.region import Region
+from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import ascends, place_in, ranks_by_place
@@ -163,7 +164,7 @@ class Describer:
                     "A tensor is not in a state that can be saved.",
                     expected="placements that are Shard, RaggedShard or Replicate",
                     got=tuple(map(str, tensor.placements)),
-                    where=name,
+                    where=dotted_name(name),
                     todo="reduce it first: tensor.redistribute(placements=[Replicate(), ...])",
                 )
         self._check_order(name, tensor, place)
@@ -184,7 +185,7 @@ class Describer:
                     "and FSDP2 give them different shards.",
                     expected="a mesh with ascending ranks along the axis, or a RaggedShard",
                     got=tensor.device_mesh.mesh.tolist(),
-                    where=f"{name}, mesh axis {axis}",
+                    where=f"{dotted_name(name)}, mesh axis {axis}",
                     todo="make the mesh with init_device_mesh",
                 )
 
@@ -222,7 +223,7 @@ def _no_order(name: str, tensor: DTensor) -> CheckpointError:
         "The ranks' parts of a tensor are not ranges of its dims.",
         expected="split factors that are sizes of later mesh axes over the same dim",
         got=f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}",
-        where=name,
+        where=dotted_name(name),
         todo="redistribute it first, or store the tensor that it was made from by view or flatten",
     )
 
@@ -283,6 +284,6 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
             "A tensor cannot be saved or loaded.",
             expected=f"a dense tensor with values and at most {MAX_DIMS} dims, or a DTensor of such",
             got=problem,
-            where=name,
+            where=dotted_name(name),
             todo="save its dense parts (values, indices, scales) as tensors of their own",
         )
