@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from vescale_fsdp.checkpoint.formats.source import NativeLeaves
 from vescale_fsdp.checkpoint.manifest.distribution import ShardCut
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
@@ -25,7 +26,6 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, read_range
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
-from vescale_fsdp.conversion.formats.native.read import NativeLeaves
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, run_start, whole_box
 

@@ -33,12 +33,12 @@ LEVELS = (
         "checkpoint.ranks",
         "checkpoint.data",
         "checkpoint.state",
-        "checkpoint.moves",
         "conversion.journal",
     ),
+    ("checkpoint.moves",),
     (
         "runtime",
-        "checkpoint.formats",
+        "checkpoint.formats.form",
         "checkpoint.steps",
         "checkpoint.transfer.planning",
         "conversion.state",
@@ -46,7 +46,7 @@ LEVELS = (
     ),
     ("checkpoint.formats.native",),
     ("checkpoint.formats.zarr",),
-    ("checkpoint.saving", "checkpoint.loading"),
+    ("checkpoint.formats", "checkpoint.saving", "checkpoint.loading"),
     ("checkpoint.memory",),
     (
         "optim",
@@ -55,9 +55,7 @@ LEVELS = (
         "checkpoint",
         "conversion.rules",
         "conversion.formats.huggingface",
-        "conversion.formats.native",
         "conversion.formats.torch_save",
-        "conversion.formats.zarr",
     ),
     (
         "optim.muon",

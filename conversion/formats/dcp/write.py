@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
 from vescale_fsdp.checkpoint.moves.plan import ClosingFile, Content, FilePlan, OutputPlan, TensorItems, whole
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
@@ -27,7 +28,6 @@ from vescale_fsdp.conversion.formats.torch_save.pickle_writer import (
     torch_dtype,
     torch_size,
 )
-from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.geometry import Box, whole_box
 from vescale_fsdp.views.index_maps import Slice

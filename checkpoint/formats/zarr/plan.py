@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 from vescale_fsdp.checkpoint.checksums import CRC32C, CRC_BYTES, checksum_of
+from vescale_fsdp.checkpoint.formats.native.tree import native_manifest, native_tree
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
@@ -24,6 +25,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     clipped,
     group_files,
 )
+from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
 from vescale_fsdp.checkpoint.moves.plan import (
     ClosingFile,
     ComputedBytes,
@@ -37,8 +39,6 @@ from vescale_fsdp.checkpoint.moves.plan import (
 )
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
-from vescale_fsdp.conversion.state.carried_state import CarriedState
-from vescale_fsdp.conversion.state.native_tree import native_manifest, native_tree
 
 _CHUNK_BYTES = 32 * 2**20  # 32 MiB
 

@@ -16,6 +16,14 @@ from urllib.parse import unquote
 import numpy as np
 
 from vescale_fsdp.checkpoint.checksums import CRC32C, CRC_BYTES
+from vescale_fsdp.checkpoint.formats.zarr.metadata import (
+    DAMAGE,
+    damaged,
+    has_chunks,
+    present_bytes,
+    read_metadata,
+)
+from vescale_fsdp.checkpoint.formats.zarr.version_2 import ARRAY_FILE, Array2, LastChunk
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.state_tree import split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, clipped
@@ -24,14 +32,6 @@ from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue,
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.zarr.metadata import (
-    DAMAGE,
-    damaged,
-    has_chunks,
-    present_bytes,
-    read_metadata,
-)
-from vescale_fsdp.conversion.formats.zarr.version_2 import ARRAY_FILE, Array2, LastChunk
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.foreign_json import whole_numbers
@@ -266,7 +266,7 @@ class Array3:
         if self._stored_as.is_numpy:
             array = zarr.open_array(path, mode="r")
         else:  # JAX's bfloat16, which zarr lacks
-            from vescale_fsdp.conversion.formats.zarr.as_integers import open_as_integers
+            from vescale_fsdp.checkpoint.formats.zarr.as_integers import open_as_integers
 
             array = open_as_integers(path, self._stored_as)
         raw, chunks = self.info.dtype.raw, self._regular_chunks
