@@ -1,7 +1,8 @@
 """What `format=` and `export=` take: how the tensors of a state are laid out in a folder, and how it becomes valid.
 
-    formats.native, formats.zarr    files of ranks, or zarr arrays, and a manifest
-    conversion.live                 a Hugging Face repository, a folder of stock DCP
+    native, zarr       files of ranks, or zarr arrays, and a manifest
+    dcp                a folder of stock torch.distributed.checkpoint
+    conversion.live    a Hugging Face repository
 
 `save` takes the state, lets the ranks agree and calls a form. A form only writes; each format has its own readers.
 """

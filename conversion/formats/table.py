@@ -68,8 +68,8 @@ class Format(NamedTuple):
 _granularities = lazy_function("vescale_fsdp.layout.granularity", "parse_granularities")
 _open_native = lazy_function("vescale_fsdp.checkpoint.formats.source", "open_native")
 _plan_native = lazy_function("vescale_fsdp.checkpoint.formats.native.plan", "plan_native")
-_open_dcp = lazy_function("vescale_fsdp.conversion.formats.dcp.read", "open_dcp")
-_plan_dcp = lazy_function("vescale_fsdp.conversion.formats.dcp.write", "plan_dcp")
+_open_dcp = lazy_function("vescale_fsdp.checkpoint.formats.dcp.source", "open_dcp")
+_plan_dcp = lazy_function("vescale_fsdp.checkpoint.formats.dcp.plan", "plan_dcp")
 _has_manifest = lazy_function("vescale_fsdp.checkpoint.formats.zarr.hierarchy", "has_manifest")
 _open_megatron = lazy_function("vescale_fsdp.conversion.formats.megatron.read", "open_megatron")
 _open_deepspeed = lazy_function("vescale_fsdp.conversion.formats.deepspeed.read", "open_deepspeed")
@@ -83,9 +83,9 @@ _open_adapter = lazy_function("vescale_fsdp.conversion.adapters.peft_folder", "o
 _plan_adapter = lazy_function("vescale_fsdp.conversion.adapters.peft_folder", "plan_adapter")
 _open_bin = lazy_function("vescale_fsdp.conversion.formats.huggingface.read_bin", "open_bin_folder")
 _plan_hf = lazy_function("vescale_fsdp.conversion.formats.huggingface.write", "plan_hf")
-_open_ranks = lazy_function("vescale_fsdp.conversion.formats.torch_save.rank_files", "open_ranks")
-_open_torch = lazy_function("vescale_fsdp.conversion.formats.torch_save.read", "open_torch")
-_plan_torch = lazy_function("vescale_fsdp.conversion.formats.torch_save.write", "plan_torch")
+_open_ranks = lazy_function("vescale_fsdp.checkpoint.formats.torch_save.rank_files", "open_ranks")
+_open_torch = lazy_function("vescale_fsdp.checkpoint.formats.torch_save.read", "open_torch")
+_plan_torch = lazy_function("vescale_fsdp.checkpoint.formats.torch_save.write", "plan_torch")
 
 # In the order in which a folder is asked: what has another format's files beside its own comes before that other.
 FORMATS = {

@@ -18,7 +18,9 @@ import numpy as np
 
 from vescale_fsdp.checkpoint.checksums import hex_checksum_of
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
+from vescale_fsdp.checkpoint.formats.held_shards import HeldShards
 from vescale_fsdp.checkpoint.formats.source import NativeLeaves
+from vescale_fsdp.checkpoint.formats.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
@@ -34,9 +36,7 @@ from vescale_fsdp.conversion.convert import ConvertReport, plan_conversion
 from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets, is_setting
 from vescale_fsdp.conversion.formats.huggingface.repository import BEING_WRITTEN, is_weight_file
-from vescale_fsdp.conversion.live.held_shards import HeldShards
 from vescale_fsdp.conversion.live.joint_files import MIN_BUDGET_BYTES, JointFiles
-from vescale_fsdp.conversion.live.written_folder import WrittenFolder
 from vescale_fsdp.conversion.rules.rule_file import load_rules
 from vescale_fsdp.errors import ConversionError, some
 

@@ -45,7 +45,7 @@ LEVELS = (
         "conversion.run_plan",
     ),
     ("checkpoint.formats.native",),
-    ("checkpoint.formats.zarr",),
+    ("checkpoint.formats.zarr", "checkpoint.formats.torch_save"),
     ("checkpoint.formats", "checkpoint.saving", "checkpoint.loading"),
     ("checkpoint.memory",),
     (
@@ -55,12 +55,10 @@ LEVELS = (
         "checkpoint",
         "conversion.rules",
         "conversion.formats.huggingface",
-        "conversion.formats.torch_save",
     ),
     (
         "optim.muon",
         "optim.shampoo",
-        "conversion.formats.dcp",
         "conversion.formats.trainers",
         "conversion.formats.orbax",
         "conversion.formats.deepspeed",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vescale_fsdp.conversion.formats.torch_save.pickle_reader import STORAGE_TYPES
+from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import STORAGE_TYPES
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vescale_fsdp.checkpoint.formats.torch_save.archive_reader import TorchArchive
+from vescale_fsdp.checkpoint.formats.torch_save.numpy_values import ArrayRef
+from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import PiecesRef, ShardRef, TensorRef
 from vescale_fsdp.checkpoint.manifest.distribution import shard_order
 from vescale_fsdp.checkpoint.moves.source import BoxReader
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
-from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
-from vescale_fsdp.conversion.formats.torch_save.numpy_values import ArrayRef
-from vescale_fsdp.conversion.formats.torch_save.pickle_reader import PiecesRef, ShardRef, TensorRef
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, whole_box
 

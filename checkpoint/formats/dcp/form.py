@@ -11,7 +11,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from vescale_fsdp.checkpoint.formats.dcp.plan import file_of_rank, plan_dcp_by_rank
+from vescale_fsdp.checkpoint.formats.dcp.source import METADATA_FILE
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
+from vescale_fsdp.checkpoint.formats.held_shards import HeldShards
+from vescale_fsdp.checkpoint.formats.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
@@ -20,10 +24,6 @@ from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits
 from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import FileWriter, Storage
-from vescale_fsdp.conversion.formats.dcp.read import METADATA_FILE
-from vescale_fsdp.conversion.formats.dcp.write import file_of_rank, plan_dcp_by_rank
-from vescale_fsdp.conversion.live.held_shards import HeldShards
-from vescale_fsdp.conversion.live.written_folder import WrittenFolder
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.geometry import Box
 

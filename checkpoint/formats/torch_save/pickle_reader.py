@@ -14,12 +14,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.conversion.formats.torch_save.numpy_values import (
+from vescale_fsdp.checkpoint.formats.torch_save.numpy_values import (
     ARRAY_NAMES,
     NUMBER_NAMES,
     UnheldArrayError,
 )
-from vescale_fsdp.conversion.formats.torch_save.unread_objects import UnreadObject, unread_type
+from vescale_fsdp.checkpoint.formats.torch_save.unread_objects import UnreadObject, unread_type
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DTYPES, DType, dtype_from_torch
 

@@ -10,8 +10,8 @@ import io
 import pickle
 from typing import Any
 
-from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
-from vescale_fsdp.conversion.formats.torch_save.pickle_reader import load_plain_pickle
+from vescale_fsdp.checkpoint.formats.torch_save.archive_reader import TorchArchive
+from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import load_plain_pickle
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 
