@@ -14,15 +14,19 @@ if TYPE_CHECKING:
 
     from vescale_fsdp.checkpoint.data.reshardable_loader import ReshardableLoader
     from vescale_fsdp.checkpoint.data.reshardable_sampler import ReshardableSampler
-    from vescale_fsdp.checkpoint.dcp.reader import RaggedLoadPlanner, RaggedReader
-    from vescale_fsdp.checkpoint.dcp.state_dict import (
+    from vescale_fsdp.checkpoint.formats.dcp.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
         set_model_state_dict,
         set_optimizer_state_dict,
         set_state_dict,
     )
-    from vescale_fsdp.checkpoint.dcp.writer import RaggedSavePlanner, RaggedWriter
+    from vescale_fsdp.checkpoint.formats.dcp.storage import (
+        RaggedLoadPlanner,
+        RaggedReader,
+        RaggedSavePlanner,
+        RaggedWriter,
+    )
     from vescale_fsdp.checkpoint.loading.load import LoadReport, load
     from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, CheckpointTensor, read_state
     from vescale_fsdp.checkpoint.loading.verify import Problem, VerifyReport, verify
@@ -96,8 +100,8 @@ lazily_export(
     {
         "torch.distributed.checkpoint.state_dict": "get_state_dict",
         "vescale_fsdp.checkpoint.saving.async_save": "SaveHandle async_save",
-        "vescale_fsdp.checkpoint.dcp.reader": "RaggedLoadPlanner RaggedReader",
-        "vescale_fsdp.checkpoint.dcp.writer": "RaggedSavePlanner RaggedWriter",
+        "vescale_fsdp.checkpoint.formats.dcp.storage": "RaggedLoadPlanner RaggedReader RaggedSavePlanner "
+        "RaggedWriter",
         "vescale_fsdp.checkpoint.loading.load": "LoadReport load",
         "vescale_fsdp.checkpoint.manager": "CheckpointManager Restored",
         "vescale_fsdp.checkpoint.state.per_rank": "PerRank Reshardable Resharded",
@@ -111,7 +115,7 @@ lazily_export(
         "vescale_fsdp.checkpoint.storage.progress": "ProgressReport",
         "vescale_fsdp.checkpoint.loading.read_state": "CheckpointReader CheckpointTensor read_state",
         "vescale_fsdp.checkpoint.saving.save": "save",
-        "vescale_fsdp.checkpoint.dcp.state_dict": "get_model_state_dict get_optimizer_state_dict "
+        "vescale_fsdp.checkpoint.formats.dcp.state_dict": "get_model_state_dict get_optimizer_state_dict "
         "set_model_state_dict set_optimizer_state_dict set_state_dict",
         "vescale_fsdp.checkpoint.loading.verify": "Problem VerifyReport verify",
     },

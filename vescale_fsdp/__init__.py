@@ -13,12 +13,12 @@ from vescale_fsdp.lazy import lazily_export
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+    from vescale_fsdp.checkpoint.formats.dcp.form import DCP
     from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
     from vescale_fsdp.checkpoint.transfer.planning.description import StateDescription
     from vescale_fsdp.checkpoint.transfer.planning.report import TransferReport, transfer_report
     from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
     from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle, describe_states
-    from vescale_fsdp.conversion.live.dcp_form import DCP
     from vescale_fsdp.conversion.live.hf_form import HuggingFace
     from vescale_fsdp.conversion.live.load_from import LoadFromReport, load_from
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
@@ -124,7 +124,7 @@ lazily_export(
     {
         "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
         "vescale_fsdp.runtime.data_mesh": "DataParallelMeshDims",
-        "vescale_fsdp.conversion.live.dcp_form": "DCP",
+        "vescale_fsdp.checkpoint.formats.dcp.form": "DCP",
         "vescale_fsdp.conversion.live.hf_form": "HuggingFace",
         "vescale_fsdp.conversion.live.load_from": "LoadFromReport load_from",
         "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.checkpoint.loading.read_plan import Reads
+from vescale_fsdp.checkpoint.formats.native.read import Reads
+from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
-from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name
@@ -344,7 +344,7 @@ class Loader:
             self._per_rank(reader, found)
             reads.open()
         if self.verify == "before":
-            reads.prove()
+            reads.verify()
 
     def _merging(self, reader: CheckpointReader, found: Match) -> set[str]:
         """Per-rank values that are made of those of all ranks that saved."""

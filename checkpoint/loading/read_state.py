@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.loading.locate import ShareFinder
-from vescale_fsdp.checkpoint.loading.read_plan import ReadPlan, Reads
-from vescale_fsdp.checkpoint.loading.targets import Bytes, Sink
-from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
-from vescale_fsdp.checkpoint.loading.zarr_reader import ZarrReads
+from vescale_fsdp.checkpoint.formats.native.read import ReadPlan, Reads
+from vescale_fsdp.checkpoint.formats.native.targets import Bytes, Sink
+from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
+from vescale_fsdp.checkpoint.formats.zarr.read import ZarrReads
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.rank_file import ShareFinder
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, dotted_name, join_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from vescale_fsdp.checkpoint.formats.native.write import FileImage, write_rank_file
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
@@ -24,8 +25,6 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.memory.partners import ranks_by_node
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import FROM_DISK, FileMove, move_files
-from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
-from vescale_fsdp.checkpoint.saving.rank_file_writer import write_rank_file
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError

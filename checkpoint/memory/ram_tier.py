@@ -33,6 +33,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp.checkpoint.formats.form import lock_errors
 from vescale_fsdp.checkpoint.loading.file_checks import rank_file_problem
 from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_rank_file_name, step_name
@@ -44,7 +45,6 @@ from vescale_fsdp.checkpoint.ranks.background import BackgroundThread
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, is_interrupt, is_of_storage
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove, move_files
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
-from vescale_fsdp.checkpoint.saving.form import told_if_busy
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.steps.retention import remove_chosen, surplus_steps
@@ -207,7 +207,7 @@ class RamTier:
             with coordinator.together(f"locking {storage.where}"):
                 self._sweep()
                 if self._leads_node and coordinator.rank:  # the save itself locks rank 0's
-                    with told_if_busy(storage):
+                    with lock_errors(storage):
                         held.enter_context(storage.lock())
             saver = Saver(
                 storage,

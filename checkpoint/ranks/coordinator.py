@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.checksums import checksum_of, digest_of, hex_checksum_of
+from vescale_fsdp.checkpoint.manifest.distribution import RankSet
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.roll_call import RollCall

@@ -131,7 +131,7 @@ def _detect(folder: Storage, url: str) -> str:
     for kind, form in FORMATS.items():
         if form.is_file and re.fullmatch(form.file, name):
             return kind
-    from vescale_fsdp.conversion.formats.torch_save.read import is_torch_file
+    from vescale_fsdp.checkpoint.formats.torch_save.read import is_torch_file
 
     if is_torch_file(parent, name):
         return "torch"

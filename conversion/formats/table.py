@@ -16,12 +16,12 @@ from vescale_fsdp.lazy import lazy_function
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
     from vescale_fsdp.checkpoint.moves.plan import OutputPlan
     from vescale_fsdp.checkpoint.moves.source import Source
     from vescale_fsdp.checkpoint.storage.base import Storage
     from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
     from vescale_fsdp.conversion.formats.huggingface.assets import Assets
-    from vescale_fsdp.conversion.state.carried_state import CarriedState
 
     Open = Callable[[Storage, str, bool], Source]  # (folder, file in it, whether its pickles are trusted)
     Plan = Callable[
@@ -66,15 +66,15 @@ class Format(NamedTuple):
 
 
 _granularities = lazy_function("vescale_fsdp.layout.granularity", "parse_granularities")
-_open_native = lazy_function("vescale_fsdp.conversion.formats.native.read", "open_native")
-_plan_native = lazy_function("vescale_fsdp.conversion.formats.native.write", "plan_native")
-_open_dcp = lazy_function("vescale_fsdp.conversion.formats.dcp.read", "open_dcp")
-_plan_dcp = lazy_function("vescale_fsdp.conversion.formats.dcp.write", "plan_dcp")
-_has_manifest = lazy_function("vescale_fsdp.conversion.formats.zarr.read", "has_manifest")
+_open_native = lazy_function("vescale_fsdp.checkpoint.formats.source", "open_native")
+_plan_native = lazy_function("vescale_fsdp.checkpoint.formats.native.plan", "plan_native")
+_open_dcp = lazy_function("vescale_fsdp.checkpoint.formats.dcp.source", "open_dcp")
+_plan_dcp = lazy_function("vescale_fsdp.checkpoint.formats.dcp.plan", "plan_dcp")
+_has_manifest = lazy_function("vescale_fsdp.checkpoint.formats.zarr.hierarchy", "has_manifest")
 _open_megatron = lazy_function("vescale_fsdp.conversion.formats.megatron.read", "open_megatron")
 _open_deepspeed = lazy_function("vescale_fsdp.conversion.formats.deepspeed.read", "open_deepspeed")
-_open_zarr = lazy_function("vescale_fsdp.conversion.formats.zarr.read", "open_zarr")
-_plan_zarr = lazy_function("vescale_fsdp.conversion.formats.zarr.write", "plan_zarr")
+_open_zarr = lazy_function("vescale_fsdp.checkpoint.formats.zarr.hierarchy", "open_zarr")
+_plan_zarr = lazy_function("vescale_fsdp.checkpoint.formats.zarr.plan", "plan_zarr")
 _open_orbax = lazy_function("vescale_fsdp.conversion.formats.orbax.read", "open_orbax")
 _open_shards = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_shards")
 _open_hf = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_hf_folder")
@@ -83,9 +83,9 @@ _open_adapter = lazy_function("vescale_fsdp.conversion.adapters.peft_folder", "o
 _plan_adapter = lazy_function("vescale_fsdp.conversion.adapters.peft_folder", "plan_adapter")
 _open_bin = lazy_function("vescale_fsdp.conversion.formats.huggingface.read_bin", "open_bin_folder")
 _plan_hf = lazy_function("vescale_fsdp.conversion.formats.huggingface.write", "plan_hf")
-_open_ranks = lazy_function("vescale_fsdp.conversion.formats.torch_save.rank_files", "open_ranks")
-_open_torch = lazy_function("vescale_fsdp.conversion.formats.torch_save.read", "open_torch")
-_plan_torch = lazy_function("vescale_fsdp.conversion.formats.torch_save.write", "plan_torch")
+_open_ranks = lazy_function("vescale_fsdp.checkpoint.formats.torch_save.rank_files", "open_ranks")
+_open_torch = lazy_function("vescale_fsdp.checkpoint.formats.torch_save.read", "open_torch")
+_plan_torch = lazy_function("vescale_fsdp.checkpoint.formats.torch_save.write", "plan_torch")
 
 # In the order in which a folder is asked: what has another format's files beside its own comes before that other.
 FORMATS = {

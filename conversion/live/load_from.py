@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_fsdp.checkpoint.checksums import RunningDigest
+from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.loading.load import Overwriting
-from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.moves.checked_ranges import SeenPieces

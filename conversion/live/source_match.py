@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_fsdp.checkpoint.formats.native.tree import native_tree
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.checkpoint.moves.carried_state import CarriedState, whole_state
 from vescale_fsdp.checkpoint.moves.casting import CastRules, CastView, float_type
+from vescale_fsdp.checkpoint.moves.model_names import ModelNames, container_of, split_entries
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
 from vescale_fsdp.checkpoint.state.match import Match, match
@@ -23,10 +26,7 @@ from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.conversion.live.live_state import LiveState
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules
-from vescale_fsdp.conversion.state.carried_state import CarriedState, whole_state
 from vescale_fsdp.conversion.state.dequantized_weights import dequantized
-from vescale_fsdp.conversion.state.model_names import ModelNames, container_of, split_entries
-from vescale_fsdp.conversion.state.native_tree import native_tree
 from vescale_fsdp.conversion.state.optimizers import home_of, optimizers_of
 from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 from vescale_fsdp.layout.dtypes import dtype_from_torch

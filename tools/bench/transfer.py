@@ -36,8 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools.bench.rows import Row, print_table, write_json
 from tools.bench.step import _high_water_bytes, _reset_high_water, _resident_bytes
 from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, LayoutCut, ShardCut
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, LayoutCut, RankSet, ShardCut
 from vescale_fsdp.checkpoint.transfer.planning.description import DescribedTensor, StateDescription
 from vescale_fsdp.checkpoint.transfer.planning.links import Linkable, codes, scales
 from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers

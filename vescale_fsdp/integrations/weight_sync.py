@@ -33,8 +33,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.manifest.distribution import Distribution
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.distribution import Distribution, RankSet
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for

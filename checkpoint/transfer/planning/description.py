@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vescale_fsdp.checkpoint.manifest.distribution import Axes, Distribution, Holders
-from vescale_fsdp.checkpoint.manifest.join_structures import merge_structures, prove_complete
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.distribution import Axes, Distribution, Holders, RankSet
 from vescale_fsdp.checkpoint.manifest.state_tree import join_name
-from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
+from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, check_complete, merge_structures
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.errors import CheckpointError
@@ -186,7 +184,7 @@ def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
         error = caught
     classes = coordinator.agree(structure, 0, error).classes
     joined, ranks = merge_structures(classes)
-    prove_complete(joined, ranks, classes)
+    check_complete(joined, ranks, classes)
     _prove_alike(joined)
     return StateDescription(joined, ranks)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from vescale_fsdp.checkpoint.formats.torch_save.found_entries import OpenedFile
+from vescale_fsdp.checkpoint.formats.torch_save.held_tensors import HeldTensor, differing_files, is_tensor_ref
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.torch_save.found_entries import OpenedFile
-from vescale_fsdp.conversion.formats.torch_save.held_tensors import HeldTensor, differing_files, is_tensor_ref
 
 # What is read here, or is true of the run that saved alone.
 _OWN = {

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import async_save, load, save
+from vescale_fsdp.checkpoint.formats.zarr import write as zarr_writing
 from vescale_fsdp.checkpoint.ranks import coordinator as agreement
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, GroupCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.saving import async_save as async_saving
-from vescale_fsdp.checkpoint.saving import zarr_writer as zarr_writing
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor

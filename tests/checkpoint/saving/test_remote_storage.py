@@ -21,8 +21,8 @@ from tests.support.checkpoint_states import assert_equal, erase, mixed_state, pl
 from tests.support.distributed import run_ranks
 from tests.support.s3_server import Weather, s3_server
 from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save, verify
+from vescale_fsdp.checkpoint.formats.zarr import write as zarr_writing
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.saving import zarr_writer as zarr_writing
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.storage import remote
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage

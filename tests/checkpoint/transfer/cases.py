@@ -15,10 +15,10 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     Cut,
     Distribution,
     LayoutCut,
+    RankSet,
     ShardCut,
     UnitsCut,
 )
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.state.tensor_description import axes_of_ranks
 from vescale_fsdp.checkpoint.transfer.planning.description import DescribedTensor, StateDescription

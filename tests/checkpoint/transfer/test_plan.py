@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 
 from tests.checkpoint.transfer.cases import descriptions, moved, part_of, region_of
-from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, LayoutCut, ShardCut
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, LayoutCut, RankSet, ShardCut
 from vescale_fsdp.checkpoint.transfer import codes, concatenate, scales
 from vescale_fsdp.checkpoint.transfer.planning import rank_transfers
 from vescale_fsdp.checkpoint.transfer.planning.balance import levelled_shares

@@ -27,7 +27,7 @@ from tests.support.dtype_zoo import same_bytes
 from tests.support.s3_server import Weather, bucket_client, s3_server
 from vescale_fsdp import Rows, fully_shard, load_from
 from vescale_fsdp.checkpoint import get_state_dict, save
-from vescale_fsdp.checkpoint.dcp.state_dict import StateDictOptions, set_state_dict
+from vescale_fsdp.checkpoint.formats.dcp.state_dict import StateDictOptions, set_state_dict
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 
 # format -> whether it holds the optimizer

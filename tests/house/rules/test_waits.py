@@ -54,7 +54,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         "self.wait()": SAVE,
         "wait([self._last.future])": SAVE,
     },
-    "checkpoint/saving/rank_file_bytes.py": {"stream.record().synchronize()": DEVICE},
+    "checkpoint/formats/native/write.py": {"stream.record().synchronize()": DEVICE},
     "checkpoint/state/host_copies.py": {"busy.synchronize()": DEVICE, "event.synchronize()": DEVICE},
     "checkpoint/storage/lock_file.py": {"renewing.join()": SAVE},
     "checkpoint/storage/remote.py": {

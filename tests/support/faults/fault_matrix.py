@@ -38,12 +38,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.support.faults.watched_storage import Call, Fault, Watch, WatchedStorage
 from vescale_fsdp import DCP, HuggingFace, load_from
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, RamTier, async_save, load, save
+from vescale_fsdp.checkpoint.formats.dcp.source import open_dcp
 from vescale_fsdp.checkpoint.loading.load import Read
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 from vescale_fsdp.conversion.formats import detect
-from vescale_fsdp.conversion.formats.dcp.read import open_dcp
 from vescale_fsdp.conversion.formats.huggingface.read import open_hf_folder
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, VescaleError

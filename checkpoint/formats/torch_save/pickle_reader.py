@@ -1,0 +1,466 @@
+"""Reading pickles without running what they name.
+
+A pickle is a program that may call anything importable. Checkpoints need very little of that: a few record
+types, sizes, dtypes, and the two functions that rebuild a tensor. Both unpicklers here know those names only,
+and put plain stand-ins in their place, so opening an unknown checkpoint runs none of its code (and does not
+import torch). Everything else is refused by name; ``trust=True`` imports it instead, as torch itself would.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vescale_fsdp.checkpoint.formats.torch_save.numpy_values import (
+    ARRAY_NAMES,
+    NUMBER_NAMES,
+    UnheldArrayError,
+)
+from vescale_fsdp.checkpoint.formats.torch_save.unread_objects import UnreadObject, unread_type
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.layout.dtypes import DTYPES, DType, dtype_from_torch
+
+# What a damaged pickle may raise from inside the unpickler, by trial with flipped and missing bytes.
+_DAMAGE = (
+    pickle.UnpicklingError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    UnicodeDecodeError,
+    ValueError,
+)
+
+
+class _NotDenseError(Exception):
+    """The pickle holds a tensor that no format here can."""
+
+
+class Record:
+    """Stand-in for a record type of torch: attributes as they were pickled, no behaviour."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    if TYPE_CHECKING:  # a method of this name would be asked for every `__setstate__` that is not there
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class _PropertiesRecord(Record):
+    """Stand-in for TensorProperties, whose pickled state is a tuple that begins with the dtype."""
+
+    dtype: DType
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor as a torch.save pickle describes it: a strided window on one storage record."""
+
+    storage_key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in items
+    storage_offset: int  # in items
+    signs: int = 0  # bits of every item that a lazy conjugation or negation flips
+
+
+@dataclass(frozen=True)
+class ShardRef:
+    """A DTensor as a rank pickled it: the rank's part, and where it belongs."""
+
+    local: TensorRef
+    shape: tuple[int, ...]  # of the full tensor
+    placements: tuple[Record, ...]  # stand-ins, named as torch's placements
+    coordinates: tuple[int, ...]  # of the rank, one per mesh axis
+
+
+@dataclass(frozen=True)
+class PiecesRef:
+    """A ShardedTensor (FSDP1's) as a rank pickled it: the rank's boxes, which say themselves where they belong."""
+
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: DType
+    pieces: tuple[tuple[tuple[int, ...], TensorRef], ...]  # offsets in the full tensor, and the box
+
+
+class _Fields(tuple[Any, ...]):
+    """Stand-in for a named tuple of torch."""
+
+    def __new__(cls, *args: Any) -> _Fields:
+        return super().__new__(cls, args)
+
+
+def _rebuild_wrapper(*args: Any) -> Any:
+    return args
+
+
+def _rebuild_typed(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+    """A tensor with Python attributes, which matter only if it is one rank's part of a tensor."""
+    if function is not _rebuild_wrapper:
+        return function(*args)
+    if kind is not _SHARDED_TENSOR and getattr(kind, "__name__", "") != "DTensor":
+        raise _NotDenseError(f"a {getattr(kind, '__qualname__', kind)}, which wraps other tensors")
+    if kind is _SHARDED_TENSOR:
+        shards, metadata = state[0], state[1]
+        pieces = tuple((tuple(shard.metadata.shard_offsets), shard.tensor) for shard in shards)
+        return PiecesRef(tuple(metadata.size), metadata.tensor_properties.dtype, pieces)
+    merged: dict[str, Any] = {}
+    for part in state if isinstance(state, tuple) else (state,):  # (attributes, slots)
+        merged |= part or {}
+    spec = merged["_spec"]
+    return ShardRef(
+        merged["_local_tensor"], tuple(args[2]), tuple(spec.placements), tuple(spec.mesh._coordinate_on_dim)
+    )
+
+
+@dataclass(frozen=True)
+class _StorageRef:
+    key: str
+    dtype: DType | None  # None for an untyped storage
+
+
+def _path(*parts: str) -> str:
+    return "/".join(parts)
+
+
+def _layout(code: Any) -> Any:
+    return code
+
+
+def _rebuild_v2(
+    storage: _StorageRef, offset: int, shape: Any, strides: Any, grad: bool, hooks: Any, flags: Any = None
+) -> TensorRef:
+    if storage.dtype is None:
+        raise pickle.UnpicklingError("an untyped storage where a typed one belongs")
+    return _rebuild_v3(storage, offset, shape, strides, grad, hooks, storage.dtype, flags)
+
+
+def _rebuild_v3(
+    storage: _StorageRef,
+    offset: int,
+    shape: Any,
+    strides: Any,
+    grad: bool,
+    hooks: Any,
+    dtype: DType,
+    flags: Any = None,
+) -> TensorRef:
+    sizes, steps = tuple(shape), tuple(strides)
+    if len(sizes) != len(steps) or not all(type(n) is int and n >= 0 for n in (*sizes, *steps, offset)):
+        raise pickle.UnpicklingError(f"a tensor of shape {sizes}, strides {steps} and offset {offset}")
+    return TensorRef(storage.key, dtype, sizes, steps, offset, _signs(dtype, flags or {}))
+
+
+def _signs(dtype: DType, flags: Any) -> int:
+    """Bits that differ between an item as it is stored and as torch would read it.
+
+    torch conjugates and negates lazily: the storage keeps the old values, and flags go with the tensor.
+    """
+    if unknown := set(flags) - {"conj", "neg"}:
+        raise _NotDenseError(f"a tensor with {', '.join(sorted(map(str, unknown)))} set")
+    conj, neg = bool(flags.get("conj")), bool(flags.get("neg"))
+    if (conj and dtype.kind != "complex") or (neg and dtype.kind not in ("float", "complex")):
+        raise _NotDenseError(f"a {dtype.name} tensor that is lazily conjugated or negated")
+    real, last = (
+        1 << (dtype.bits // 2 - 1),
+        1 << (dtype.bits - 1),
+    )  # little-endian: the imaginary part is last
+    if dtype.kind == "float":
+        return last if neg else 0
+    return (real if neg else 0) | (last if conj != neg else 0)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """How protocol 2 writes bytes."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"unknown encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+def _nested_class(outer: Any, name: str) -> type[Record]:
+    """What a pickle of protocol 2 asks ``getattr`` for: a class inside a class, of which torch has one."""
+    if (outer, name) != (_SHARDED_TENSOR, "ProcessGroupState"):
+        raise pickle.UnpicklingError(f"an attribute {name!r} of {outer!r}")
+    return Record
+
+
+def _stand_in_attribute(outer: Any, name: str) -> Any:
+    """The same where classes are stand-ins: members of an enum are, too."""
+    if isinstance(outer, type) and issubclass(outer, UnreadObject):
+        return UnreadObject()
+    return _nested_class(outer, name)
+
+
+_SHARDED_TENSOR = type("ShardedTensor", (Record,), {"ProcessGroupState": Record})
+
+
+def _rebuild_parameter(data: TensorRef, *_: Any) -> TensorRef:
+    return data
+
+
+STORAGE_TYPES = {  # torch's class of a storage -> type of its items
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+
+
+def _no_bytes(*args: Any) -> bytes:
+    """How protocol 2 writes empty bytes."""
+    if args:
+        raise pickle.UnpicklingError("bytes of something else")
+    return b""
+
+
+def _default_dict(*_: Any) -> dict[Any, Any]:
+    """A defaultdict as a dict: what it would make for missing keys is no value."""
+    return {}
+
+
+_BUILTINS: dict[str, Any] = {
+    each.__name__: each for each in (set, frozenset, list, dict, tuple, int, float, complex, str, bool)
+}
+_BUILTINS |= {"long": int, "unicode": str, "bytes": _no_bytes}  # as protocol 2 calls them
+_PLAIN_NAMES: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "Counter"): dict,  # in the state of torch's MultiStepLR
+    ("collections", "defaultdict"): _default_dict,
+    ("_codecs", "encode"): _encode,
+    **NUMBER_NAMES,
+    **{(module, name): kind for module in ("builtins", "__builtin__") for name, kind in _BUILTINS.items()},
+}
+_TORCH_NAMES: dict[tuple[str, str], Any] = {
+    **{("torch", dtype.torch_name): dtype for dtype in DTYPES if dtype.torch_name},
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+_METADATA_NAMES: dict[tuple[str, str], Any] = {
+    **_TORCH_NAMES,
+    **{
+        ("torch.distributed.checkpoint.metadata", name): type(name, (Record,), {})
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+        )
+    },
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"): _PropertiesRecord,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _layout,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): type("_StorageInfo", (Record,), {}),
+    **{
+        (module, name): _path
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+    },
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+}
+_TENSOR_NAMES: dict[tuple[str, str], Any] = {
+    **_PLAIN_NAMES,
+    **_TORCH_NAMES,
+    **{("torch", name): dtype_from_torch(dtype) for name, dtype in STORAGE_TYPES.items()},
+    **ARRAY_NAMES,
+    ("torch.storage", "UntypedStorage"): None,
+    ("torch", "UntypedStorage"): None,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,  # it has attributes
+    ("torch", "Tensor"): type("Tensor", (Record,), {}),  # of one with attributes
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_typed,
+    ("torch._utils", "_rebuild_wrapper_subclass"): _rebuild_wrapper,
+    ("torch", "device"): _path,
+    **{
+        (module, name): type(name, (Record,), {})
+        for module, names in {
+            "torch.distributed.tensor": ("DTensor",),
+            "torch.distributed._tensor.api": ("DTensor",),
+            "torch.distributed.tensor._api": ("DTensor",),
+            "torch.distributed.device_mesh": ("DeviceMesh",),
+            "torch.distributed._mesh_layout": ("_MeshLayout", "_FlatLayout"),
+            "torch.distributed.tensor._dtensor_spec": ("DTensorSpec",),
+            "torch.distributed.tensor.placement_types": ("Shard", "_StridedShard", "Replicate", "Partial"),
+            "torch.distributed.remote_device": ("_remote_device",),
+            "torch.distributed._shard.metadata": ("ShardMetadata",),
+            "torch.distributed._shard.sharded_tensor.api": (
+                "ShardedTensor",
+                "ShardedTensor.ProcessGroupState",
+            ),
+            "torch.distributed._shard.sharded_tensor.shard": ("Shard",),
+            "torch.distributed._shard.sharded_tensor.metadata": ("ShardedTensorMetadata",),
+            "torch.distributed._shard.sharding_spec.api": ("EnumerableShardingSpec",),
+            "torch.distributed._shard.sharding_spec.chunk_sharding_spec": ("ChunkShardingSpec",),
+        }.items()
+        for name in names
+    },
+    ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): _SHARDED_TENSOR,
+    **{(module, "getattr"): _nested_class for module in ("builtins", "__builtin__")},
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _PropertiesRecord,
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _layout,
+    ("torch.distributed.tensor._dtensor_spec", "TensorMeta"): _Fields,
+    ("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry"): _Fields,
+}
+
+
+# Tensors that no format here holds. Trusting the pickle would not help.
+_NOT_DENSE = {
+    ("torch._utils", "_rebuild_sparse_tensor"): "a sparse tensor",
+    ("torch._utils", "_rebuild_qtensor"): "a tensor of a quantised type",
+    ("torch._utils", "_rebuild_nested_tensor"): "a nested tensor",
+    ("torch.nested._internal.nested_tensor", "_rebuild_njt"): "a nested tensor",
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): "a tensor on the meta device, which has no values",
+    ("torch._utils", "_rebuild_device_tensor_from_numpy"): "a tensor of a device that saves numpy arrays",
+    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): "a tensor of a device that saves copies",
+    ("torch._utils", "_rebuild_xla_tensor"): "a tensor of a device that saves numpy arrays",
+}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Knows Python's own containers only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _PLAIN_NAMES.get((module, name))
+        if found is None:
+            raise LookupError(f"{module}.{name}")
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise LookupError("a tensor")
+
+
+class _AllowListUnpickler(pickle.Unpickler):
+    """Knows the given names and no others; with stand-ins, others are `UnreadObject` and nothing is imported."""
+
+    def __init__(
+        self,
+        data: bytes,
+        names: dict[tuple[str, str], Any],
+        where: str,
+        *,
+        trust: bool,
+        stand_ins: bool = False,
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names, self._where, self._trust, self._stand_ins = names, where, trust, stand_ins
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _NOT_DENSE:
+            raise _NotDenseError(_NOT_DENSE[module, name])
+        if self._stand_ins and ((module, name) not in self._names or name == "getattr"):
+            return _stand_in_attribute if name == "getattr" else unread_type(module, name)
+        if self._trust and ((module, name) not in self._names or name == "getattr"):
+            return super().find_class(module, name)
+        if (module, name) in self._names:
+            return self._names[module, name]
+        raise ConversionError(
+            "The checkpoint's pickle names something that is not needed to read tensors.",
+            expected="only torch's checkpoint records, sizes, dtypes and tensor rebuilds",
+            got=f"{module}.{name}",
+            where=self._where,
+            todo="pass --trust-pickle if you trust whoever made the file: that runs code from it",
+        )
+
+    def persistent_load(self, pid: Any) -> _StorageRef:
+        if not (isinstance(pid, tuple) and len(pid) >= 3 and pid[0] == "storage"):
+            raise pickle.UnpicklingError(f"unknown persistent id {pid!r}")
+        dtype = pid[1]
+        if dtype is not None and not isinstance(dtype, DType):
+            raise pickle.UnpicklingError(f"unknown storage type {dtype!r}")
+        if len(pid) > 3 and pid[3] == "meta":
+            raise _NotDenseError("a tensor on the meta device, which has no values")
+        return _StorageRef(str(pid[2]), dtype)
+
+
+def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
+    try:
+        return unpickler.load()
+    except (_NotDenseError, UnheldArrayError) as error:
+        raise ConversionError(
+            "The checkpoint holds a tensor that cannot be converted.",
+            expected="dense tensors of torch's plain types",
+            got=error,
+            where=where,
+            todo="save it dense (to_dense, dequantize), or leave it out of what is saved",
+        ) from error
+    except _DAMAGE as error:
+        raise CorruptCheckpointError(
+            f"{what} cannot be read.",
+            expected="a complete pickle",
+            got=f"{type(error).__name__}: {error}",
+            where=where,
+            todo="copy the file again from where it was saved, or use an older checkpoint",
+        ) from error
+
+
+def load_dcp_metadata(data: bytes, *, where: str, trust: bool = False, stand_ins: bool = False) -> Record:
+    """The Metadata record of a DCP ``.metadata`` file, as attributes without behaviour; arguments as of
+    `load_tensor_pickle`.
+
+    Raises:
+        ConversionError: if the pickle names anything outside the allow-list and is not trusted.
+        CorruptCheckpointError: if it is damaged or something else than such a record.
+    """
+    unpickler = _AllowListUnpickler(data, _METADATA_NAMES, where, trust=trust, stand_ins=stand_ins)
+    loaded = _load(unpickler, "The checkpoint's metadata", where)
+    if type(loaded).__name__ != "Metadata":
+        raise CorruptCheckpointError(
+            "The checkpoint's metadata is not what DCP writes.",
+            expected="a Metadata record",
+            got=type(loaded).__name__,
+            where=where,
+            todo="check that the folder was written by torch.distributed.checkpoint",
+        )
+    assert isinstance(loaded, Record)
+    return loaded
+
+
+def load_tensor_pickle(data: bytes, *, where: str, trust: bool = False, stand_ins: bool = False) -> Any:
+    """What a torch.save archive's ``data.pkl`` holds, with a `TensorRef` in place of every tensor.
+
+    Args:
+        data: the pickle.
+        where: it is, for messages.
+        trust: import what is outside the allow-list.
+        stand_ins: put an `UnreadObject` in its place, and import nothing.
+
+    Raises:
+        ConversionError: if the pickle names anything outside the allow-list, and neither is asked for.
+        CorruptCheckpointError: if it is damaged.
+    """
+    unpickler = _AllowListUnpickler(data, _TENSOR_NAMES, where, trust=trust, stand_ins=stand_ins)
+    return _load(unpickler, "A torch.save pickle", where)
+
+
+def load_plain_pickle(data: bytes, *, where: str) -> Any:
+    """A value made of numbers, texts and containers of them.
+
+    Raises:
+        LookupError: if the pickle names anything else.
+        CorruptCheckpointError: if it is damaged.
+    """
+    return _load(_PlainUnpickler(io.BytesIO(data)), "A stored value", where)
