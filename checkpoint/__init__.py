@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         set_state_dict,
     )
     from vescale_fsdp.checkpoint.dcp.writer import RaggedSavePlanner, RaggedWriter
-    from vescale_fsdp.checkpoint.loading.load import LoadReport, load
+    from vescale_fsdp.checkpoint.loading.load import LoadReport, SourceOptions, load
     from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, CheckpointTensor, read_state
     from vescale_fsdp.checkpoint.loading.verify_checkpoint import Problem, VerifyReport, verify
     from vescale_fsdp.checkpoint.manager import CheckpointManager, Restored
@@ -76,6 +76,7 @@ __all__ = [
     "SaveContext",
     "SaveHandle",
     "SavePolicy",
+    "SourceOptions",
     "StepRecord",
     "VerifyReport",
     "async_save",
@@ -99,7 +100,7 @@ lazily_export(
         "vescale_fsdp.checkpoint.saving.async_save": "SaveHandle async_save",
         "vescale_fsdp.checkpoint.dcp.reader": "RaggedLoadPlanner RaggedReader",
         "vescale_fsdp.checkpoint.dcp.writer": "RaggedSavePlanner RaggedWriter",
-        "vescale_fsdp.checkpoint.loading.load": "LoadReport load",
+        "vescale_fsdp.checkpoint.loading.load": "LoadReport SourceOptions load",
         "vescale_fsdp.checkpoint.manager": "CheckpointManager Restored",
         "vescale_fsdp.checkpoint.state.per_rank": "PerRank Reshardable Resharded",
         "vescale_fsdp.checkpoint.data.reshardable_loader": "ReshardableLoader",

@@ -238,6 +238,15 @@ def _short_names(names: Iterable[Any]) -> dict[str, str]:
     return found
 
 
+def has_meta_modules(state: Any) -> bool:
+    """Whether a module of a state has parameters or buffers on the meta device."""
+    return any(
+        tensor.device.type == "meta"
+        for _, module in _modules(state, "", 0)
+        for tensor in (*module.parameters(), *module.buffers())
+    )
+
+
 def _modules(value: Any, name: str, depth: int) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(value, nn.Module):
         yield name, value
