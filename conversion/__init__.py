@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.lazy import lazily_export
 
 if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.moves.copying import CopyLimits
+    from vescale_fsdp.checkpoint.moves.source import Source
     from vescale_fsdp.conversion.checks.diff import Difference, Tolerance, diff
     from vescale_fsdp.conversion.checks.verify import CheckReport, verify
     from vescale_fsdp.conversion.convert import ConvertReport, convert
     from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
     from vescale_fsdp.conversion.formats.detect import open_source
     from vescale_fsdp.conversion.formats.table import KINDS, TARGETS
-    from vescale_fsdp.conversion.output.copying import CopyLimits
-    from vescale_fsdp.conversion.output.run_plan import Part, RunOptions
     from vescale_fsdp.conversion.rules.rule_file import RuleSet, load_rules, shipped_rules
-    from vescale_fsdp.conversion.source.source import Source
+    from vescale_fsdp.conversion.run_plan import Part, RunOptions
 
 __all__ = [
     "KINDS",
@@ -48,14 +48,14 @@ lazily_export(
     __name__,
     {
         "vescale_fsdp.conversion.convert": "ConvertReport convert",
-        "vescale_fsdp.conversion.output.copying": "CopyLimits",
+        "vescale_fsdp.checkpoint.moves.copying": "CopyLimits",
         "vescale_fsdp.conversion.checks.diff": "Difference Tolerance diff",
-        "vescale_fsdp.conversion.output.run_plan": "Part RunOptions",
+        "vescale_fsdp.conversion.run_plan": "Part RunOptions",
         "vescale_fsdp.conversion.rules.rule_file": "RuleSet load_rules shipped_rules",
         "vescale_fsdp.conversion.formats.convert_options": "ConvertOptions",
         "vescale_fsdp.conversion.formats.detect": "open_source",
         "vescale_fsdp.conversion.formats.table": "KINDS TARGETS",
-        "vescale_fsdp.conversion.source.source": "Source",
+        "vescale_fsdp.checkpoint.moves.source": "Source",
         "vescale_fsdp.conversion.checks.verify": "CheckReport verify",
     },
 )

@@ -11,6 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vescale_fsdp.checkpoint.moves.copying import Progress
+from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, repeated_dims, without_repeats
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.checks.class_check import ClassCheck, check_planned, check_written
@@ -22,13 +27,8 @@ from vescale_fsdp.conversion.formats.huggingface.assets import (
     own_settings,
 )
 from vescale_fsdp.conversion.formats.table import TARGETS
-from vescale_fsdp.conversion.output.copying import Progress
-from vescale_fsdp.conversion.output.plan import OutputPlan, Written
-from vescale_fsdp.conversion.output.run_plan import Execution, Outcome, Part
-from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.source.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
+from vescale_fsdp.conversion.run_plan import Execution, Outcome, Part
 from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
-from vescale_fsdp.conversion.views.tensor_view import TensorView, repeated_dims, without_repeats
 from vescale_fsdp.errors import ConversionError, some
 
 _ORDER_LOST = (
@@ -345,8 +345,8 @@ def _merged(state: CarriedState, url: str, config: dict[str, Any]) -> CarriedSta
 
 def _dequantized(state: CarriedState, text: str, assets: Assets, source: Source) -> CarriedState:
     """The state with quantised weights as floats, and the settings told."""
+    from vescale_fsdp.checkpoint.moves.casting import float_type
     from vescale_fsdp.conversion.state.dequantized_weights import dequantized
-    from vescale_fsdp.conversion.views.casting import float_type
 
     dtype = float_type(text)
     found = dequantized(state, _settings(assets, source), dtype)
@@ -414,7 +414,7 @@ def _with_casts(
     state: CarriedState, dtype: Sequence[str], assets: Assets | None, quantized: frozenset[str]
 ) -> tuple[CarriedState, dict[str, tuple[str, str]]]:
     """The state with floats cast, the settings told, and the types before and after."""
-    from vescale_fsdp.conversion.views.casting import CastRules
+    from vescale_fsdp.checkpoint.moves.casting import CastRules
 
     casts = CastRules.parse(dtype)
     cast = state.with_model_views(lambda views: casts.apply(views, quantized))

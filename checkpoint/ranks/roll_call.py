@@ -1,8 +1,9 @@
 """Which ranks have not come to a meeting: named within seconds, although the meeting itself goes on waiting.
 
-Ranks may be late for good reasons, so waiting ends with the process group's time-out and not before. But a call that
-only some ranks make (``if rank == 0: save(..)``) waits for nothing. So whoever has waited for a while notes in the
-process group's store that it is there; one rank then reads the notes and warns of those that are missing.
+A rank may be late for a good reason, such as an evaluation on rank 0 before a save. No other rank can tell that from a
+call that only some ranks make (``if rank == 0: save(..)``). So waiting ends with the process group's time-out and not
+before, and a user who wants an earlier error passes a group with a shorter one. Each rank that has waited for a while
+notes in the process group's store that it is there; one rank then reads the notes and warns of those that are missing.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class RollCall:
         missing = self._missing(key)
         if is_first and missing:
             _log.warning(
-                "rank %d has waited %.0f s for ranks %s, which have not come (%s). %s. It goes on waiting for %.0f s",
+                "rank %d has waited %.0f s for ranks %s, which have not come (%s). %s. It goes on waiting for "
+                "%.0f s, the process group's time-out",
                 self._rank,
                 _PATIENCE_S + _NOTES_S,
                 missing[:16],

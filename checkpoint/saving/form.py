@@ -9,6 +9,7 @@ business of whoever knows the format: `checkpoint.loading` for forms with a mani
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,8 +21,17 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
+from vescale_fsdp.checkpoint.storage.base import ALLOW_WRITES, Storage, StorageError, bad_root
 from vescale_fsdp.checkpoint.storage.progress import Meter
+
+_UNUSABLE = (
+    errno.EACCES,
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)  # what making files and folders raises where a path is unfit for it; a full disk is not among them
 
 
 class Commit(NamedTuple):
@@ -129,3 +139,15 @@ def told_if_busy(storage: Storage) -> Iterator[None]:
             where=storage.where,
             todo="wait for it, or save to another path",
         ) from busy
+
+
+@contextmanager
+def told_if_unusable(storage: Storage) -> Iterator[None]:
+    """Around first writes to a path: a file in its place, no permission or a read-only mount is named with a cure."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNUSABLE:
+            raise
+        problem = storage.check_root() or f"{type(error).__name__}: {error}"
+        raise bad_root(storage.where, problem, ALLOW_WRITES) from error

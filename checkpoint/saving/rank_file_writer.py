@@ -10,7 +10,7 @@ from itertools import chain
 from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
-from vescale_fsdp.checkpoint.saving.form import Commit, RankShare
+from vescale_fsdp.checkpoint.saving.form import Commit, RankShare, told_if_unusable
 from vescale_fsdp.checkpoint.saving.manifest_form import ManifestForm, commit_manifest
 from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
@@ -27,7 +27,7 @@ class NativeForm(ManifestForm):
 
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
         """Plan, and write this rank's file."""
-        with share.coordinator.together(f"writing to {share.storage.where}"):
+        with share.coordinator.together(f"writing to {share.storage.where}"), told_if_unusable(share.storage):
             with gc_paused():
                 manifest = plan()
                 file = RankFile(manifest, share.coordinator.rank)

@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, depth_o
 from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
-from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare
+from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare, told_if_unusable
 from vescale_fsdp.checkpoint.saving.manifest_form import ManifestForm
 from vescale_fsdp.checkpoint.saving.mergeable import prove_mergeable
 from vescale_fsdp.checkpoint.saving.rank_file_writer import NativeForm
@@ -91,19 +91,18 @@ def save(
         format: "native" (one safetensors file per rank, the fast one), "zarr" (one zarr v3 array per
             tensor, for tools outside PyTorch; loads back at any world size as well), or a form that others read:
             `vescale_fsdp.HuggingFace(..)`, `vescale_fsdp.DCP()`.
-        process_group: the ranks that save; default: all.
+        process_group: the ranks that save; default: all. Its timeout is how long they wait for one that does not come.
         progress: is told how far this rank has come; True draws a bar on rank 0.
         check_replicas: how ranks that hold the same part of a tensor compare it, since each writes a share. "sample"
             compares a digest of some elements of each tensor, other ones in each save, which finds replicas that have
-            drifted or were never equal, for 4 us a tensor; it can miss a difference in few elements.
+            drifted or were never equal, for 2 us a tensor and 2.5 us a MB; it can miss a difference in few elements.
             "all" compares every bit. False compares nothing: of replicas that differ, parts of each are stored.
 
     Raises:
-        CheckpointError: if the storage has no room for it, before a byte is written; if replicas differ; if another
-            rank fails. A rank
-            that fails itself raises what it met (an OSError, a KeyboardInterrupt, ..), so all ranks raise. Nothing is
-            committed then, except where the error says that the new checkpoint is there: the disk failed after the
-            commit.
+        CheckpointError: if the path is a file, or this user may not write there, or the storage has no room, before a
+            byte is written; if replicas differ; if another rank fails. A rank that fails itself raises what it met (an
+            OSError, a KeyboardInterrupt, ..), so all ranks raise. Nothing is committed then, except where the error
+            says that the new checkpoint is there: the disk failed after the commit.
 
     Examples:
         >>> import torch
@@ -195,7 +194,8 @@ class Saver:
             blob = pack_blob(taken.per_rank)
             _ = taken.structure.digest  # computed here, where an error of one rank reaches all
             if self.coordinator.rank == 0:
-                self._form.claim(self.storage, held, overwrite=self.overwrite)
+                with told_if_unusable(self.storage):
+                    self._form.claim(self.storage, held, overwrite=self.overwrite)
                 claimed = True
             free_bytes = self.storage.free_bytes  # nobody writes before all have agreed
             # Not beside an error, which all ranks raise first: there may be a `metadata` that is not JSON.

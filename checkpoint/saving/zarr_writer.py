@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
 )
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
-from vescale_fsdp.checkpoint.saving.form import Commit, RankShare
+from vescale_fsdp.checkpoint.saving.form import Commit, RankShare, told_if_unusable
 from vescale_fsdp.checkpoint.saving.manifest_form import ManifestForm, commit_manifest
 from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
 from vescale_fsdp.checkpoint.saving.rank_file_writer import write_rank_file
@@ -46,7 +46,7 @@ class ZarrForm(ManifestForm):
                 manifest = as_arrays(plan())
                 share.prove_room(manifest.num_bytes)
             arrays = ArrayWriter(storage, manifest, share.locals_by_name, coordinator, share.meter)
-        with coordinator.together(f"writing to {storage.where}"):
+        with coordinator.together(f"writing to {storage.where}"), told_if_unusable(storage):
             arrays.write()
             file = RankFile(manifest, coordinator.rank)
             table = file.chunk_table(arrays.checksums)

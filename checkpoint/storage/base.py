@@ -47,14 +47,17 @@ class StorageError(CheckpointError):
     """A storage that cannot be used: it has no room, refuses access, or another job holds it. As an OSError is."""
 
 
-def bad_root(where: str, problem: str, cure: str) -> CheckpointError:
-    """A root that a run cannot be saved under."""
-    return CheckpointError(
-        "The root of a run cannot be used.",
+ALLOW_WRITES = "let this job's user write to it (chown, chmod), mount it for writing"  # a cure for `bad_root`
+
+
+def bad_root(where: str, problem: str, cure: str) -> StorageError:
+    """The error of a path that nothing can be saved to."""
+    return StorageError(
+        "This path cannot be saved to.",
         expected="a folder, or a prefix of an object store, to read and write",
         got=problem,
         where=where,
-        todo=f"{cure}, or pass another root",
+        todo=f"{cure}, or pass another path",
     )
 
 
@@ -270,7 +273,7 @@ class Storage(ABC):
             Why nothing can be written to a folder that holds something to read; else None.
 
         Raises:
-            CheckpointError: if it cannot be used, with the cure.
+            StorageError: if it cannot be used, with the cure.
         """
         return None
 

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from vescale_fsdp.checkpoint.storage.base import (
+    ALLOW_WRITES,
     Buffer,
     FileInfo,
     FileReader,
@@ -529,9 +530,9 @@ class LocalStorage(Storage):
     def check_root(self) -> str | None:
         made = next(folder for folder in (self.root, *self.root.parents) if os.path.lexists(folder))
         ids = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
-        problem = None
+        problem, cure = None, ALLOW_WRITES
         if not os.path.isdir(made):
-            problem = f"{made}, which is no folder"
+            problem, cure = f"{made}, which is no folder", "remove or rename it"
         elif made == self.root and not os.access(made, os.R_OK | os.X_OK, **ids):
             problem = f"{made}, which user {os.geteuid()} may not read"
         elif not os.access(made, os.W_OK | os.X_OK, **ids):
@@ -539,9 +540,7 @@ class LocalStorage(Storage):
             if made == self.root and any(made.iterdir()):
                 return problem
         if problem is not None:
-            raise bad_root(
-                self.where, problem, "let that user write to it (chown, chmod), mount it for writing"
-            )
+            raise bad_root(self.where, problem, cure)
         return None
 
     def is_older(self, name: str, seconds: float) -> bool:

@@ -15,8 +15,8 @@ One transfer, on every rank:
 
 A rank that is killed in step 4 breaks the meeting for some ranks and not for others. Whoever left it whole knows that
 all ranks were ready, and enters "commit"; whoever did not enters "abort"; the first entry counts on all ranks. So they
-commit together or not at all, unless the store itself is lost with that rank: then the error says so, and the ranks'
-``Transfer.version`` tells what each of them has.
+commit together or not at all, unless the store itself is lost with that rank. Then a rank that could not read the
+decision keeps its version; its error names that one and the one that others may have, as `Transfer.version` does.
 
 Alternatives considered for what a failure leaves: to fill a second copy of the target always (twice the memory of an
 engine that has none to spare), or to fill in place and leave the mixture (old and new weights look alike, and answers
@@ -292,7 +292,7 @@ class Transfer:
         version = self._agreed_version(version, error)
         try:
             self._cut_blocks.agree(origin.coded, own)
-            with self._decided_together():
+            with self._decided_together(version):
                 exchange = Exchange(
                     self.plan,
                     own.rank,
@@ -335,8 +335,13 @@ class Transfer:
         return most
 
     @contextmanager
-    def _decided_together(self) -> Iterator[None]:
-        """A block that ends well on all ranks or on none, also where a rank is lost as they meet."""
+    def _decided_together(self, version: int) -> Iterator[None]:
+        """A block that ends well on all ranks or on none, also where a rank is lost as they meet.
+
+        Raises:
+            CheckpointError: also where the store is lost before this rank has read what was decided: it names the
+                version that this rank has, and the one that others may have.
+        """
         own, outcome = self._coordinator, _KEPT if self._keep_old else _SPOILT
         is_ready = False
         try:
@@ -345,13 +350,13 @@ class Transfer:
                 is_ready = True
         except BaseException:
             # Others may have met before a rank was lost; they cannot have if this one was not ready.
-            if not is_ready or self._decide(ABORT) != COMMIT:
+            if not is_ready or self._decide(ABORT, version) != COMMIT:
                 raise
             _logger.warning(
                 "a rank was lost as a transfer ended; all others have committed it, so this one does"
             )
         else:
-            if self._decide(COMMIT) != COMMIT:
+            if self._decide(COMMIT, version) != COMMIT:
                 raise CheckpointError(
                     "A rank was lost as a transfer ended.",
                     expected="all ranks to meet",
@@ -360,10 +365,24 @@ class Transfer:
                     todo=f"see what that rank says; {outcome}",
                 )
 
-    def _decide(self, word: str) -> str:
+    def _decide(self, word: str, version: int) -> str:
         now, before = (f"transfer {self._name} {run}" for run in (self._num_runs, self._num_runs - 1))
         # All ranks have read the one before: they have met since.
-        return self._coordinator.decide(now, word, before)
+        try:
+            return self._coordinator.decide(now, word, before)
+        except CheckpointError as lost:
+            held = "no version" if self._version is None else f"version {self._version}"
+            if not self._keep_old:
+                held = "no usable weights"
+            raise CheckpointError(
+                "The ranks' store was lost as a transfer ended.",
+                expected=f"all ranks to read whether version {version} is committed",
+                got=lost.got,
+                where=f"rank {self._coordinator.rank}, which has {held}; ranks that read it first may have version "
+                f"{version}",
+                todo="compare Transfer.version between ranks; where it differs, make a Transfer among the ranks that "
+                "are left and send again",
+            ) from lost
 
     def _bind(self, read: Mapping[str, torch.Tensor], into: Any | None) -> tuple[Origin, Destination]:
         """This rank's memories, checked against the descriptions."""

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, SourceView, TensorView
 from vescale_fsdp.conversion.adapters.peft_config import PeftConfig
 from vescale_fsdp.conversion.adapters.peft_names import ROOT
 from vescale_fsdp.conversion.formats.huggingface.assets import config_class
 from vescale_fsdp.conversion.formats.huggingface.model_class import orientation_of_class
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import absent_names
-from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.state.carried_state import CarriedState
-from vescale_fsdp.conversion.views.tensor_view import RenamedView, SourceView, TensorView
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.geometry import Box, whole_box
 
@@ -298,7 +298,7 @@ class _Merging:
         old = self.base[name].info
         if view.info.shape != old.shape:
             raise _misfit(f"{name} of shape {old.shape}", view.info.shape, self.where)
-        from vescale_fsdp.conversion.views.casting import CastView
+        from vescale_fsdp.checkpoint.moves.casting import CastView
 
         found = view if view.info.dtype == old.dtype else CastView(view, old.dtype)
         self.made[name] = (RenamedView(found, name), name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.source.git_lfs import refuse_pointers
+from vescale_fsdp.conversion.formats.huggingface.repository import refuse_pointers
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from vescale_fsdp.checkpoint.moves.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.adapters.peft_config import ADAPTER_CONFIG, PeftConfig
 from vescale_fsdp.conversion.adapters.peft_names import ROOT, one_adapter, trained_biases, trained_names
 from vescale_fsdp.conversion.formats.huggingface.safetensors import make_header, read_tensors
-from vescale_fsdp.conversion.output.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
-from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state
-from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView
 from vescale_fsdp.errors import ConversionError, some
 
 ADAPTER_FILE = "adapter_model.safetensors"

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.moves.copying import Progress
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, is_inflated
+from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, pieces_of
 from vescale_fsdp.conversion.formats.huggingface.repository import index_of, stem_in
-from vescale_fsdp.conversion.output.copying import Progress
-from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, is_inflated
-from vescale_fsdp.conversion.views.tensor_view import SourceView, pieces_of
 from vescale_fsdp.errors import VescaleError
 from vescale_fsdp.layout.foreign_json import parse_json
 

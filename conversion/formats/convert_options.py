@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from vescale_fsdp.conversion.output.run_plan import RunOptions
+from vescale_fsdp.conversion.run_plan import RunOptions
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, step_name
+from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -16,7 +17,6 @@ from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_fil
 from vescale_fsdp.conversion.formats.incomplete import refuse_incomplete
 from vescale_fsdp.conversion.formats.run_steps import says_which, step_url, steps_in
 from vescale_fsdp.conversion.formats.table import TRAINED
-from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, some
 from vescale_fsdp.formats import DCP_INSIDE, FORMATS, added_formats, all_formats
 from vescale_fsdp.lazy import lazy_function

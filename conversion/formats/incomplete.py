@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.source.git_lfs import refuse_pointers
+from vescale_fsdp.conversion.formats.huggingface.repository import refuse_pointers
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, some
 
 # A file that is left by what did not end; the file that would say that it did; what did not end; what to do.

@@ -15,11 +15,11 @@ from vescale_fsdp.lazy import lazy_function
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vescale_fsdp.checkpoint.moves.plan import OutputPlan
+    from vescale_fsdp.checkpoint.moves.source import Source
     from vescale_fsdp.checkpoint.storage.base import Storage
     from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
     from vescale_fsdp.conversion.formats.huggingface.assets import Assets
-    from vescale_fsdp.conversion.output.plan import OutputPlan
-    from vescale_fsdp.conversion.source.source import Source
     from vescale_fsdp.conversion.state.carried_state import CarriedState
 
     Plan = Callable[

@@ -14,6 +14,8 @@ from functools import partial
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits
+from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan
 from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import FileWriter, Storage
@@ -21,8 +23,6 @@ from vescale_fsdp.conversion.formats.dcp.read import METADATA_FILE
 from vescale_fsdp.conversion.formats.dcp.write import file_of_rank, plan_dcp_by_rank
 from vescale_fsdp.conversion.live.held_shards import HeldShards
 from vescale_fsdp.conversion.live.written_folder import WrittenFolder
-from vescale_fsdp.conversion.output.copying import Copier, CopyLimits
-from vescale_fsdp.conversion.output.plan import FilePlan, OutputPlan
 from vescale_fsdp.conversion.state.carried_state import whole_state
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.geometry import Box

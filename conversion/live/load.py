@@ -26,6 +26,10 @@ from vescale_fsdp.checkpoint.loading.load import LoadReport, Overwriting, Source
 from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
+from vescale_fsdp.checkpoint.moves.checked_ranges import SeenPieces
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
+from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
@@ -34,10 +38,6 @@ from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.live.live_state import LiveState, is_meta
 from vescale_fsdp.conversion.live.source_match import LiveMatch, LiveOptions, match_source
-from vescale_fsdp.conversion.output.threads import Shared, in_threads
-from vescale_fsdp.conversion.source.checked_ranges import SeenPieces
-from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.layout.geometry import Box
 from vescale_fsdp.torch_modes import plainly

@@ -13,6 +13,9 @@ from torch import nn
 
 from vescale_fsdp.checkpoint.loading.load import SourceOptions
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.checkpoint.moves.casting import CastRules, CastView, float_type
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
 from vescale_fsdp.checkpoint.state.match import Match, match
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.conversion.adapters.peft_names import one_adapter, trained_names
@@ -21,15 +24,12 @@ from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.conversion.live.live_state import LiveState
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules
-from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, whole_state
 from vescale_fsdp.conversion.state.dequantized_weights import dequantized
 from vescale_fsdp.conversion.state.model_names import ModelNames, container_of, split_entries
 from vescale_fsdp.conversion.state.native_tree import native_tree
 from vescale_fsdp.conversion.state.optimizers import home_of, optimizers_of
 from vescale_fsdp.conversion.state.quantized_weights import find_quantized
-from vescale_fsdp.conversion.views.casting import CastRules, CastView, float_type
-from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
 AS_STATE = "state"  # the cast to the types that the state has

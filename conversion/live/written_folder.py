@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 
+from vescale_fsdp.checkpoint.moves.plan import ClosingFile
 from vescale_fsdp.checkpoint.saving.form import told_if_busy
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LOCK_NAMES
-from vescale_fsdp.conversion.output.plan import ClosingFile
 from vescale_fsdp.errors import CheckpointError, some
 
 

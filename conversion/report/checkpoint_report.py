@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
+from vescale_fsdp.checkpoint.moves.copying import Progress
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import is_inflated
+from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, read_range
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.steps.step_records import read_record
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.checks.diff import Views, matched_views
 from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
-from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.report.holders import FileNumbers, holders_of, layout_to_json
 from vescale_fsdp.conversion.report.value_distance import ValueDistance
 from vescale_fsdp.conversion.report.value_summary import ValueSummary, values_of
-from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.source.stored_tensor import is_inflated
-from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, read_range
 
 _PIECE_BYTES = 4 * 2**20  # 4 MiB, of either side
 _SAMPLED_PIECES = 4  # of a tensor that is not read whole

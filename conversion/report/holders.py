@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor
 from vescale_fsdp.layout.group_layout import GroupLayout
 
 _MOST_RUNS = 64  # of a tensor; more could not be told apart on a page

@@ -13,11 +13,11 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView, ZerosView
 from vescale_fsdp.conversion.rules.operations import Bundle, Cast, Node, Trim
 from vescale_fsdp.conversion.rules.rule_file import Drop, KeyRule, Pattern, RuleSet, shipped_rules
 from vescale_fsdp.conversion.rules.size_expressions import evaluate
-from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
-from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView, ZerosView
 from vescale_fsdp.errors import ConversionError, some
 
 _MOST_MISFITS = 20  # that an error lists

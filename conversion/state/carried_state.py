@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
-from vescale_fsdp.conversion.source.source import Source, StoredValue
+from vescale_fsdp.checkpoint.moves.source import Source, StoredValue
+from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, SourceView, TensorView
 from vescale_fsdp.conversion.state.model_names import ModelNames, container_of, find_model, unwrapped_names
-from vescale_fsdp.conversion.views.tensor_view import RenamedView, SourceView, TensorView
 from vescale_fsdp.errors import ConversionError, some
 
 Path = tuple[str | int, ...]

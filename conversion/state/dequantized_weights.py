@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from vescale_fsdp.checkpoint.moves.casting import CastView
+from vescale_fsdp.checkpoint.moves.coded_tensors import DecodedView, RawBytesView, ScaledView
+from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, RenamedView, TensorView, read_range
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.quantized_weights import BITSANDBYTES_STATE, find_quantized
-from vescale_fsdp.conversion.views.casting import CastView
-from vescale_fsdp.conversion.views.coded_tensors import DecodedView, RawBytesView, ScaledView
-from vescale_fsdp.conversion.views.tensor_view import MappedView, RenamedView, TensorView, read_range
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.views.index_maps import Permute, Reshape

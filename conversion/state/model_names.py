@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, some
 
 if TYPE_CHECKING:
-    from vescale_fsdp.conversion.source.source import Source
+    from vescale_fsdp.checkpoint.moves.source import Source
 
 # opt_state: of JAX's train states
 _OPTIMIZER = re.compile(r"^((optim|optimizer|optimizers)(_?\d+|_state_dict)?|opt_state)$")

@@ -15,9 +15,9 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
 from vescale_fsdp.checkpoint.manifest.structure import Structure
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.state.nesting import Path, claim_name, nest
 from vescale_fsdp.conversion.state.carried_state import CarriedState
-from vescale_fsdp.conversion.views.tensor_view import TensorView
 
 
 class _TensorLeaf(NamedTuple):

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 
 BITSANDBYTES_STATE = ".quant_state.bitsandbytes__"  # follows the name of a packed weight, whatever its dtype
 

@@ -21,12 +21,11 @@ FOLDERS = {
 }
 
 # Folders from the bottom up: each may import those of the rows above its own, never those of its own row.
-# `checkpoint` and `conversion` stand for the files directly in them; a name of the first row and
-# `checkpoint.checksums`, on which all of checkpoint stands, for one file.
+# `checkpoint` and `conversion` stand for the files directly in them that have no entry of their own.
 LEVELS = (
     ("errors", "formats", "lazy", "pickled_paths", "torch_modes", "torch_private", "collectives"),
     ("layout", "checkpoint.storage", "checkpoint.checksums", "conversion.rules.shipped"),
-    ("dtensor", "views", "runtime.comm", "checkpoint.manifest", "conversion.source"),
+    ("dtensor", "views", "runtime.comm", "checkpoint.manifest"),
     (
         "dtensor.operators",
         "runtime.setup",
@@ -34,7 +33,8 @@ LEVELS = (
         "checkpoint.ranks",
         "checkpoint.data",
         "checkpoint.state",
-        "conversion.views",
+        "checkpoint.moves",
+        "conversion.journal",
     ),
     (
         "runtime",
@@ -43,7 +43,7 @@ LEVELS = (
         "checkpoint.steps",
         "checkpoint.transfer.planning",
         "conversion.state",
-        "conversion.output",
+        "conversion.run_plan",
     ),
     ("checkpoint.memory",),
     (

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.run_plan import RunOptions
+from vescale_fsdp.conversion.run_plan import RunOptions
 
 CONFIG = {
     "num_hidden_layers": 2,

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from vescale_fsdp.checkpoint.moves.plan import ClosingFile, Content, FilePlan, OutputPlan, TensorItems, whole
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
 from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path
 from vescale_fsdp.conversion.formats.dcp.read import METADATA_FILE
 from vescale_fsdp.conversion.formats.torch_save.archive_plan import plan_archive
@@ -24,17 +27,7 @@ from vescale_fsdp.conversion.formats.torch_save.pickle_writer import (
     torch_dtype,
     torch_size,
 )
-from vescale_fsdp.conversion.output.plan import (
-    ClosingFile,
-    Content,
-    FilePlan,
-    OutputPlan,
-    TensorItems,
-    whole,
-)
-from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.state.carried_state import CarriedState
-from vescale_fsdp.conversion.views.tensor_view import MappedView, TensorView
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.geometry import Box, whole_box
 from vescale_fsdp.views.index_maps import Slice

@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor
 from vescale_fsdp.checkpoint.state.nesting import Path
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.deepspeed.flat_partitions import runs_of_parameters
@@ -21,8 +23,6 @@ from vescale_fsdp.conversion.formats.deepspeed.zero_files import ZeroFiles
 from vescale_fsdp.conversion.formats.deepspeed.zero_shards import Shapes, ZeroShards, tensor_of_runs
 from vescale_fsdp.conversion.formats.torch_save.found_entries import FoundEntries
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
 
 # What a file that lacks a key, or has another thing there, may raise while it is read.

@@ -12,13 +12,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.deepspeed.zero_files import ZeroFiles
 from vescale_fsdp.conversion.formats.deepspeed.zero_shards import Shapes, add_param_groups
 from vescale_fsdp.conversion.formats.torch_save.found_entries import FoundEntries, OpenedFile
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.conversion.source.stored_tensor import StoredTensor, TensorInfo
 from vescale_fsdp.layout.geometry import whole_box
 
 _WEIGHT, _STEP = "fp32", "step"

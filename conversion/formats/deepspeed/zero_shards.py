@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.deepspeed.flat_partitions import (
@@ -26,7 +27,6 @@ from vescale_fsdp.conversion.formats.deepspeed.flat_partitions import (
 from vescale_fsdp.conversion.formats.deepspeed.zero_files import ZeroFiles
 from vescale_fsdp.conversion.formats.torch_save.found_entries import FlatTensor, FoundEntries, OpenedFile
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.conversion.source.stored_tensor import StoredTensor, TensorInfo
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import boxes_of_range
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.huggingface.read import joined_files, weight_map
-from vescale_fsdp.conversion.source.source import Source
 
 _STEMS = ("pytorch_model", "diffusion_pytorch_model", "pytorch_model_fsdp")
 

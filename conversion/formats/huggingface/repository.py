@@ -15,8 +15,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.errors import ConversionError, some
 
 _MODEL, _DIFFUSERS_MODEL = "model", "diffusion_pytorch_model"
 BEING_WRITTEN = ".vescale-being-written"  # in a folder whose files are not all there, or not all of one save
@@ -130,3 +131,28 @@ def index_bytes(shards: Sequence[ShardPlan]) -> bytes:
             todo="use one file: --max-shard-size 1000GB",
         )
     return data
+
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_LFS_POINTER_BYTES = range(100, 301)
+
+
+def refuse_pointers(store: Storage, files: Iterable[str], cause: Exception | None = None) -> None:
+    """Refuse files whose contents git-lfs has not fetched yet.
+
+    Args:
+        cause: what such a file was taken for.
+
+    Raises:
+        ConversionError: naming them, and what fetches them.
+    """
+    small = (file for file in files if (store.size(file) or 0) in _LFS_POINTER_BYTES)
+    pointers = [file for file in small if store.read(file, 0, len(_LFS_POINTER)) == _LFS_POINTER]
+    if pointers:
+        raise ConversionError(
+            "These files are pointers of git-lfs, not what they point to.",
+            expected="the files themselves",
+            got=some(pointers),
+            where=store.where,
+            todo="fetch them with: git lfs pull, or download the repository with: hf download",
+        ) from cause

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, pieces_of
 from vescale_fsdp.conversion.formats.huggingface.assets import own_config
 from vescale_fsdp.conversion.formats.huggingface.model_class import ties_of_class
-from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.views.tensor_view import TensorView, pieces_of
 
 _FOLDERS = ("hf", "safetensors", "shards", "bin")  # kinds of sources that leave out names
 _COMPARE_BYTES = 4 * 2**20  # 4 MiB per side

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from vescale_fsdp.checkpoint.moves.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets
 from vescale_fsdp.conversion.formats.huggingface.repository import (
     index_bytes,
@@ -18,8 +20,6 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
     stem_of,
 )
 from vescale_fsdp.conversion.formats.huggingface.safetensors import make_header
-from vescale_fsdp.conversion.output.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
-from vescale_fsdp.conversion.views.tensor_view import TensorView
 
 
 def plan_hf(

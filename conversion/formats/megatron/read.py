@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.dcp.read import open_dcp
 from vescale_fsdp.conversion.formats.megatron.layer_stacks import LayerStacks
 from vescale_fsdp.conversion.formats.torch_save.found_entries import FoundEntries, OpenedFile
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import ConversionError
 
 _COMMON_FILE = "common.pt"

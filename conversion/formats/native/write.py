@@ -17,9 +17,7 @@ from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
-from vescale_fsdp.checkpoint.state.nesting import Path
-from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter
-from vescale_fsdp.conversion.output.plan import (
+from vescale_fsdp.checkpoint.moves.plan import (
     ClosingFile,
     ComputedBytes,
     Content,
@@ -28,9 +26,11 @@ from vescale_fsdp.conversion.output.plan import (
     OutputPlan,
     TensorItems,
 )
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
+from vescale_fsdp.checkpoint.state.nesting import Path
+from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.native_tree import native_manifest, native_tree
-from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout

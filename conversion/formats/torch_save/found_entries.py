@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from vescale_fsdp.checkpoint.moves.source import BoxReader, StoredValue, constant
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
@@ -17,8 +19,6 @@ from vescale_fsdp.conversion.formats.torch_save.held_tensors import HeldTensor, 
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.conversion.formats.torch_save.read import open_archive
 from vescale_fsdp.conversion.formats.torch_save.unread_objects import is_plain
-from vescale_fsdp.conversion.source.source import BoxReader, StoredValue, constant
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, whole_box

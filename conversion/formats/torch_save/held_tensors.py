@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vescale_fsdp.checkpoint.manifest.distribution import shard_order
+from vescale_fsdp.checkpoint.moves.source import BoxReader
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
 from vescale_fsdp.conversion.formats.torch_save.numpy_values import ArrayRef
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import PiecesRef, ShardRef, TensorRef
-from vescale_fsdp.conversion.source.source import BoxReader
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, whole_box
 

@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.held_tensors import (
@@ -27,8 +29,6 @@ from vescale_fsdp.conversion.formats.torch_save.held_tensors import (
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import PiecesRef, ShardRef
 from vescale_fsdp.conversion.formats.torch_save.read import StateFile, open_state_file
 from vescale_fsdp.conversion.formats.torch_save.unread_objects import is_plain
-from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
-from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 _RANK_FILE = re.compile(r"(.+?)(?:_world_size_(\d+))?_rank_?(\d+)\.(?:bin|pt|pth)")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
@@ -15,8 +17,6 @@ from vescale_fsdp.conversion.formats.torch_save.held_tensors import (
     is_tensor_ref,
     stored_tensor,
 )
-from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
-from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.errors import ConversionError
 
 

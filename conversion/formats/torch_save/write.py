@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan, TensorItems, whole
+from vescale_fsdp.checkpoint.moves.tensor_view import repeated_dims, without_repeats
 from vescale_fsdp.checkpoint.state.nesting import Path, nest
 from vescale_fsdp.conversion.formats.torch_save.archive_plan import plan_archive
 from vescale_fsdp.conversion.formats.torch_save.pickle_writer import TensorOut, dump_pickle
-from vescale_fsdp.conversion.output.plan import FilePlan, OutputPlan, TensorItems, whole
 from vescale_fsdp.conversion.state.carried_state import CarriedState
-from vescale_fsdp.conversion.views.tensor_view import repeated_dims, without_repeats
 
 
 def plan_torch(state: CarriedState, file: str) -> OutputPlan:

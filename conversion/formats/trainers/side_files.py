@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.held_tensors import (
@@ -28,8 +30,6 @@ from vescale_fsdp.conversion.formats.torch_save.held_tensors import (
     stored_tensor,
 )
 from vescale_fsdp.conversion.formats.torch_save.read import open_state_file
-from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+from vescale_fsdp.checkpoint.moves.stored_tensor import UNCHECKED_BYTES, TensorInfo
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.source.stored_tensor import UNCHECKED_BYTES, TensorInfo
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json
 

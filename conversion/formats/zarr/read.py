@@ -19,6 +19,9 @@ from vescale_fsdp.checkpoint.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.state_tree import split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, clipped
+from vescale_fsdp.checkpoint.moves.checked_ranges import CheckedRange
+from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.zarr.metadata import (
@@ -29,9 +32,6 @@ from vescale_fsdp.conversion.formats.zarr.metadata import (
     read_metadata,
 )
 from vescale_fsdp.conversion.formats.zarr.version_2 import ARRAY_FILE, Array2, LastChunk
-from vescale_fsdp.conversion.source.checked_ranges import CheckedRange
-from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.foreign_json import whole_numbers

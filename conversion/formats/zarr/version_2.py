@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, clipped
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.zarr.metadata import has_chunks, present_bytes
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_numpy, dtype_from_torch
 from vescale_fsdp.layout.foreign_json import whole_numbers

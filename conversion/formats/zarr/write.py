@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     clipped,
     group_files,
 )
-from vescale_fsdp.conversion.output.plan import (
+from vescale_fsdp.checkpoint.moves.plan import (
     ClosingFile,
     ComputedBytes,
     Content,
@@ -35,10 +35,10 @@ from vescale_fsdp.conversion.output.plan import (
     TensorItems,
     Written,
 )
-from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.native_tree import native_manifest, native_tree
-from vescale_fsdp.conversion.views.tensor_view import TensorView
 
 _CHUNK_BYTES = 32 * 2**20  # 32 MiB
 

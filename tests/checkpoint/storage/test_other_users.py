@@ -6,16 +6,19 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import vescale_fsdp
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, save
+from vescale_fsdp.checkpoint.saving.save import Format
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
-from vescale_fsdp.conversion.output.journal import Journal
+from vescale_fsdp.conversion.journal import Journal
 from vescale_fsdp.errors import CheckpointError
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
@@ -178,6 +181,28 @@ def test_a_planted_working_folder_is_not_used(shared: Path, tmp_path: Path) -> N
     (shared / ".out.saving").rmdir()
     save(shared / "out", _state(), format=vescale_fsdp.DCP())
     assert (shared / "out" / ".metadata").is_file()
+
+
+def test_bad_paths_are_named(shared: Path, tmp_path: Path) -> None:
+    """A save to a file, below one, or where this user may not write: one kind of error, with a cure, in every form."""
+    (tmp_path / "file").write_text("")
+    closed = shared / "closed"
+    closed.mkdir(0o700)
+
+    def refused(path: Path, format: Format) -> None:
+        try:
+            save(path, _state(), format=format)
+        except CheckpointError as error:
+            if str(path) not in str(error.where) or "another path" not in str(error.todo):
+                raise OSError(f"not named: {error}") from error
+            return
+        raise OSError("it was taken")
+
+    for format in ("native", "zarr", vescale_fsdp.DCP()):
+        for path in (tmp_path / "file", tmp_path / "file" / "c"):
+            refused(path, format)
+        assert as_other(partial(refused, closed / "c", format)), format
+    assert (tmp_path / "file").read_text() == ""
 
 
 def test_bad_roots_are_found_early(shared: Path, tmp_path: Path) -> None:

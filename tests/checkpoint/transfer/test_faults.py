@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import RankError, run_ranks
+from vescale_fsdp.checkpoint.ranks import coordinator
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
 from vescale_fsdp.checkpoint.transfer.exchange import Exchange
 from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin
@@ -241,6 +244,43 @@ def ranks_are_lost_as_they_meet() -> None:
             assert transfer.version == 21
 
 
+class LostStore:
+    """A store whose process has ended."""
+
+    def compare_set(self, *args: str) -> bytes:
+        raise dist.DistNetworkError("made to fail")
+
+
+def the_store_is_lost_before_all_have_read() -> None:
+    """A rank that cannot read the decision raises, names both versions, and keeps its own; the others commit."""
+    plan, (state, into) = pair()
+    for keep_old in (True, False):
+        transfer = Transfer(plan, keep_old=keep_old)
+        transfer.run(state, into, version=3)
+        before = [local_of(tensor).clone() for tensor in (into or {}).values()]
+        for tensor in (state or {}).values():
+            local_of(tensor).add_(1)
+        is_cut_off = dist.get_rank() == 3
+        lost = mock.patch.object(coordinator, "store_of", return_value=LostStore())
+        with mock.patch.object(coordinator, "_READERS_S", 0.1), lost if is_cut_off else nullcontext():
+            error = met(lambda: transfer.run(state, into, version=4))  # noqa: B023  called at once
+        is_as_before = all(
+            torch.equal(old, local_of(tensor))
+            for old, tensor in zip(before, (into or {}).values(), strict=True)
+        )
+        if is_cut_off:
+            assert isinstance(error, CheckpointError) and isinstance(error.__cause__, CheckpointError)
+            assert ("version 3" in str(error.where)) == keep_old and "version 4" in str(error.where)
+            assert transfer.version == (3 if keep_old else None)
+            assert is_as_before if keep_old else is_unusable(into)
+        else:
+            assert error is None and transfer.version == 4
+            assert into is None or not is_as_before
+        dist.barrier()
+        transfer.run(state, into, version=5)
+        assert transfer.version == 5 and (into is None or not is_unusable(into))
+
+
 def versions_differ() -> None:
     """Ranks of different steps are refused before anything moves."""
     plan, (state, into) = pair()
@@ -272,7 +312,11 @@ def all_faults() -> None:
     for check in (one_rank_fails, bits_flip, trainer_steps, misuse, plans_once):
         torch.manual_seed(0)
         check()
-    for check in (ranks_are_lost_as_they_meet, versions_differ):
+    for check in (
+        ranks_are_lost_as_they_meet,
+        the_store_is_lost_before_all_have_read,
+        versions_differ,
+    ):
         torch.manual_seed(0)
         check()
 

@@ -24,9 +24,9 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
+from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.conversion.cli import main as cli_module
 from vescale_fsdp.conversion.formats.table import KINDS
-from vescale_fsdp.conversion.output.threads import Shared, in_threads
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_plan_refuses_shards_that_are_no_numbers(source: str, shards: str) -> No
 # Sends itself Ctrl-C when the first file is finished, and TIMES - 1 more when the process has seen it.
 INTERRUPTED = """
 import os, signal, time
-from vescale_fsdp.conversion.output import journal
+from vescale_fsdp.conversion import journal
 from vescale_fsdp.conversion.cli.main import main
 add, left = journal.Journal.add, TIMES
 def interrupt(self, **line):

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from tests.support.dtype_zoo import zoo
+from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.conversion.checks.diff import Tolerance, diff
 from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.cli.main import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.source.source import Source
 
 
 def _dcp(path: Path, tensors: dict[str, Any]) -> Path:

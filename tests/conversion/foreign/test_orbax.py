@@ -15,10 +15,10 @@ import zarr
 from numcodecs import get_codec
 from safetensors.torch import load_file
 
+from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.run_plan import RunOptions
+from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, VescaleError
 from vescale_fsdp.layout.geometry import Box
 

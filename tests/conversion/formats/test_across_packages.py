@@ -21,6 +21,8 @@ from tests.support.dtype_zoo import make_tensor, same_bytes
 from vescale_fsdp.checkpoint import PerRank, load, read_state
 from vescale_fsdp.checkpoint import verify as engine_verify
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, read_range
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
@@ -31,8 +33,6 @@ from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.views.tensor_view import SourceView, read_range
 
 SAVED = ("native", "zarr", "unsplit", "unsplit-zarr", "ram", "dcp")  # by the engine, and by torch
 CONVERTED = {"to-zarr": "zarr", "to-vescale": "native", "to-dcp": "dcp", "to-torch": "torch"}

@@ -19,12 +19,12 @@ from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import PerRank, load, read_state, save
 from vescale_fsdp.checkpoint import verify as native_verify
+from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.cli.main import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.run_plan import RunOptions
+from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, LayoutError
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.output.run_plan import RunOptions
+from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 WEIGHTS = {f"layers.{i}.w": torch.full((300, 7), float(i)) for i in range(4)}

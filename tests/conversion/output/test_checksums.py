@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from vescale_fsdp.checkpoint.checksums import CRC32
+from vescale_fsdp.checkpoint.moves.checked_ranges import CheckedRange, CheckedRanges
+from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.run_plan import Part, RunOptions
-from vescale_fsdp.conversion.source.checked_ranges import CheckedRange, CheckedRanges
+from vescale_fsdp.conversion.run_plan import Part, RunOptions
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 MARK = 1.25  # of the items whose bytes are found in the files

@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from vescale_fsdp.checkpoint.moves.copy_jobs import MoveJob, jobs_by_source, steps, writes
+from vescale_fsdp.checkpoint.moves.copying import CopyLimits
+from vescale_fsdp.checkpoint.moves.plan import FilePlan, FixedBytes, whole
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.checkpoint.moves.tensor_view import SourceView
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.output.copy_jobs import MoveJob, jobs_by_source, steps, writes
-from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.plan import FilePlan, FixedBytes, whole
-from vescale_fsdp.conversion.output.run_plan import RunOptions
-from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
-from vescale_fsdp.conversion.views.tensor_view import SourceView
+from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box

@@ -18,16 +18,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from vescale_fsdp.checkpoint import save
+from vescale_fsdp.checkpoint.moves.copying import CopyLimits
+from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion import diff, verify
 from vescale_fsdp.conversion.cli.summary import summary
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert, plan_conversion
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.journal import Journal
-from vescale_fsdp.conversion.output.run_plan import Execution, Part, RunOptions
-from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.journal import Journal
+from vescale_fsdp.conversion.run_plan import Execution, Part, RunOptions
 from vescale_fsdp.errors import ConversionError
 
 LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)  # buffers of 1 MiB

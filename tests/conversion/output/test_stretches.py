@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
@@ -17,8 +18,7 @@ from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.formats.native import write
-from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.run_plan import Part, RunOptions
+from vescale_fsdp.conversion.run_plan import Part, RunOptions
 from vescale_fsdp.errors import CorruptCheckpointError
 
 MIB = 2**20

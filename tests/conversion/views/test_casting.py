@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from tests.support.dtype_zoo import same_bytes, zoo
+from vescale_fsdp.checkpoint.moves.casting import CastRules
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.views.casting import CastRules
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.views.float_codes import cast_array

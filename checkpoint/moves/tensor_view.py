@@ -13,8 +13,8 @@ from functools import cached_property
 from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
-from vescale_fsdp.conversion.source.source import ByteRange, Source
-from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.source import ByteRange, Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import Box, boxes_of_range
 from vescale_fsdp.views.index_maps import IndexMap, InputPiece, Reshape, Slice

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor
 from vescale_fsdp.layout.geometry import Box, contiguous_strides
 
 Locate = Callable[[StoredChunk], StoredChunk]

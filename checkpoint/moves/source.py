@@ -2,6 +2,12 @@
 
 A `Source` is mostly data (see `stored_tensor.py`): the readers of each format only find out what lies where. One
 routine then reads boxes of any format (`box_reading.py`).
+
+One thread that fills a run of the output reads forward (`ForwardReader`). Stripes with checksums are hashed as their
+parts are read, so that each byte is read once:
+
+    stripe       |---------- 7 ----------|---------- 8 ----------|
+    reads        |  1  |  2  |  3  |  4  |  5  |  6  |          7 is verified; 8 was begun and is read again
 """
 
 from __future__ import annotations
@@ -13,10 +19,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from vescale_fsdp.checkpoint.checksums import checksum_of, hex_checksum_of
+from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of, hex_checksum_of
+from vescale_fsdp.checkpoint.moves.checked_ranges import CheckedRange, CheckedRanges, SeenPieces
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.source.checked_ranges import CheckedRange, CheckedRanges, SeenPieces
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, run_start
 
@@ -213,7 +219,7 @@ class Source:
         if name in self.readers:
             out[...] = self.readers[name](box).view(out.dtype)
             return
-        from vescale_fsdp.conversion.source.box_reading import read_box
+        from vescale_fsdp.checkpoint.moves.box_reading import read_box
 
         tensor = self.tensors[name]
         read_box(tensor, box, out, lambda chunk: self.located(tensor.info, chunk), self.read_bytes)
@@ -338,3 +344,54 @@ class Source:
         if chunk.checked is not None:
             self._ranges.add(chunk.checked)
         return chunk
+
+
+class ForwardReader:
+    """Reads of one thread; what it has read is proven once `finish` has returned.
+
+    Args:
+        source: whose files are read.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._begun: dict[
+            tuple[str, int], tuple[RunningChecksum, int]
+        ] = {}  # stripe -> hash so far, next byte
+
+    def read(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from a file.
+
+        Raises:
+            CorruptCheckpointError: if the file is too short, or a stripe that is complete by now is not what was saved.
+        """
+        checked = self._source.checked(file)
+        if checked is None:
+            self._source.read_bytes(file, offset, buffer)
+            return
+        self._source.store.read_into(file, offset, buffer)
+        size, stop = checked.stripe_bytes, offset + len(buffer)
+        while offset < min(stop, checked.checked_bytes):
+            index = offset // size
+            end = min((index + 1) * size, checked.checked_bytes)
+            part = buffer[: end - offset]
+            state, expected = self._begun.pop((file, index), (RunningChecksum(), index * size))
+            if expected == offset and len(part) == end - offset:
+                state.update(part)
+                self._source.prove_stripe(file, index, state.intdigest())
+            elif expected == offset:
+                state.update(part)
+                self._begun[file, index] = state, offset + len(part)
+            else:  # from the middle
+                self._source.prove_stripe(file, index)
+            offset, buffer = end, buffer[len(part) :]
+
+    def finish(self) -> None:
+        """Prove the stripes that were read in part.
+
+        Raises:
+            CorruptCheckpointError: if one is not what was saved.
+        """
+        for file, index in self._begun:
+            self._source.prove_stripe(file, index)
+        self._begun.clear()

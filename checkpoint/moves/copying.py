@@ -8,30 +8,40 @@ says; nothing else is held, so memory is the buffers, whatever the size of the m
 Files that accept writes in any order share all threads; files that are streams take one thread each. Every
 byte passes through memory, where it is compared with the source's checksums, if there are any, and hashed for
 the journal: hashing a buffer in the cache takes a tenth of the time that writing it takes.
+
+A file is finished when the checksums of all bytes that it was made from have been compared. Reads compare them as they
+go (see `checked_ranges`). The bytes around are read at the end: the rest of a storage larger than its tensor, or of a
+record that is cut into several files. A tensor that is whole in a file is verified before that file is finished; one
+that is cut into several files by the file that holds its first item, when all files are complete. So no process waits
+for another one, and together they read no byte more than twice.
 """
 
 from __future__ import annotations
 
 import mmap
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of, hex_checksum_of
-from vescale_fsdp.checkpoint.storage.base import FileWriter, reading_source
-from vescale_fsdp.conversion.output.copy_jobs import (
+from vescale_fsdp.checkpoint.moves.copy_jobs import (
     Job,
     Segment,
+    Stretch,
+    StretchFiller,
     jobs_by_source,
     jobs_in_order,
     steps,
+    stretch_steps,
+    stretches,
     writes,
 )
-from vescale_fsdp.conversion.output.plan import ComputedBytes, FilePlan, FixedBytes
-from vescale_fsdp.conversion.output.prove_sources import answered_for
-from vescale_fsdp.conversion.output.stretches import Stretch, StretchFiller, stretch_steps, stretches
-from vescale_fsdp.conversion.output.threads import Shared, in_threads
+from vescale_fsdp.checkpoint.moves.plan import ComputedBytes, FilePlan, FixedBytes
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
+from vescale_fsdp.checkpoint.storage.base import FileWriter, reading_source
 from vescale_fsdp.errors import ConversionError
 
 Progress = Callable[[int], None]  # called with tensor bytes done since the last call
@@ -154,7 +164,7 @@ class _WorkingFile:
     def _compute(self, segment: Segment, buffer: memoryview) -> int:
         import numpy as np  # only views that change their tensor need it
 
-        from vescale_fsdp.conversion.views.tensor_view import read_range
+        from vescale_fsdp.checkpoint.moves.tensor_view import read_range
 
         view = self.plan.tensor(segment.content).view
         array = np.frombuffer(buffer, dtype=np.uint8)
@@ -299,3 +309,34 @@ class Copier:
         except Exception:  # the file may be tried again from its start
             self.progress(-done)
             raise
+
+
+def answered_for(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, str]]:
+    """The stored tensors that a file answers for: those whose items it holds all, or those that are cut."""
+    held = Counter[str]()
+    for _, items in plan.tensors:
+        held[items.view.info.name] += items.stop - items.start
+    for _, items in plan.tensors:
+        info = items.view.info
+        if items.start == 0 < items.stop and (held[info.name] == info.numel) == whole:
+            yield from items.view.sources()
+
+
+def prove_rest(plans: Sequence[FilePlan], threads: int) -> None:
+    """What can be proven only when all is read: tensors that are cut into several files, and that no source was
+    written to meanwhile, as most formats have no checksums that would tell.
+
+    Raises:
+        CorruptCheckpointError: if bytes are not those that were saved.
+        ConversionError: if files of a source were replaced.
+    """
+
+    def work(stored: Shared[tuple[Source, str]]) -> None:
+        for source, name in stored:
+            source.prove(name)
+
+    if cut := [each for plan in plans for each in answered_for(plan, whole=False)]:
+        in_threads(threads, work, cut)
+    views = (items.view for plan in plans for _, items in plan.tensors)
+    for source in {id(source): source for view in views for source, _ in view.sources()}.values():
+        source.require_unchanged()

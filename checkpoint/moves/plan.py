@@ -15,8 +15,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from vescale_fsdp.checkpoint.checksums import RunningDigest
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.storage.base import FileWriter
-from vescale_fsdp.conversion.views.tensor_view import TensorView
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.checksums import Crc

@@ -1,5 +1,15 @@
 """Carrying out an output plan: safely, resumably, and shared among processes if asked.
 
+    state                     data files          other files
+    before                    absent, or the old ones if overwriting
+    while converting          .NAME.partial       a journal
+    killed                    .NAME.partial       the journal: --resume goes on
+    failed                    (removed)           (removed, and the folders that were made)
+    done                      NAME                old weights and journal removed, index last
+
+Object stores cannot rename: there each object appears complete when its upload ends, the deciding one last, and an
+old result's index is removed before the first new object appears.
+
 Parts: process i of n writes every n-th file, and its own journal. Whoever finds all n journals complete
 writes the closing files and publishes; no process waits for another, so array jobs may run in any order, at
 any time.
@@ -9,19 +19,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from vescale_fsdp.checkpoint.storage.base import FileWriter, StagedFile, Storage
-from vescale_fsdp.conversion.output.compared_file import ComparedFile, OtherBytesError
-from vescale_fsdp.conversion.output.copying import Copier, CopyLimits, Progress, written_digest
-from vescale_fsdp.conversion.output.journal import Journal, is_journal, parts_of
-from vescale_fsdp.conversion.output.plan import FilePlan, OutputPlan
-from vescale_fsdp.conversion.output.prove_sources import prove_rest
-from vescale_fsdp.conversion.output.target_folder import is_leftover, open_target, refuse_other_result
-from vescale_fsdp.conversion.output.threads import Shared, in_threads
+from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits, Progress, prove_rest, written_digest
+from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan
+from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
+from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, StagedFile, Storage
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
+from vescale_fsdp.conversion.journal import Journal, is_journal, parts_of
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 _MAX_PARTS = 65_536  # each part has a journal, which all others look for
@@ -418,3 +427,101 @@ class Execution:
             if not self._store.in_order or file.name in self._mine.finished:
                 self._store.remove(self._store.working_name(file.name))
         self._store.remove(self._mine.name)
+
+
+class OtherBytesError(Exception):
+    """A file has other bytes than those that were to be written."""
+
+
+class ComparedFile(FileWriter):
+    """Takes the place of an output; raises `OtherBytesError` where the file does not have the bytes."""
+
+    def __init__(self, store: Storage, name: str) -> None:
+        self._store, self._name = store, name
+
+    def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            wanted = memoryview(buffer).cast("B")
+            size = self._store.required_info(self._name).size_bytes
+            if offset_bytes + len(wanted) > size:
+                raise OtherBytesError(self._name)
+            if self._store.read(self._name, offset_bytes, len(wanted)) != wanted:
+                raise OtherBytesError(self._name)
+            offset_bytes += len(wanted)
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+    def abort(self) -> None:
+        """Nothing was written."""
+
+
+def open_target(
+    url: str,
+    *,
+    source_url: str,
+    single_file: bool,
+    overwrite: bool,
+    resume: bool,
+    is_result: Callable[[Storage], bool],
+) -> tuple[Storage, str, list[str]]:
+    """The store a target is written to, the file's name if the target is one file, and the old files in it.
+
+    Args:
+        is_result: whether what is there may be the result of the same conversion.
+
+    Raises:
+        ConversionError: if the target is over, inside or around the source, of the wrong kind, or not empty
+            (leftovers of an interrupted run do not count when resuming): where writing could harm anything.
+    """
+    target, source = open_store(url).place, open_store(source_url).place
+    shared = min(len(target), len(source))
+    # A single file has nothing inside it, so only being inside the source, or the source, is harmful.
+    if target[:shared] == source[:shared] and not (single_file and len(target) < len(source)):
+        expected = "a place outside of the source, and not around it"
+        raise _refusal(url, expected, f"the source is {source_url}", "choose another target")
+    store, name = open_parent(url) if single_file else (open_store(url), "")
+    if isinstance(store, LocalStorage):
+        in_the_way = next((path for path in (store.root, *store.root.parents) if path.is_file()), None)
+        if in_the_way is not None:
+            raise _refusal(url, "a folder", f"a file {in_the_way}", "choose another target")
+    path = store.root / name if isinstance(store, LocalStorage) else None
+    if path is not None and path.exists() and not (path.is_dir() or path.is_file()):
+        raise _refusal(url, "a new name, or that of a file", "a device or a pipe", "choose another target")
+    if single_file and (not name or (isinstance(store, LocalStorage) and (store.root / name).is_dir())):
+        raise _refusal(url, "a file", "a folder", "add a file name to the target")
+    ours = dict.fromkeys((name, store.working_name(name), f".{name}.vescale-convert.jsonl"))
+    files = [file for file in ours if store.size(file) is not None] if single_file else store.list_files()
+    interrupted = any(is_journal(file) for file in files)
+    blocking = files if not resume else [file for file in files if not is_leftover(file)]
+    if blocking and not overwrite and not (resume and interrupted) and not is_result(store):
+        todo = (
+            "continue the interrupted conversion with --resume, or start over with --overwrite"
+            if interrupted
+            else "choose another target, or pass --overwrite to replace what is there"
+        )
+        some = ", ".join(blocking[:3])
+        raise _refusal(url, "an empty or new target", f"{len(blocking)} files: {some}", todo)
+    return store, name, files
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file was left by an interrupted conversion."""
+    base = name.rpartition("/")[2]
+    return is_journal(name) or (base.startswith(".") and base.endswith(".partial"))
+
+
+def refuse_other_result(url: str) -> ConversionError:
+    """What is in the target has the files of this conversion, with other bytes."""
+    return _refusal(
+        url,
+        "the result of this conversion, or of one that was interrupted",
+        "that of another, or of a source that has changed",
+        "choose another target, or pass --overwrite to replace what is there",
+    )
+
+
+def _refusal(url: str, expected: str, got: str, todo: str) -> ConversionError:
+    return ConversionError(
+        "The result cannot be written there.", expected=expected, got=got, where=url, todo=todo
+    )
