@@ -23,9 +23,8 @@ import torch
 from torch import nn
 
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, child_name, join_name
+from vescale_fsdp.checkpoint.state.nesting import without_wrappers
 from vescale_fsdp.errors import CheckpointError, some
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 @runtime_checkable
@@ -203,13 +202,6 @@ def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
         found[name] = without_wrappers(short)
     counts = Counter(found.values())
     return {name: short if counts[short] == 1 else name for name, short in found.items()}
-
-
-def without_wrappers(name: str) -> str:
-    """A dotted name without the parts that ``torch.compile``, activation checkpointing and FSDP1 add."""
-    if not any(wrapper in name for wrapper in _WRAPPERS):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def same_names(own: Iterable[Any], stored: Iterable[Any]) -> dict[Any, Any]:

@@ -9,7 +9,7 @@ from vescale_fsdp.errors import some
 
 if TYPE_CHECKING:
     from vescale_fsdp.conversion.convert import ConvertReport
-    from vescale_fsdp.conversion.state.model_names import ModelNames
+    from vescale_fsdp.conversion.state.carried_state import ModelNames
 
 _BY = {"table": "shipped table", "class": "class itself"}
 _MOST = 20  # names: a model may lose a thousand, and ``--json`` has them all

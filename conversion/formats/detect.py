@@ -18,7 +18,7 @@ from vescale_fsdp.conversion.formats.incomplete import refuse_incomplete
 from vescale_fsdp.conversion.formats.run_steps import says_which, step_url, steps_in
 from vescale_fsdp.conversion.formats.table import TRAINED
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, some
-from vescale_fsdp.formats import DCP_INSIDE, FORMATS, added_formats, all_formats
+from vescale_fsdp.formats import DCP_INSIDE, FORMATS, all_formats
 from vescale_fsdp.lazy import lazy_function
 
 _with_side_files = lazy_function("vescale_fsdp.conversion.formats.trainers.side_files", "with_side_files")
@@ -63,7 +63,7 @@ def open_source(
     try:
         with gc_paused():
             found = kind or _detect(folder, url)
-            form = FORMATS.get(found) or added_formats().get(found)
+            form = FORMATS.get(found) or dict(all_formats()).get(found)
             if form is None:
                 raise _unreadable(url, [], f"kind {found}")
             where = open_parent(url) if form.is_file else (folder, "")

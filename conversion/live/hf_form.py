@@ -37,7 +37,7 @@ from vescale_fsdp.conversion.live.held_shards import HeldShards
 from vescale_fsdp.conversion.live.joint_files import MIN_BUDGET_BYTES, JointFiles
 from vescale_fsdp.conversion.live.written_folder import WrittenFolder
 from vescale_fsdp.conversion.rules.rule_file import load_rules
-from vescale_fsdp.conversion.state.model_names import find_model, is_optimizer, optimizer_homes
+from vescale_fsdp.conversion.state.carried_state import find_model, is_optimizer, optimizer_homes
 from vescale_fsdp.errors import ConversionError, some
 
 if TYPE_CHECKING:

@@ -24,12 +24,16 @@ from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.conversion.live.live_state import LiveState
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules
-from vescale_fsdp.conversion.state.carried_state import CarriedState, whole_state
-from vescale_fsdp.conversion.state.dequantized_weights import dequantized
-from vescale_fsdp.conversion.state.model_names import ModelNames, container_of, split_entries
+from vescale_fsdp.conversion.state.carried_state import (
+    CarriedState,
+    ModelNames,
+    container_of,
+    split_entries,
+    whole_state,
+)
 from vescale_fsdp.conversion.state.native_tree import native_tree
 from vescale_fsdp.conversion.state.optimizers import home_of, optimizers_of
-from vescale_fsdp.conversion.state.quantized_weights import find_quantized
+from vescale_fsdp.conversion.state.quantized_weights import dequantized, find_quantized
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
 AS_STATE = "state"  # the cast to the types that the state has
