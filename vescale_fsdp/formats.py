@@ -12,10 +12,9 @@ from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from vescale_fsdp.lazy import function_named
+from vescale_fsdp.lazy import function_named, lazy_function
 
-_CONVERSION = "vescale_fsdp.conversion"
-_OPENERS = f"{_CONVERSION}.formats.table"
+_OPENERS = "vescale_fsdp.conversion.formats.table"
 
 
 class Format(NamedTuple):
@@ -62,8 +61,10 @@ FORMATS = {
 }
 # A folder of folders: a model and its optimizer as two checkpoints of torch.distributed.checkpoint.
 DCP_INSIDE = r"[^/]+/\.metadata"
-# Fills a live state from a checkpoint of any of them, or from a native one through casts and key rules.
-LIVE_LOADER = f"{_CONVERSION}.live.load:load_through_views"
+# (path or URL) -> vescale_fsdp.checkpoint.moves.source.Source, for a checkpoint of any of them.
+open_foreign = lazy_function("vescale_fsdp.conversion.formats.detect", "open_source")
+# Fills a live state from any of them, or from a native checkpoint through casts and key rules.
+load_through_views = lazy_function("vescale_fsdp.conversion.live.load", "load_through_views")
 
 
 @lru_cache

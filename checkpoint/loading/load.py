@@ -52,8 +52,7 @@ from vescale_fsdp.errors import (
     VescaleError,
     some,
 )
-from vescale_fsdp.formats import LIVE_LOADER, is_known
-from vescale_fsdp.lazy import function_named
+from vescale_fsdp.formats import is_known, load_through_views
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import local_of
 
@@ -230,7 +229,7 @@ def load(
     if not through_views:
         loader = Loader(storage, coordinator, verify, read=read, meter=meter, manifest=manifest)
         return loader.load(state, strict=strict, include=patterns)
-    report: LoadReport = function_named(LIVE_LOADER)(
+    report: LoadReport = load_through_views(
         os.fspath(path) if isinstance(path, (str, os.PathLike)) else path.where,
         state,
         source or SourceOptions(),

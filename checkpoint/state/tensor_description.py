@@ -28,7 +28,7 @@ from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.dtensor.spec import ascends, place_in, ranks_by_place
+from vescale_fsdp.dtensor.spec import ascends, group_ranks_in, ranks_by_group_rank
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.foreign_json import MAX_DIMS
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -213,7 +213,7 @@ class Describer:
             known = _MeshPlace(mesh, None, ())
             if mesh.get_coordinate() is not None:
                 disordered = frozenset(axis for axis in range(mesh.ndim) if not ascends(mesh, axis))
-                known = _MeshPlace(mesh, axes_of_mesh(mesh, self._rank_of), place_in(mesh), disordered)
+                known = _MeshPlace(mesh, axes_of_mesh(mesh, self._rank_of), group_ranks_in(mesh), disordered)
             self._meshes[id(mesh)] = known
         return known
 
@@ -230,7 +230,7 @@ def _no_order(name: str, tensor: DTensor) -> CheckpointError:
 
 def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
     """One `Axis` per mesh axis; its coordinates are places in the process groups, see `dtensor.spec`."""
-    numbers = ranks_by_place(mesh).numpy()
+    numbers = ranks_by_group_rank(mesh).numpy()
     if rank_of is not None:
         numbers = np.vectorize(lambda rank: rank_of.get(int(rank), -1))(numbers)
     return axes_of_ranks(numbers)
