@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from vescale_fsdp.lazy import function_named, lazy_function
+from vescale_fsdp.lazy import function_named
 
 _OPENERS = "vescale_fsdp.conversion.formats.table"
 
@@ -61,10 +61,6 @@ FORMATS = {
 }
 # A folder of folders: a model and its optimizer as two checkpoints of torch.distributed.checkpoint.
 DCP_INSIDE = r"[^/]+/\.metadata"
-# (path or URL) -> vescale_fsdp.checkpoint.moves.source.Source, for a checkpoint of any of them.
-open_foreign = lazy_function("vescale_fsdp.conversion.formats.detect", "open_source")
-# Fills a live state from any of them, or from a native checkpoint through casts and key rules.
-load_through_views = lazy_function("vescale_fsdp.conversion.live.load", "load_through_views")
 
 
 @lru_cache
@@ -87,4 +83,16 @@ def is_known(files: Collection[str]) -> bool:
         return True
     return any(
         re.fullmatch(form.file, name) for _, form in all_formats() if not form.is_file for name in files
+    )
+
+
+def open_foreign(url: Any) -> Any:
+    """The `Source` of a checkpoint of any format, by path or URL."""
+    return function_named("vescale_fsdp.conversion.formats.detect:open_source")(url)
+
+
+def load_through_views(url: str, state: Any, source: Any, **options: Any) -> Any:
+    """Fill a live state from a checkpoint of any format, through casts and key rules; returns its `LoadReport`."""
+    return function_named("vescale_fsdp.conversion.live.load:load_through_views")(
+        url, state, source, **options
     )
