@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         RaggedSavePlanner,
         RaggedWriter,
     )
-    from vescale_fsdp.checkpoint.loading.load import LoadReport, load
+    from vescale_fsdp.checkpoint.loading.load import LoadReport, SourceOptions, load
     from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, CheckpointTensor, read_state
     from vescale_fsdp.checkpoint.loading.verify import Problem, VerifyReport, verify
     from vescale_fsdp.checkpoint.manager import CheckpointManager, Restored
@@ -79,6 +79,7 @@ __all__ = [
     "SaveContext",
     "SaveHandle",
     "SavePolicy",
+    "SourceOptions",
     "StepRecord",
     "VerifyReport",
     "async_save",
@@ -102,7 +103,7 @@ lazily_export(
         "vescale_fsdp.checkpoint.saving.async_save": "SaveHandle async_save",
         "vescale_fsdp.checkpoint.formats.dcp.storage": "RaggedLoadPlanner RaggedReader RaggedSavePlanner "
         "RaggedWriter",
-        "vescale_fsdp.checkpoint.loading.load": "LoadReport load",
+        "vescale_fsdp.checkpoint.loading.load": "LoadReport SourceOptions load",
         "vescale_fsdp.checkpoint.manager": "CheckpointManager Restored",
         "vescale_fsdp.checkpoint.state.per_rank": "PerRank Reshardable Resharded",
         "vescale_fsdp.checkpoint.data.reshardable_loader": "ReshardableLoader",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.loading.load import Read, Verify, prove_choices
+from vescale_fsdp.checkpoint.loading.load import Read, Verify, check_choices
 from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -620,7 +620,7 @@ class CheckpointManager:
         alike: dict[str, Json] = {"strict": strict, "verify": verify, "read": read, "read_only": read_only}
         run: RunFile | None = None
         with self._coordinator.together(f"starting to restore from {self._root.where}", alike=alike):
-            prove_choices(verify, read)
+            check_choices(verify, read)
             patterns = (include,) if isinstance(include, str) else include
             wanted = None if step is None else operator.index(step)
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}

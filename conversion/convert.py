@@ -346,7 +346,7 @@ def _merged(state: CarriedState, url: str, config: dict[str, Any]) -> CarriedSta
 def _dequantized(state: CarriedState, text: str, assets: Assets, source: Source) -> CarriedState:
     """The state with quantised weights as floats, and the settings told."""
     from vescale_fsdp.checkpoint.moves.casting import float_type
-    from vescale_fsdp.conversion.state.dequantized_weights import dequantized
+    from vescale_fsdp.conversion.state.quantized_weights import dequantized
 
     dtype = float_type(text)
     found = dequantized(state, _settings(assets, source), dtype)

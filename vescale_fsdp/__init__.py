@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
     from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle, describe_states
     from vescale_fsdp.conversion.live.hf_form import HuggingFace
-    from vescale_fsdp.conversion.live.load_from import LoadFromReport, load_from
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
     from vescale_fsdp.dtensor.operators.dispatch_table import is_supported
     from vescale_fsdp.dtensor.operators.random_values import get_rng_state, manual_seed, set_rng_state
@@ -65,7 +64,6 @@ __all__ = [
     "GroupLayout",
     "HSDPMeshInfo",
     "HuggingFace",
-    "LoadFromReport",
     "Membership",
     "MixedPrecisionPolicy",
     "ModelLayout",
@@ -101,7 +99,6 @@ __all__ = [
     "is_ragged",
     "is_supported",
     "joint_ranks",
-    "load_from",
     "manual_seed",
     "plan_group",
     "plan_report",
@@ -126,7 +123,6 @@ lazily_export(
         "vescale_fsdp.runtime.data_mesh": "DataParallelMeshDims",
         "vescale_fsdp.checkpoint.formats.dcp.form": "DCP",
         "vescale_fsdp.conversion.live.hf_form": "HuggingFace",
-        "vescale_fsdp.conversion.live.load_from": "LoadFromReport load_from",
         "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
         "vescale_fsdp.dtensor.ragged_dtensor": (
             "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute redistribute_async"

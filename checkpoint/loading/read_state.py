@@ -74,10 +74,10 @@ def _no_checkpoint(storage: Storage) -> NoCheckpointError:
         todo = "for a folder of steps, CheckpointManager(path).restore(state); or give the path of one step"
     elif ".metadata" in names:
         got += ", but .metadata of torch.distributed.checkpoint"
-        todo = "dcp.load reads it, and vescale-convert to-vescale brings it into this format"
+        todo = "`load` and dcp.load read it, and vescale-convert to-vescale brings it into this format"
     elif any(name.endswith((".safetensors", ".bin", ".pt", ".pth")) for name in names):
         got += ", but files of weights"
-        todo = "vescale-convert to-vescale brings them into this format"
+        todo = "`load` reads them, and vescale-convert to-vescale brings them into this format"
     return NoCheckpointError(
         "There is no checkpoint at this path.",
         expected="a folder with manifest.json (it is written last: a folder without one is incomplete)",
@@ -197,9 +197,15 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         (['model.w'], 6.0, (2, 3))
     """
 
-    def __init__(self, storage: Storage, *, cost: Callable[[int], int] = lambda rank: 0) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        cost: Callable[[int], int] = lambda rank: 0,
+        manifest: Manifest | None = None,
+    ) -> None:
         self.storage = storage
-        self.manifest = read_manifest(storage)
+        self.manifest = read_manifest(storage) if manifest is None else manifest
         self.metadata: Json = self.manifest.metadata
         self._finder = ShareFinder(self.manifest, cost)
         self._tables = ChunkTables(storage, self.manifest)

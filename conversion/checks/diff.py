@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from vescale_fsdp.checkpoint.moves.carried_state import find_model, unwrapped_names
 from vescale_fsdp.checkpoint.moves.copying import Progress
-from vescale_fsdp.checkpoint.moves.model_names import find_model, unwrapped_names
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
 from vescale_fsdp.checkpoint.moves.tensor_view import (

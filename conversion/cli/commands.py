@@ -253,7 +253,7 @@ def plan_command(
     as_json: bool,
 ) -> None:
     """Print how fully_shard would lay out the model in SRC, and what that would cost."""
-    from vescale_fsdp.checkpoint.moves.model_names import find_model
+    from vescale_fsdp.checkpoint.moves.carried_state import find_model
     from vescale_fsdp.layout.granularity import parse_granularities
     from vescale_fsdp.layout.model_shapes import natural_order
     from vescale_fsdp.layout.padding import PaddingPolicy

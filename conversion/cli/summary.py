@@ -8,7 +8,7 @@ from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.errors import some
 
 if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint.moves.model_names import ModelNames
+    from vescale_fsdp.checkpoint.moves.carried_state import ModelNames
     from vescale_fsdp.conversion.convert import ConvertReport
 
 _BY = {"table": "shipped table", "class": "class itself"}

@@ -15,8 +15,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Literal
 
-from vescale_fsdp.conversion.formats.table import FORMATS
 from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.formats import DCP_INSIDE, FORMATS
 
 _STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
 _log = logging.getLogger(__name__)
@@ -26,9 +26,7 @@ _MOST = 8  # that an error lists
 def steps_in(files: Collection[str]) -> dict[int, str]:
     """Step -> its folder, of the checkpoints beside each other under a folder with these files; finished ones alone."""
     patterns = [form.file for form in FORMATS.values() if not form.is_file]
-    deciding = re.compile(
-        "|".join(f"(?:{pattern})" for pattern in (*patterns, rf"[^/]+/{FORMATS['dcp'].file}"))
-    )
+    deciding = re.compile("|".join(f"(?:{pattern})" for pattern in (*patterns, DCP_INSIDE)))
     found: dict[int, str] = {}
     for file in files:
         folder, _, inner = file.partition("/")

@@ -25,8 +25,8 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.checkpoint.moves.carried_state import find_model, is_optimizer, optimizer_homes
 from vescale_fsdp.checkpoint.moves.casting import CastRules
-from vescale_fsdp.checkpoint.moves.model_names import find_model, is_optimizer, optimizer_homes
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused

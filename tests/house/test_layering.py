@@ -71,6 +71,7 @@ LEVELS = (
 LEVEL_OF = {folder: level for level, row in enumerate(LEVELS) for folder in row}
 # Files of the first row that stand on others of it.
 FIRST_ROW = {
+    ("formats", "lazy"),
     ("pickled_paths", "lazy"),
     ("torch_private", "errors"),
     ("collectives", "errors"),
@@ -84,14 +85,13 @@ STRANGERS = {
     "quantize": {"checkpoint", "conversion"},
     "optim": {"checkpoint", "conversion"},
 }
-# Front doors, which bring in what stands on them: public names, formats, the rules of operators, the console command.
+# Front doors, which bring in what stands on them: public names, the rules of operators, the console command.
 DOORS = {
     "",
     "checkpoint.__init__",
     "conversion.__init__",
     "conversion.__main__",
     "dtensor.__init__",
-    "formats",
     "optim.__init__",
 }
 # Plain Python: nothing of torch but the class of placements, to be one, where the set says so.

@@ -93,6 +93,7 @@ OF_HELP = {
     "vescale_fsdp.conversion.cli.summary",
     "vescale_fsdp.conversion.formats.table",
     "vescale_fsdp.errors",
+    "vescale_fsdp.formats",
     "vescale_fsdp.lazy",
     "vescale_fsdp.pickled_paths",
 }

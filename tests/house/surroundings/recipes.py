@@ -32,7 +32,6 @@ from vescale_fsdp import (
     describe_states,
     fully_shard,
     integrations,
-    load_from,
     optim,
     plan_transfer,
     quantize,
@@ -294,7 +293,7 @@ def from_files(folder: Path) -> Call:
         lazy = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
 
     def call() -> Any:
-        reports = [load_from(str(folder / "plain.pt"), into) for into in (model, lazy)]
+        reports = [ck.load(str(folder / "plain.pt"), into) for into in (model, lazy)]
         ck.save(folder / "dcp", {"model": model}, format=DCP())
         return lambda: [
             [report.missing for report in reports],

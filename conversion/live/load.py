@@ -1,40 +1,40 @@
-"""`load_from`: any checkpoint straight into a model that is sharded already, whatever shards it.
+"""Loads through views: a checkpoint of any format into a state, whatever shards it.
 
-1  open the source, plan views of its tensors (renames, key rules, casts), put them where the state has its own
+1  open the source, plan views of its tensors (renames, key rules, casts), bring them to the state's paths
 2  match them with the state: missing, unexpected, of other shapes or types; ranks compare what they found
 3  give tensors on the meta device memory; compare what the source has twice and the state once
 4  meet: any error so far is raised on all ranks, and nothing has been overwritten
-5  read: each rank its own parts, in boxes of at most 16 MiB, straight into the tensors where they lie in the file so
-6  prove the checksums of what ranks read in parts, meet; then plain values and optimizers take theirs
+5  read: each rank its own parts, in boxes of at most 16 MiB, straight into the tensors where files store them so
+6  verify the checksums of what ranks read in parts, meet; then plain values and optimizers take theirs
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from vescale_fsdp.checkpoint.checksums import RunningDigest
 from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
-from vescale_fsdp.checkpoint.loading.load import Overwriting
+from vescale_fsdp.checkpoint.loading.load import LoadReport, Overwriting, SourceOptions
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.moves.checked_ranges import SeenPieces
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
+from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.live.live_state import LiveState, is_meta
 from vescale_fsdp.conversion.live.source_match import LiveMatch, LiveOptions, match_source
@@ -47,101 +47,35 @@ _NOTHING_LOADED = "nothing was overwritten"
 _HALF_LOADED = "tensors may hold some of what was to be loaded"
 
 
-@dataclass(frozen=True)
-class LoadFromReport:
-    """What `load_from` did not load.
-
-    Attributes:
-        missing: leaves of the state that the source lacks; they keep their values.
-        unexpected: leaves of the source's model and optimizer that the state lacks.
-        mismatched: leaves of other shapes or types, each with what the source and the state have.
-        left_out: other entries of the source that the state has no place for.
-        warnings: what its files could not say for sure, in sentences; the logger ``vescale_fsdp`` says them too.
-
-    Examples:
-        >>> report = LoadFromReport(missing=(), unexpected=("lm_head.weight",))
-        >>> report.unexpected
-        ('lm_head.weight',)
-    """
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-
-def load_from(
-    source: str | os.PathLike[str],
+def load_through_views(
+    url: str,
     state: Any,
+    source: SourceOptions,
     *,
-    rules: str | None = None,
-    rules_to: str = "ours",
-    config: str | None = None,
-    dequantize: str | None = None,
-    dtype: str | Sequence[str] = (),
-    include: str | Sequence[str] | None = None,
-    strict: bool = True,
-    init: Callable[[nn.Module], object] | None = None,
-    model_prefix: str | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> LoadFromReport:
-    """Fill a model, sharded in whatever way, from a checkpoint of any format. A collective.
-
-    Each rank reads the bytes that its own parts need, in boxes of 16 MiB, and no others but for small gaps: nothing is
-    converted on disk. Tied weights stay one: a folder that stores them once fills both names.
-
-    >>> import tempfile
-    >>> import torch
-    >>> torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, f"{(folder := tempfile.mkdtemp())}/linear.pt")
-    >>> with torch.device("meta"):
-    ...     model = nn.Linear(3, 2)
-    >>> load_from(f"{folder}/linear.pt", model).missing, model.weight.sum().item()
-    ((), 6.0)
-
-    Args:
-        source: path or URL of whatever ``vescale-convert`` reads; of peft's folder of an adapter too, which fills the
-            adapter of a model that has one (a PeftModel) and leaves its base as it is.
-        state: a module, or a dict such as ``{"model": model, "optimizer": optimizer, "step": 0}`` of modules, their
-            optimizers, tensors, plain values and Stateful objects. Tensors of modules on the meta device get memory.
-        rules: key rules, as ``vescale-convert --rules``: a shipped set's name or a TOML file.
-        rules_to: whose names the state has, ``"ours"`` or ``"hf"``: the side of the rules that is made.
-        config: folder or URL of the config.json that rules and ``dequantize`` go by; default: the source's own.
-        dequantize: the float type that quantised weights become, before rules: ``"bf16"``, as for ``vescale-convert``.
-        dtype: ``"state"`` casts floats to the types that the state has. Casts as for ``vescale-convert --dtype``,
-            such as ``["bfloat16", "*.gate.bias=float32"]``, come before: types must agree in the end.
-        include: name patterns (fnmatch); only leaves of the state that fit one are loaded.
-        strict: raise if leaves of the state's models and optimizers are missing, unexpected or mismatched, or a
-            pattern fits none; False reports these and loads the rest.
-        init: called with each module that has buffers on the meta device which no checkpoint holds, once they have
-            memory and before anything is read; ``model._init_weights`` for models of transformers.
-        model_prefix: what the model's names begin with in the source; default: found out.
-        process_group: the ranks that load together; default: all.
-
-    Raises:
-        CheckpointError: on all ranks, if the source does not fit the state; ranks that met something else raise that.
-        ConversionError: if the source is of no known kind, or options do not fit it.
-        CorruptCheckpointError: if files are missing, truncated or not what was saved.
-        PartialLoadError: on all ranks, in place of these, once the first tensor may have been overwritten, as damage
-            found in the data: ``error.overwritten`` names this rank's. What was on the meta device is there again.
-    """
-    patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
-    casts = (dtype,) if isinstance(dtype, str) else tuple(dtype)
-    options = LiveOptions(rules, rules_to, config, dequantize, casts, patterns, strict, init, model_prefix)
-    return _LoadFrom(os.fspath(source), options, coordinator_for(process_group)).run(state)
+    casts: tuple[str, ...],
+    include: tuple[str, ...] | None,
+    strict: bool,
+    init: Callable[[nn.Module], object] | None,
+    coordinator: Coordinator,
+    meter: Meter,
+) -> LoadReport:
+    """Fill a state from a checkpoint of any format; arguments and errors as for `checkpoint.load`."""
+    options = LiveOptions(source, casts, include, strict, init)
+    return _ViewLoader(url, options, coordinator, meter).run(state)
 
 
 @dataclass
-class _LoadFrom:
-    """The steps of `load_from`."""
+class _ViewLoader:
+    """The steps of a load through views."""
 
     url: str
     options: LiveOptions
     coordinator: Coordinator
+    meter: Meter
 
     @plainly
-    def run(self, state: Any) -> LoadFromReport:
-        alike = self.options.to_json()
+    def run(self, state: Any) -> LoadReport:
+        alike: dict[str, Any] = {"include": self.options.include, "strict": self.options.strict}
         with self._together("planning", alike), gc_paused():
             source = open_source(self.url)
             alike["the source's tensors"] = _listing(source)
@@ -155,13 +89,15 @@ class _LoadFrom:
             with self._together("preparing"), gc_paused():
                 made.found.require_fit(self.url, self.options.strict)
                 made = self._with_memory(source, live, made, undo)
-                fillings = self._without_twins(made, list(self._fillings(made)))
+                fillings = self._without_aliases(made, list(self._fillings(made)))
             overwriting = Overwriting()
             for filling in fillings:
                 overwriting.add(filling.name, filling.tensor, filling.target)
+            num_bytes = sum(filling.region.numel * filling.target.itemsize for filling in fillings)
             with overwriting.together(self.coordinator.world_size):
                 with self._together("reading", outcome=_HALF_LOADED):
-                    fill_all(fillings, self._num_threads(source))
+                    self.meter.begin("loading", num_bytes)
+                    fill_all(fillings, self._num_threads(source), self.meter)
                 pieces = self.coordinator.everyone(source.seen_in_part())
                 with self._together("verifying", outcome=_HALF_LOADED):
                     source.prove_with(_share(pieces, self.coordinator.rank))
@@ -169,24 +105,26 @@ class _LoadFrom:
                     made.found.finish()
                     live.give_back()
         except BaseException:
-            for put_back in undo:  # what was to be filled would pass for values
+            for put_back in undo:  # memory that could not be filled would pass for values
                 put_back()
             raise
         found, doubts = made.found, tuple(source.warnings)
         if self.coordinator.rank == 0:
             for doubt in doubts:
                 _log.warning("%s: %s", self.url, doubt)
-        return LoadFromReport(
-            tuple(found.missing), tuple(found.unexpected), found.mismatched, made.left_out, doubts
+        return LoadReport(
+            tuple(found.missing),
+            tuple(found.unexpected),
+            num_bytes_read=num_bytes,
+            mismatched=found.mismatched,
+            left_out=made.left_out,
+            warnings=doubts,
         )
 
     def _together(
         self, doing: str, alike: dict[str, Any] | None = None, outcome: str = _NOTHING_LOADED
     ) -> AbstractContextManager[None]:
-        is_first = doing == "planning"
-        return self.coordinator.together(
-            f"{doing} to load {self.url}", outcome, alike or {}, is_first=is_first
-        )
+        return self.coordinator.together(f"{doing} to load {self.url}", outcome, alike or {})
 
     def _with_memory(
         self, source: Source, live: LiveState, made: LiveMatch, undo: list[Callable[[], object]]
@@ -228,7 +166,7 @@ class _LoadFrom:
                 region = describer.region(described, self.coordinator.rank)
                 yield Filling(new.name, view, region, tensor, LoadTarget(described.local))
 
-    def _without_twins(self, made: LiveMatch, fillings: list[Filling]) -> list[Filling]:
+    def _without_aliases(self, made: LiveMatch, fillings: list[Filling]) -> list[Filling]:
         """One filling for each tensor, whatever number of names it has.
 
         Raises:
@@ -320,21 +258,28 @@ class _Job(NamedTuple):
         into.copy_(torch.from_numpy(scratch.view(np.uint8)).view(into.dtype))
 
 
-def fill_all(fillings: Iterable[Filling], num_threads: int) -> None:
+def fill_all(fillings: Sequence[Filling], num_threads: int, meter: Meter) -> None:
     """Fill every tensor; any may hold some of its values if this raises.
+
+    A rank's part is a flat range of a box (`Region`), in memory one run of items. It is cut into boxes that are runs of
+    that memory again, so that what a file stores in the wanted order is read into it without a copy:
+
+        region   rows 3.5 .. 9.0 of a matrix      boxes   half of row 3 | rows 4 .. 8       (of at most 16 MiB)
+
+    Scratch is what views need to compute a box, and the box itself where the memory is a device's.
 
     Raises:
         CorruptCheckpointError: if a file turns out damaged.
     """
-    found = list(fillings)
-    jobs = (job for filling in found for job in _jobs(filling))
+    jobs = (job for filling in fillings for job in _jobs(filling))
 
     def work(shared: Shared[_Job]) -> None:
         for job in shared:
             job.run()
+            meter.advance(job.box.numel * job.target.itemsize)
 
     in_threads(num_threads, work, jobs)
-    for filling in found:
+    for filling in fillings:
         filling.target.finish()
 
 
