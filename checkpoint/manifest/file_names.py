@@ -15,7 +15,6 @@ The tensor's name is an attribute of its array, so no reader has to decode a pat
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable
 from itertools import accumulate
@@ -90,6 +89,8 @@ def _escaped(part: str) -> str:
 
 
 def _hashed(name: str) -> str:
+    import hashlib  # loads OpenSSL: 5 ms of a start that names no arrays
+
     digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).hexdigest()
     return f"{_escaped(name)[:_HEAD_BYTES]}%~{digest}"  # no escape looks like this
 
