@@ -65,10 +65,10 @@ def _dcp_save(path: Path, rank: int) -> None:
 # By the name that the error gives: what is called with (path, rank).
 CASES: dict[str, Callable[[Path, int], Any]] = {
     "metadata": lambda path, rank: save(path / "c", _state(), metadata=rank),
-    "metadata/a/b/1": lambda path, rank: save(
+    "metadata.a.b.1": lambda path, rank: save(
         path / "c", _state(), metadata={"a": {"b": [1, rank], "c": rank}}, format="zarr"
     ),
-    "metadata/a/1/x~1y": lambda path, rank: save(path / "c", _state(), metadata={"a": [0, {"x/y": rank}]}),
+    "metadata.a.1.x/y": lambda path, rank: save(path / "c", _state(), metadata={"a": [0, {"x/y": rank}]}),
     "metadata/only": lambda path, rank: save(path / "c", _state(), metadata={"only": 1} if rank else {}),
     "metadata/type": lambda path, rank: save(path / "c", _state(), metadata={"type": [1, True][rank]}),
     "metadata/behind": lambda path, rank: async_save(path / "c", _state(), metadata={"behind": rank}).wait(),
