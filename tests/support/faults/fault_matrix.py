@@ -37,7 +37,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.faults.watched_storage import Call, Fault, Watch, WatchedStorage
 from vescale_fsdp import DCP, HuggingFace
-from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, RamTier, async_save, load, save
+from vescale_fsdp.checkpoint import (
+    CheckpointManager,
+    EverySteps,
+    PerRank,
+    RamTier,
+    SourceOptions,
+    async_save,
+    load,
+    save,
+)
 from vescale_fsdp.checkpoint.formats.dcp.source import open_dcp
 from vescale_fsdp.checkpoint.loading import load as load_module
 from vescale_fsdp.checkpoint.loading.load import Read
@@ -247,7 +256,7 @@ class _Stage:
             patched.setenv("AWS_ENDPOINT_URL", self._endpoint)
             patched.setattr(detect, "open_store", lambda url: self.storage(setting))
             patched.setattr(load_module, "open_storage", lambda path, neighbours: self.storage(setting))
-            load("the source", state, process_group=self.group)
+            load("the source", state, source=SourceOptions(), process_group=self.group)
         return _proven(state, setting.form)
 
     def _memory(self, setting: Setting) -> Path:
