@@ -31,8 +31,8 @@ from vescale_fsdp.checkpoint.loading.load import Loader, Overwriting, Verify
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, CheckpointTensor
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import join_name
+from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbours
 from vescale_fsdp.checkpoint.ranks.dcp_ranks import DcpRanks, wrong_partner
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, explain

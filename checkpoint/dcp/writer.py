@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbours
 from vescale_fsdp.checkpoint.ranks.dcp_ranks import DcpRanks, wrong_partner
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.form import Commit
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, check_choice
 from vescale_fsdp.checkpoint.saving.save import Saver

@@ -30,9 +30,8 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointErro
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbours
 from vescale_fsdp.checkpoint.ranks.first_error import noting
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.match import Match, TensorRead, match
 from vescale_fsdp.checkpoint.state.tensor_description import Describer

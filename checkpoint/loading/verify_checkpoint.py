@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from vescale_fsdp.checkpoint.loading.file_checks import Check, check_files
 from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
+from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbours
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError

@@ -671,3 +671,8 @@ def _first_difference(values: Sequence[Json], name: str) -> tuple[str, Sequence[
         if len({tuple(words_of({"": item})) for item in items}) > 1:
             return _first_difference(items, join_name(name, key))
     return name, values
+
+
+def num_neighbours() -> int:
+    """How many ranks may share this machine's cores: all, since it is not known which do."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

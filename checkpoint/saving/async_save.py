@@ -36,9 +36,13 @@ from vescale_fsdp.checkpoint.ranks.background import (
     Job,
     check_exit_timeout,
 )
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, SoloCoordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.coordinator import (
+    Coordinator,
+    SoloCoordinator,
+    coordinator_for,
+    num_neighbours,
+)
 from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, plain_json
 from vescale_fsdp.checkpoint.saving.staging import Stager

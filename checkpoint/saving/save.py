@@ -36,8 +36,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import (
 )
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, depth_of
 from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbours
 from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare, told_if_unusable
 from vescale_fsdp.checkpoint.saving.manifest_form import ManifestForm
 from vescale_fsdp.checkpoint.saving.mergeable import prove_mergeable

@@ -31,7 +31,6 @@ LEVELS = (
         "runtime.setup",
         "quantize",
         "checkpoint.ranks",
-        "checkpoint.data",
         "checkpoint.state",
         "checkpoint.moves",
         "conversion.journal",
