@@ -38,8 +38,13 @@ from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_rank_file_name, step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.memory.partners import node_name, partners_in_cliques, partners_in_rings
-from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, plan_copies
+from vescale_fsdp.checkpoint.memory.partners import (
+    node_name,
+    partners_in_cliques,
+    partners_in_rings,
+    plan_copies,
+)
+from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart
 from vescale_fsdp.checkpoint.ranks.background import BackgroundThread
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, is_interrupt, is_of_storage
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove, move_files
