@@ -99,13 +99,13 @@ class SaveHandle:
             TimeoutError: if it takes longer than ``timeout_s``.
         """
         self._job.future.exception(timeout_s)
-        self._job.heard = True
+        self._job.is_read = True
         self._job.future.result()
 
     def exception(self) -> BaseException | None:
         """The error that the save ended with, or None; blocks until the save has ended."""
         error = self._job.future.exception()
-        self._job.heard = True
+        self._job.is_read = True
         return error
 
 
@@ -202,7 +202,7 @@ class AsyncSaver:
         )
         self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=exit_timeout_s)
         if error is not None and not isinstance(error, Exception):
-            self._last.heard = True
+            self._last.is_read = True
             raise error  # Ctrl-C is for whoever trains: it does not wait until somebody asks for the handle
         return SaveHandle(self._last)
 
