@@ -652,7 +652,7 @@ def unlike(everyone: Sequence[Json]) -> CheckpointError:
         ranks_by_text.setdefault(repr(value), []).append(rank)
     shown = [f"{text[:200]} on ranks {ranks[:16]}" for text, ranks in ranks_by_text.items()]
     return CheckpointError(
-        "An argument differs between ranks.",
+        "Ranks disagree about an argument.",
         expected="the same arguments on all ranks",
         got="; ".join(shown[:4]),
         where=f"the argument `{name}`",
