@@ -148,8 +148,8 @@ class Coordinator:
         assert structure is not None
         world = RankSet.world(self.world_size)
         classes = [(world, structure)] if is_same(digests) else self._exchange(structure, words)
-        found = None if -least_free == _ENDLESS else -least_free
-        return Agreement(classes, largest_bytes, bool(resharded), f"{save_id:016x}", found)
+        least_free_bytes = None if -least_free == _ENDLESS else -least_free
+        return Agreement(classes, largest_bytes, bool(resharded), f"{save_id:016x}", least_free_bytes)
 
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
         """Every distinct structure, sent once by its first rank, with its ranks."""

@@ -72,10 +72,10 @@ def interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for name in names:
             try:
-                found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                request = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # it has no such address
                 continue
-            own = ipaddress.ip_address(found[20:24])
+            own = ipaddress.ip_address(request[20:24])
             if str(own) == wanted or (own.is_loopback and ipaddress.ip_address(wanted).is_loopback):
                 return name
     raise PlacementError(
@@ -93,8 +93,8 @@ def address_of(interface: str) -> str:
         OSError: if there is no such interface, or it has no such address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-    return str(ipaddress.ip_address(found[20:24]))
+        request = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    return str(ipaddress.ip_address(request[20:24]))
 
 
 def local_address(host: str, port: int) -> str:

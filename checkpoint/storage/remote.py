@@ -374,10 +374,10 @@ class RemoteStorage(Storage):
     def list_folder(self, name: str) -> list[str]:
         self.filesystem.invalidate_cache()
         try:
-            found = self.retrying(lambda: self.filesystem.ls(self._path(name), detail=False))
+            paths = self.retrying(lambda: self.filesystem.ls(self._path(name), detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     @property
     def place(self) -> tuple[str, ...]:
@@ -388,20 +388,20 @@ class RemoteStorage(Storage):
     def list_files(self) -> list[str]:
         self.filesystem.invalidate_cache()
         try:
-            found = self.ask("find", self._root)
+            paths = self.ask("find", self._root)
         except FileNotFoundError:
             return []
         prefix = self._root.lstrip("/") + "/"
-        names = (str(path).lstrip("/") for path in found)
+        names = (str(path).lstrip("/") for path in paths)
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def info(self, name: str) -> FileInfo | None:
         try:
-            found = self.ask("info", self._path(name))
+            info = self.ask("info", self._path(name))
         except FileNotFoundError:
             return None
-        stamp = " ".join(str(found.get(key)) for key in ("size", "ETag", "LastModified", "mtime", "created"))
-        return FileInfo(int(found["size"]), stamp) if found["type"] == "file" else None
+        stamp = " ".join(str(info.get(key)) for key in ("size", "ETag", "LastModified", "mtime", "created"))
+        return FileInfo(int(info["size"]), stamp) if info["type"] == "file" else None
 
     def append(self, name: str, data: bytes) -> None:
         old = self.read(name) if self.size(name) is not None else b""
@@ -424,10 +424,10 @@ class RemoteStorage(Storage):
 
     def is_older(self, name: str, seconds: float) -> bool:
         self.filesystem.invalidate_cache()
-        found = self.retrying(lambda: self.filesystem.find(self._path(name), detail=True))
+        objects = self.retrying(lambda: self.filesystem.find(self._path(name), detail=True))
         times = [
             info.get(key)
-            for info in found.values()
+            for info in objects.values()
             for key in ("LastModified", "mtime", "updated", "created")
         ]
         known = [time for time in times if isinstance(time, datetime)]
