@@ -12,8 +12,6 @@ from vescale_fsdp.lazy import lazily_export
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    from vescale_fsdp.checkpoint.data.reshardable_loader import ReshardableLoader
-    from vescale_fsdp.checkpoint.data.reshardable_sampler import ReshardableSampler
     from vescale_fsdp.checkpoint.formats.dcp.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
     from vescale_fsdp.checkpoint.saving.save import save
     from vescale_fsdp.checkpoint.state.per_rank import PerRank, Reshardable, Resharded
+    from vescale_fsdp.checkpoint.state.reshardable_data import ReshardableLoader, ReshardableSampler
     from vescale_fsdp.checkpoint.steps.retention import RetentionPolicy, StepRecord
     from vescale_fsdp.checkpoint.steps.save_policy import (
         AllOf,
@@ -106,8 +105,7 @@ lazily_export(
         "vescale_fsdp.checkpoint.loading.load": "LoadReport SourceOptions load",
         "vescale_fsdp.checkpoint.manager": "CheckpointManager Restored",
         "vescale_fsdp.checkpoint.state.per_rank": "PerRank Reshardable Resharded",
-        "vescale_fsdp.checkpoint.data.reshardable_loader": "ReshardableLoader",
-        "vescale_fsdp.checkpoint.data.reshardable_sampler": "ReshardableSampler",
+        "vescale_fsdp.checkpoint.state.reshardable_data": "ReshardableLoader ReshardableSampler",
         "vescale_fsdp.checkpoint.memory.ram_tier": "RamTier",
         "vescale_fsdp.checkpoint.steps.retention": "RetentionPolicy StepRecord",
         "vescale_fsdp.checkpoint.steps.save_policy": "AllOf AnyOf BeforeDeadline BestOf EveryMinutes "

@@ -27,9 +27,13 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.background import EXIT_TIMEOUT_S, check_exit_timeout
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, is_of_storage
+from vescale_fsdp.checkpoint.ranks.coordinator import (
+    Coordinator,
+    coordinator_for,
+    is_of_storage,
+    num_neighbours,
+)
 from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.restore import Restored, StepSearch, no_such_step, restore_newest
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, Optimizers, SaveHandle
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, check_choice

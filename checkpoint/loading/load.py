@@ -31,9 +31,8 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointErro
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbours
 from vescale_fsdp.checkpoint.ranks.first_error import noting
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.live_objects import has_meta_modules
 from vescale_fsdp.checkpoint.state.match import Match, Strict, TensorRead, match

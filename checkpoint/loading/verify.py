@@ -119,7 +119,7 @@ def verify(
             return _verify_own(path.store, manifest, progress)
         return _verify_source(path, deep, progress)
     from vescale_fsdp.checkpoint.loading.read_state import read_manifest  # torch, which no source needs
-    from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
+    from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbours
 
     storage = open_storage(path, neighbours=num_neighbours())
     try:

@@ -39,9 +39,13 @@ from vescale_fsdp.checkpoint.ranks.background import (
     Job,
     check_exit_timeout,
 )
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, SoloCoordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.coordinator import (
+    Coordinator,
+    SoloCoordinator,
+    coordinator_for,
+    num_neighbours,
+)
 from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, plain_json
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
@@ -193,13 +197,13 @@ class SaveHandle:
             TimeoutError: if it takes longer than ``timeout_s``.
         """
         self._job.future.exception(timeout_s)
-        self._job.heard = True
+        self._job.is_read = True
         self._job.future.result()
 
     def exception(self) -> BaseException | None:
         """The error that the save ended with, or None; blocks until the save has ended."""
         error = self._job.future.exception()
-        self._job.heard = True
+        self._job.is_read = True
         return error
 
 
@@ -293,7 +297,7 @@ class AsyncSaver:
             where = path.where if isinstance(path, Storage) else os.fspath(path)
         self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=exit_timeout_s)
         if error is not None and not isinstance(error, Exception):
-            self._last.heard = True
+            self._last.is_read = True
             raise error  # Ctrl-C stops the trainer now, not when it waits for the handle
         return SaveHandle(self._last)
 

@@ -30,8 +30,7 @@ from vescale_fsdp.checkpoint.moves.checked_ranges import SeenPieces
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, num_neighbours
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.progress import Meter

@@ -30,7 +30,6 @@ LEVELS = (
         "dtensor.operators",
         "quantize",
         "checkpoint.ranks",
-        "checkpoint.data",
         "checkpoint.state",
         "conversion.journal",
     ),

@@ -20,9 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
-from vescale_fsdp.checkpoint.data.reshardable_loader import ReshardableLoader
-from vescale_fsdp.checkpoint.data.reshardable_sampler import ReshardableSampler
 from vescale_fsdp.checkpoint.state.per_rank import Resharded
+from vescale_fsdp.checkpoint.state.reshardable_data import ReshardableLoader, ReshardableSampler
 from vescale_fsdp.dtensor.piece_map import move_to
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import UnsupportedOpError
