@@ -27,10 +27,10 @@ from vescale_fsdp.checkpoint.loading.load import Overwriting
 from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
-from vescale_fsdp.checkpoint.moves.checked_ranges import SeenPieces
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
+from vescale_fsdp.checkpoint.moves.verified_reads import SeenPieces
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
@@ -163,9 +163,9 @@ class _LoadFrom:
             with overwriting.together(self.coordinator.world_size):
                 with self._together("reading", outcome=_HALF_LOADED):
                     fill_all(fillings, self._num_threads(source))
-                pieces = self.coordinator.everyone(source.seen_in_part())
+                pieces = self.coordinator.everyone(source.reads.seen_in_part())
                 with self._together("verifying", outcome=_HALF_LOADED):
-                    source.prove_with(_share(pieces, self.coordinator.rank))
+                    source.reads.verify_with(_share(pieces, self.coordinator.rank))
                     source.require_unchanged()
                     made.found.finish()
                     live.give_back()
