@@ -158,7 +158,7 @@ def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], 
     check_files(storage, manifest, note, threads=storage.read_threads)
     problems.sort(key=lambda problem: (problem.where, problem.text))
     unsaved = [
-        Problem(MANIFEST_NAME, f"tensor {entry.name}: no rank stores place {missing}")
+        Problem(MANIFEST_NAME, f"tensor {entry.label}: no rank stores place {missing}")
         for place, entry in enumerate(manifest.entries)
         if entry.numel and (missing := manifest.holders_of(place).missing_place()) is not None
     ]

@@ -80,7 +80,7 @@ class TransferReport:
         canvas = Canvas(title, max(right + _BAR_PX + 120, 620), bottom + _BAR_PX + 60)
         canvas.text(20, 32, title, size=18, bold=True)
         for number, line in enumerate(str(self).splitlines()):
-            canvas.text(20, 52 + 16 * number, line, size=12, colour=_QUIET)
+            canvas.text(20, 52 + 16 * number, line, size=12, color=_QUIET)
         most = max(self.pairs.values(), default=0)
         for row, sender in enumerate(senders):
             y = _TOP_PX + row * _CELL_PX
@@ -110,7 +110,7 @@ class TransferReport:
         width, height = (length, _CELL_PX - 2) if across else (_CELL_PX - 2, length)
         canvas.rect(*at, width, height, _FILL, tip=_size(nbytes))
         if across:
-            canvas.text(at[0] + length + 6, at[1] + 15, _size(nbytes), size=10, colour=_QUIET)
+            canvas.text(at[0] + length + 6, at[1] + 15, _size(nbytes), size=10, color=_QUIET)
 
 
 def transfer_report(plan: TransferPlan) -> TransferReport:
