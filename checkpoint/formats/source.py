@@ -19,9 +19,9 @@ from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_boxes, chunk_file, clipped
-from vescale_fsdp.checkpoint.moves.checked_ranges import CheckedRange
 from vescale_fsdp.checkpoint.moves.source import Source, StoredValue, constant
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
 from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.layout.dtypes import dtype_from_torch

@@ -26,10 +26,10 @@ from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.loading.load import LoadReport, Overwriting, SourceOptions
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
-from vescale_fsdp.checkpoint.moves.checked_ranges import SeenPieces
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
+from vescale_fsdp.checkpoint.moves.verified_reads import SeenPieces
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, num_neighbours
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
@@ -97,9 +97,9 @@ class _ViewLoader:
                 with self._together("reading", outcome=_HALF_LOADED):
                     self.meter.begin("loading", num_bytes)
                     fill_all(fillings, self._num_threads(source), self.meter)
-                pieces = self.coordinator.everyone(source.seen_in_part())
+                pieces = self.coordinator.everyone(source.reads.seen_in_part())
                 with self._together("verifying", outcome=_HALF_LOADED):
-                    source.prove_with(_share(pieces, self.coordinator.rank))
+                    source.reads.verify_with(_share(pieces, self.coordinator.rank))
                     source.require_unchanged()
                     made.found.finish()
                     live.give_back()

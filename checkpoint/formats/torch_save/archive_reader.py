@@ -18,8 +18,8 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.checksums import CRC32
 from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef, load_tensor_pickle
-from vescale_fsdp.checkpoint.moves.checked_ranges import CheckedRange
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk
+from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box
 

@@ -27,9 +27,9 @@ from vescale_fsdp.checkpoint.formats.zarr.version_2 import ARRAY_FILE, Array2, L
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.state_tree import split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, clipped
-from vescale_fsdp.checkpoint.moves.checked_ranges import CheckedRange
 from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
 from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
