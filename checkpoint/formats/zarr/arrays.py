@@ -97,7 +97,7 @@ def stored_array(
         if file not in files:
             chunks.append(StoredChunk(inside, "", 0, 0, strides))
             continue
-        store.prove_size(file, nbytes + (CRC_BYTES if has_crc else 0))
+        store.check_size(file, nbytes + (CRC_BYTES if has_crc else 0))
         if has_crc:
             saved = partial(stored_crc, store, file, nbytes)
             checked = CheckedRange(
