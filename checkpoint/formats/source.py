@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_fsdp.checkpoint.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
+from vescale_fsdp.checkpoint.formats.zarr.arrays import stored_crc
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
@@ -184,6 +185,5 @@ def _saved_crc(tables: ChunkTables, store: Storage, chunk: Chunk, nbytes: int) -
     """What a chunk was written with: as its owner's file says, else as it says itself."""
     written = tables.checksum(chunk)
     if written is None:
-        file = chunk_file(tables.manifest, *chunk)
-        written = int.from_bytes(store.read(file, nbytes, CRC_BYTES), "little")
+        written = stored_crc(store, chunk_file(tables.manifest, *chunk), nbytes)
     return written

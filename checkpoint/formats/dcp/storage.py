@@ -1,8 +1,11 @@
-"""The native engine as a storage reader of torch's DCP, through `dcp.load`.
+"""The native engine as a storage reader and writer of torch's DCP: the same files, through `dcp.save` and `dcp.load`.
 
+    dcp.save(state, storage_writer=RaggedWriter(path), planner=RaggedSavePlanner())
     dcp.load(state, storage_reader=RaggedReader(path), planner=RaggedLoadPlanner())
 
-With this planner the engine fills the state. With DCP's default planner, the reader offers every tensor as one chunk.
+With these planners DCP's own planning is empty: every rank hands in an empty plan, and the engine agrees on a digest
+and writes, or fills the state. The writer and the reader also work with DCP's default planners, whose planning then
+costs what it costs: the writer saves the planner's state, the reader offers every tensor as one chunk.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.checksums import RunningChecksum
+from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare, lock_errors, root_errors
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -211,10 +211,7 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
                 for index in range(first, min(first + step, file.num_stripes)):
                     start, stop = file.stripe(index)
                     buffers = image.buffers(start, stop)
-                    digest = RunningChecksum()
-                    for buffer in buffers:
-                        digest.update(buffer)
-                    checksums.append(digest.intdigest())
+                    checksums.append(_checksum_of(buffers))
                     writer.write_at(start, buffers)
                     meter.advance(stop - start)
                 return checksums
@@ -225,6 +222,16 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
             writer.write_at(file.table_start, [pack_table(checksums)])
 
     storage.retrying(write)
+
+
+def _checksum_of(buffers: Sequence[Buffer]) -> int:
+    """xxh3-64 of the bytes of all buffers, in order."""
+    if len(buffers) == 1:  # most stripes: one call is a tenth faster
+        return checksum_of(buffers[0])
+    digest = RunningChecksum()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.intdigest()
 
 
 class _Copied(NamedTuple):

@@ -10,32 +10,31 @@ from __future__ import annotations
 import base64
 import math
 import zlib
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
 
-from vescale_fsdp.checkpoint.checksums import CRC32C, CRC_BYTES
-from vescale_fsdp.checkpoint.formats.zarr.metadata import (
+from vescale_fsdp.checkpoint.formats.zarr.arrays import (
     DAMAGE,
+    chunk_file_name,
     damaged,
-    has_chunks,
-    present_bytes,
     read_metadata,
+    stored_array,
 )
 from vescale_fsdp.checkpoint.formats.zarr.version_2 import ARRAY_FILE, Array2, LastChunk
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.state_tree import split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, clipped
 from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
-from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.foreign_json import whole_numbers
-from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
+from vescale_fsdp.layout.geometry import Box
 
 _ATTRIBUTE = "vescale_conversion"  # of a root that to-zarr wrote before it wrote native checkpoints
 _AT_ONCE = 10  # as the zarr library sets out, by `async.concurrency`
@@ -193,43 +192,16 @@ class Array3:
 
     def stored(self, files: set[str]) -> StoredTensor:
         """Chunks of a plain array; one nominal chunk of an array that zarr decodes."""
-        if not self.info.numel:
-            return StoredTensor(self.info, ())
-        if not self.is_plain:
-            stored_nbytes = present_bytes(self.info, self._regular_chunks, self._node, files)
-            return StoredTensor(self.info, (StoredChunk(whole_box(self.info.shape), "", 0, stored_nbytes),))
-        shape = self.info.shape
-        chunk_shape = whole_numbers(self._grid["configuration"]["chunk_shape"], len(shape))
-        nbytes = math.prod(chunk_shape) * self.info.dtype.itemsize
-        strides = contiguous_strides(chunk_shape)
-        found = []
-        if 0 in chunk_shape:
-            raise ValueError(f"chunks of shape {chunk_shape}")
-        if not has_chunks(shape, chunk_shape, self._node, files):
-            return StoredTensor(self.info, (StoredChunk(whole_box(shape), "", 0, 0),))
-        for chunk in chunk_boxes(shape, chunk_shape):
-            box, file = clipped(chunk, shape), self._chunk_file(chunk)
-            if file in files:
-                self._store.check_size(file, nbytes + (CRC_BYTES if "crc32c" in self._codecs else 0))
-            stored = StoredChunk(box, file, 0, nbytes, strides, checked=self._checked(file, nbytes))
-            found.append(stored if file in files else StoredChunk(box, "", 0, 0, strides))
-        return StoredTensor(self.info, tuple(found))
-
-    def _checked(self, file: str, nbytes: int) -> CheckedRange | None:
-        """The bytes before the checksum at the end of a chunk's file."""
-        if "crc32c" not in self._codecs:
-            return None
-
-        def saved() -> int:
-            return int.from_bytes(self._store.read(file, nbytes, CRC_BYTES), "little")
-
-        where = f"tensor {self.info.name} in {self._store.where}/{file}"
-        return CheckedRange(file, 0, nbytes, CRC32C, saved, where)
-
-    def _chunk_file(self, chunk: Box) -> str:
-        index = (str(o // c) for o, c in zip(chunk.offsets, chunk.sizes, strict=True))
-        key = self._separator.join((*self._prefix, *index))
-        return f"{self._node}/{key}" if self._node else key
+        return stored_array(
+            self._store,
+            self.info,
+            self._regular_chunks,
+            self._node,
+            files,
+            partial(chunk_file_name, self._node, self._separator, self._prefix),
+            is_plain=self.is_plain,
+            has_crc="crc32c" in self._codecs,
+        )
 
     @property
     def _regular_chunks(self) -> tuple[int, ...]:

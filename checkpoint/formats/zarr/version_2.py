@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from vescale_fsdp.checkpoint.formats.zarr.metadata import has_chunks, present_bytes
+from vescale_fsdp.checkpoint.formats.zarr.arrays import chunk_file_name, stored_array
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, clipped
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_numpy, dtype_from_torch
 from vescale_fsdp.layout.foreign_json import whole_numbers
-from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
+from vescale_fsdp.layout.geometry import Box
 
 ARRAY_FILE = ".zarray"
 GROUP_FILE = ".zgroup"
@@ -77,23 +77,9 @@ class Array2:
 
     def stored(self, files: Collection[str]) -> StoredTensor:
         """Chunks of a plain array; one nominal chunk of an array that is decoded."""
-        shape = self.info.shape
-        if not self.info.numel:
-            return StoredTensor(self.info, ())
-        if not self.is_plain:
-            stored_nbytes = present_bytes(self.info, self._chunk, self._node, files)
-            return StoredTensor(self.info, (StoredChunk(whole_box(shape), "", 0, stored_nbytes),))
-        if not has_chunks(shape, self._chunk, self._node, files):
-            return StoredTensor(self.info, (StoredChunk(whole_box(shape), "", 0, 0),))
-        nbytes, strides = self._chunk_bytes, contiguous_strides(self._chunk)
-        found = []
-        for chunk in chunk_boxes(shape, self._chunk):
-            file = self._file(chunk)
-            if is_there := file in files:
-                self._store.check_size(file, nbytes)
-            stored = (file, 0, nbytes) if is_there else ("", 0, 0)
-            found.append(StoredChunk(clipped(chunk, shape), *stored, strides))
-        return StoredTensor(self.info, tuple(found))
+        return stored_array(
+            self._store, self.info, self._chunk, self._node, files, self._file, is_plain=self.is_plain
+        )
 
     @property
     def _chunk_bytes(self) -> int:
@@ -105,9 +91,7 @@ class Array2:
         return (1 + max(1, len(self._codecs)) + self._is_swapped) * self._chunk_bytes
 
     def _file(self, chunk: Box) -> str:
-        index = (str(o // c) for o, c in zip(chunk.offsets, chunk.sizes, strict=True))
-        key = self._separator.join(index) or "0"
-        return f"{self._node}/{key}" if self._node else key
+        return chunk_file_name(self._node, self._separator, (), chunk)
 
     def read(self, box: Box) -> np.ndarray:
         """A box of a decoded array, as raw bits.

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vescale_fsdp.checkpoint.formats.zarr.arrays import DAMAGE, damaged, read_metadata
 from vescale_fsdp.checkpoint.formats.zarr.hierarchy import Array3
-from vescale_fsdp.checkpoint.formats.zarr.metadata import DAMAGE, damaged, read_metadata
 from vescale_fsdp.checkpoint.formats.zarr.version_2 import ARRAY_FILE, Array2, LastChunk
 from vescale_fsdp.checkpoint.manifest.file_names import ZARR_NAME
 from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
