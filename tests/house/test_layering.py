@@ -41,7 +41,6 @@ LEVELS = (
         "checkpoint.saving",
         "checkpoint.loading",
         "checkpoint.steps",
-        "checkpoint.transfer.planning",
         "conversion.state",
         "conversion.run_plan",
     ),
