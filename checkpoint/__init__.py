@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.dcp.writer import RaggedSavePlanner, RaggedWriter
     from vescale_fsdp.checkpoint.loading.load import LoadReport, load
     from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, CheckpointTensor, read_state
-    from vescale_fsdp.checkpoint.loading.verify_checkpoint import Problem, VerifyReport, verify
+    from vescale_fsdp.checkpoint.loading.verify import Problem, VerifyReport, verify
     from vescale_fsdp.checkpoint.manager import CheckpointManager, Restored
     from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
     from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
@@ -115,6 +115,6 @@ lazily_export(
         "vescale_fsdp.checkpoint.saving.save": "save",
         "vescale_fsdp.checkpoint.dcp.state_dict": "get_model_state_dict get_optimizer_state_dict "
         "set_model_state_dict set_optimizer_state_dict set_state_dict",
-        "vescale_fsdp.checkpoint.loading.verify_checkpoint": "Problem VerifyReport verify",
+        "vescale_fsdp.checkpoint.loading.verify": "Problem VerifyReport verify",
     },
 )

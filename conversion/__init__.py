@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.moves.copying import CopyLimits
     from vescale_fsdp.checkpoint.moves.source import Source
     from vescale_fsdp.conversion.checks.diff import Difference, Tolerance, diff
-    from vescale_fsdp.conversion.checks.verify import CheckReport, verify
     from vescale_fsdp.conversion.convert import ConvertReport, convert
     from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
     from vescale_fsdp.conversion.formats.detect import open_source
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "KINDS",
     "TARGETS",
-    "CheckReport",
     "ConvertOptions",
     "ConvertReport",
     "CopyLimits",
@@ -41,7 +39,6 @@ __all__ = [
     "load_rules",
     "open_source",
     "shipped_rules",
-    "verify",
 ]
 
 lazily_export(
@@ -56,6 +53,5 @@ lazily_export(
         "vescale_fsdp.conversion.formats.detect": "open_source",
         "vescale_fsdp.conversion.formats.table": "KINDS TARGETS",
         "vescale_fsdp.checkpoint.moves.source": "Source",
-        "vescale_fsdp.conversion.checks.verify": "CheckReport verify",
     },
 )

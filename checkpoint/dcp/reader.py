@@ -30,7 +30,7 @@ from torch.futures import Future
 from vescale_fsdp.checkpoint.loading.load import Loader, Overwriting, Verify
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, CheckpointTensor
 from vescale_fsdp.checkpoint.manifest.region import Region
-from vescale_fsdp.checkpoint.manifest.state_tree import join_name
+from vescale_fsdp.checkpoint.manifest.state_tree import child_name
 from vescale_fsdp.checkpoint.ranks.dcp_ranks import DcpRanks, wrong_partner
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -204,10 +204,10 @@ class RaggedReader(StorageReader):
 def _empty_dicts(value: Any, name: str) -> Iterator[str]:
     """What the names of leaves would start with that a state's empty dicts do not ask for."""
     if isinstance(value, Mapping) and not value:
-        yield f"{name}/" if name else ""
+        yield f"{name}." if name else ""
     if isinstance(value, (Mapping, list, tuple)):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _empty_dicts(item, join_name(name, key))
+            yield from _empty_dicts(item, child_name(name, key))
 
 
 def _warn_of_empty(left: list[str]) -> None:

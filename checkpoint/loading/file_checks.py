@@ -16,6 +16,7 @@ from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     array_json,
     chunk_boxes,
@@ -115,7 +116,9 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
     for tensor, places in manifest.places_by_name.items():
         place = places[0]
         name = f"{manifest.array_paths[place]}/zarr.json"
-        problem = _json_problem(tables.storage, name, array_json(manifest, place), f"tensor {tensor}")
+        problem = _json_problem(
+            tables.storage, name, array_json(manifest, place), f"tensor {dotted_name(tensor)}"
+        )
         yield Check(name, problem, 0, False)
         if problem is not None:
             continue  # which chunks it has is what is wrong

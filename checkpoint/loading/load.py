@@ -28,13 +28,13 @@ from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_ma
 from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region
-from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
-from vescale_fsdp.checkpoint.state.match import Match, TensorRead, match
+from vescale_fsdp.checkpoint.state.match import Match, Strict, TensorRead, match
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
@@ -55,7 +55,6 @@ from vescale_fsdp.torch_private import local_of
 
 Verify = Literal["before", "while", "never"]
 Read = Literal["once", "each", "auto"]
-Strict = bool | Literal["missing"]
 _log = logging.getLogger(__name__)
 _NOTHING_LOADED = "nothing was overwritten"
 _HALF_LOADED = "tensors may hold some of what was to be loaded"
@@ -72,6 +71,7 @@ class LoadReport:
         num_bytes_read: bytes of tensors that this rank read from the storage; what ``verify="before"`` proves first
             and reads then counts twice.
         num_bytes_received: bytes of them that other ranks read and sent.
+        mismatched: tensors of other shapes or dtypes, which keep their values: what the checkpoint and the state have.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -85,6 +85,7 @@ class LoadReport:
     metadata: Json
     num_bytes_read: int = 0
     num_bytes_received: int = 0
+    mismatched: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def load(
@@ -109,7 +110,8 @@ def load(
         state: nested like the state that was saved.
         strict: raise if leaves are missing or unexpected, or a name pattern fits none; False reports what is
             missing or unexpected instead.
-        include: name patterns (fnmatch, such as ``"model/*"`` or ``"model.*"``); only leaves that fit one are loaded.
+        include: name patterns (fnmatch, such as ``"model.*"``); only leaves that fit one are loaded. Keys may be joined
+            by ``/`` too.
         verify: "while" hashes what has been read, so that bytes come from the disk or over the network once.
             Damage is found all the same, but tensors may hold some of it when the error is raised: a
             `PartialLoadError` then. "before" reads and hashes all bytes before the first tensor is overwritten
@@ -161,17 +163,6 @@ class Supply(Protocol):
 
     def fetch(self, manifest: Manifest, saved_ranks: set[int]) -> None:
         """Bring the files of these ranks; a collective, each rank with its own."""
-
-
-class _Wanted(NamedTuple):
-    """What a rank wants of a tensor.
-
-    Attributes:
-        local: its own part, to be filled.
-    """
-
-    region: Region
-    local: torch.Tensor
 
 
 @dataclass
@@ -246,6 +237,7 @@ class Loader:
             reader.metadata,
             reads.num_bytes_read,
             reads.num_bytes_received,
+            found.mismatched,
         )
 
     def _open(self) -> CheckpointReader:
@@ -303,20 +295,33 @@ class Loader:
     ) -> tuple[Match, list[LoadTarget]]:
         """Everything that can fail before a file is opened."""
         found = match(state, reader.manifest.structure.tree, include)
-        self._prove_match(found, strict)
+        entries = reader.manifest.entries
+        fitting = [
+            read
+            for read in found.reads
+            if found.fits(read, entries[read.place].dtype, entries[read.place].shape)
+        ]
+        found.require_fit(self.storage.where, strict)
         describer = Describer(self.coordinator.rank_of)
-        wanted: dict[object, tuple[TensorRead, _Wanted]] = {}
-        for read in found.reads:
-            asked = self._wanted(reader, describer, read)
-            if asked is not None:
-                local = asked.local
+        wanted: dict[object, tuple[TensorRead, Region, torch.Tensor]] = {}
+        for read in fitting:
+            tensor = local_of(read.tensor) if isinstance(read.tensor, DTensor) else read.tensor
+            if tensor.device.type == "meta":
+                raise _cannot_fill(
+                    read.name, "a tensor on the meta device", "call to_empty() on the model first"
+                )
+            described = describer.describe(read.name, read.tensor)
+            local = described.local
+            if local is not None:
+                _check_writable(read.name, local)
+                region = describer.region(described, self.coordinator.rank)
                 # Tensors that were two and are one now: the last one counts, as in load_state_dict, and
                 # not which of them a thread happens to bring later.
                 memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
-                wanted[memory] = (read, asked)
+                wanted[memory] = (read, region, local)
         targets = []
-        for read, asked in wanted.values():
-            target = reads.ask(read.place, *asked)
+        for read, region, local in wanted.values():
+            target = reads.ask(read.place, region, local)
             overwriting.add(read.name, read.tensor, target)
             targets.append(target)
         for new in found.fresh:
@@ -340,55 +345,6 @@ class Loader:
             reads.open()
         if self.verify == "before":
             reads.prove()
-
-    def _prove_match(self, found: Match, strict: Strict) -> None:
-        if found.problems:
-            name, expected, got = found.problems[0]
-            raise CheckpointError(
-                f"{len(found.problems)} leaves of the state are of another kind than in the checkpoint.",
-                expected=f"{expected} (as saved)",
-                got=got,
-                where=f"{name} in {self.storage.where}",
-                todo="build the state as it was when it was saved",
-            )
-        if strict and found.unused:
-            raise CheckpointError(
-                "A name pattern fits no leaf.",
-                expected="patterns for names of leaves: their keys, joined by '/'",
-                got=", ".join(map(repr, sorted(found.unused))),
-                where=self.storage.where,
-                todo="'model/*' fits all that lies in 'model'; strict=False allows patterns for nothing",
-            )
-        if strict and (found.missing or (strict != "missing" and found.unexpected)):
-            raise CheckpointError(
-                "The state and the checkpoint do not hold the same leaves.",
-                expected="equal names",
-                got=f"missing in the checkpoint: {some(found.missing, 5)}; "
-                f"unexpected, only in the checkpoint: {some(found.unexpected, 5)}",
-                where=self.storage.where,
-                todo=f"{_mapped(found.renaming)}pass strict=False to load what both have, or include= with patterns",
-            )
-
-    def _wanted(self, reader: CheckpointReader, describer: Describer, read: TensorRead) -> _Wanted | None:
-        """This rank's part of a tensor of the state, proven to fit what was saved; None if it has none."""
-        entry = reader.manifest.entries[read.place]
-        local = local_of(read.tensor) if isinstance(read.tensor, DTensor) else read.tensor
-        if local.device.type == "meta":
-            raise _cannot_fill(read.name, "a tensor on the meta device", "call to_empty() on the model first")
-        described = describer.describe(read.name, read.tensor)
-        if (described.shape, described.dtype) != (entry.shape, entry.dtype):
-            raise CheckpointError(
-                "A tensor has another shape or dtype than in the checkpoint.",
-                expected=f"{entry.dtype} {list(entry.shape)} (as saved)",
-                got=f"{described.dtype} {list(described.shape)}",
-                where=f"{read.name} in {self.storage.where}",
-                todo="build the state as it was saved; cast after loading",
-            )
-        if described.local is None:
-            return None
-        _prove_writable(read.name, described.local)
-        region = describer.region(described, self.coordinator.rank)
-        return _Wanted(region, described.local)
 
     def _merging(self, reader: CheckpointReader, found: Match) -> set[str]:
         """Per-rank values that are made of those of all ranks that saved."""
@@ -417,7 +373,7 @@ class Loader:
         elif merging != set(found.per_rank):
             lacking = sorted(set(found.per_rank) - merging)
             warnings.warn(
-                f"rank {rank} keeps its own value of {', '.join(lacking)}: {saved} ranks saved. "
+                f"rank {rank} keeps its own value of {', '.join(map(dotted_name, lacking))}: {saved} ranks saved. "
                 "Give PerRank a merge function to derive one.",
                 stacklevel=5,
             )
@@ -452,27 +408,7 @@ def prove_choices(verify: str, read: str) -> None:
         raise ArgumentError("There is no such way to read.", expected=expected, got=repr(read))
 
 
-def _mapped(renaming: tuple[str, str] | None) -> str:
-    """How to load what has other names; nothing if no prefix maps them."""
-    if renaming is None:
-        return ""
-    own, stored = renaming
-    told = f"the checkpoint has {stored!r} where the state has {own!r}: "
-    if stored.endswith("/") and own == "":
-        return f"{told}pass {{{stored[:-1]!r}: state}}, or "
-    if own.endswith("/") and stored == "":
-        return f"{told}pass what is under {own[:-1]!r} itself, or "
-    home = own.rpartition("/")[0]
-    if home and stored.rpartition("/")[0] == home:
-        old, new = own[len(home) + 1 :], stored[len(home) + 1 :]
-        named = (f"{new!r} + " if new else "") + (f"name.removeprefix({old!r})" if old else "name")
-        return (
-            f"{told}pass {{{home!r}: {{{named}: value for name, value in model.state_dict().items()}}}}, or "
-        )
-    return f"{told}give it that name, or "
-
-
-def _prove_writable(name: str, tensor: torch.Tensor) -> None:
+def _check_writable(name: str, tensor: torch.Tensor) -> None:
     """Refuse what `expand` and `unfold` make: many elements in one place cannot take different values."""
     reach = 0  # of the elements along all dims of smaller strides
     overlap = False

@@ -63,7 +63,7 @@ class ShareFinder:
                 "The checkpoint does not hold all of a tensor.",
                 expected=f"{wanted.numel} elements of box {wanted.box.offsets} + {wanted.box.sizes}",
                 got=f"{numel}",
-                where=entry.name,
+                where=entry.label,
                 todo="restore an older step",
             )
         return found

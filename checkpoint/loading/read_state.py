@@ -2,8 +2,8 @@
 
     state = read_state("ckpt/step-1000")
     state.names()                                   every tensor's name
-    state["model/layers.0.weight"].read()           a torch tensor
-    state["model/layers.0.weight"].read(Box((0, 0), (128, 64)))
+    state["model.layers.0.weight"].read()           a torch tensor
+    state["model.layers.0.weight"].read(Box((0, 0), (128, 64)))
     state.tree(read=True)                           the whole state as it was nested, in full tensors
 
 This is what converters and tools build on: opening costs one small file, each read only the ranges needed.
@@ -29,7 +29,7 @@ from vescale_fsdp.checkpoint.loading.zarr_reader import ZarrReads
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
-from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, join_name, split_name
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, dotted_name, join_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.per_rank import leaf_of, unpack_blob
@@ -119,8 +119,8 @@ class CheckpointTensor:
 
     @property
     def name(self) -> str:
-        """The tensor's name: its keys in the state, joined by ``/``."""
-        return self.reader.manifest.entries[self.place].name
+        """The tensor's name: its keys in the state, joined by dots."""
+        return self.reader.manifest.entries[self.place].label
 
     @property
     def shape(self) -> torch.Size:
@@ -181,8 +181,9 @@ class CheckpointTensor:
 class CheckpointReader(Mapping[str, CheckpointTensor]):
     """A checkpoint as a mapping from tensor name to `CheckpointTensor`. Needs no process group.
 
-    A tied tensor is stored, and listed, under its first name; it is found under all of its names, and every tensor
-    under the converter's spelling too (``model.w`` for ``model/w``) where only one is spelled so.
+    Names are a tensor's keys in the state, joined by dots. Where several tensors would have one name, each has the name
+    that the files hold, with keys joined by ``/``; a reader takes that spelling for any tensor. A tied tensor is
+    stored, and listed, under its first name, and can be read under all of its names.
 
     Attributes:
         manifest: layouts, state tree and everything else that is known without reading data.
@@ -192,8 +193,8 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         >>> from vescale_fsdp.checkpoint import save
         >>> save("to_open", {"model": {"w": torch.ones(2, 3)}})
         >>> reader = read_state("to_open")
-        >>> list(reader), reader.tree(read=True)["model"]["w"].sum().item(), tuple(reader["model.w"].shape)
-        (['model/w'], 6.0, (2, 3))
+        >>> list(reader), reader.tree(read=True)["model"]["w"].sum().item(), tuple(reader["model/w"].shape)
+        (['model.w'], 6.0, (2, 3))
     """
 
     def __init__(self, storage: Storage, *, cost: Callable[[int], int] = lambda rank: 0) -> None:
@@ -204,12 +205,11 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         self._tables = ChunkTables(storage, self.manifest)
 
     def __getitem__(self, name: str) -> CheckpointTensor:
-        places = self.manifest.places_by_name.get(name)
-        place = self._aliases.get(name) if places is None else places[0]
+        place = self._aliases.get(name)
         if place is None:
             raise UnknownNameError(
                 "The checkpoint has no such tensor.",
-                expected=f"one of {some(self.manifest.places_by_name)}",
+                expected=f"one of {some(self)}",
                 got=repr(name),
                 where=self.storage.where,
                 todo="iterate over the reader for all names",
@@ -217,9 +217,17 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         return CheckpointTensor(self, place)
 
     @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        """Number of each tensor by its name, in file order."""
+        return {
+            dotted if (dotted := dotted_name(name)) in self._aliases else name: places[0]
+            for name, places in self.manifest.places_by_name.items()
+        }
+
+    @functools.cached_property
     def _aliases(self) -> dict[str, int]:
-        """Further names -> number of the tensor: those of tied tensors, which are stored once, and names with dots."""
-        aliases: dict[str, int] = {}
+        """Number of each tensor by all its names; by one with dots where no other tensor has the same."""
+        stored = {name: places[0] for name, places in self.manifest.places_by_name.items()}
 
         def visit(node: Json, name: str) -> None:
             if isinstance(node, list):
@@ -229,7 +237,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
                 for key, item in node.items():
                     visit(item, join_name(name, key))
             elif isinstance(node, dict) and node["$"] == "tensor":
-                aliases[name] = int(node["i"])
+                stored[name] = int(node["i"])
             elif isinstance(node, dict) and node["$"] == "tuple":
                 visit(node["v"], name)
             elif isinstance(node, dict) and node["$"] == "dict":
@@ -237,21 +245,21 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
                     visit(item, join_name(name, decode(key, lambda leaf: None)))
 
         visit(self.manifest.structure.tree, "")
-        dotted: dict[str, int | None] = {}  # as the converter names them; None where several have the same
-        for name, place in aliases.items():
-            spelled = ".".join(split_name(name))
+        dotted: dict[str, int | None] = {}  # None where several tensors have the name
+        for name, place in stored.items():
+            spelled = dotted_name(name)
             dotted[spelled] = place if dotted.get(spelled, place) == place else None
-        return {name: place for name, place in dotted.items() if place is not None} | aliases
+        return stored | {name: place for name, place in dotted.items() if place is not None}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.manifest.places_by_name)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self.manifest.places_by_name)
+        return len(self._places)
 
     def names(self) -> list[str]:
         """Names of all tensors, in file order."""
-        return list(self.manifest.places_by_name)
+        return list(self._places)
 
     def tree(self, *, read: bool = False) -> Any:
         """The state as it was nested, with `CheckpointTensor` leaves, or with full CPU tensors if ``read``.

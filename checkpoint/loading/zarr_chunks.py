@@ -76,7 +76,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
 
     def corrupt(expected: str, got: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f"A chunk of tensor {entry.name} is not what was written.",
+            f"A chunk of tensor {entry.label} is not what was written.",
             expected=expected,
             got=got,
             where=f"{storage.where}/{name}",

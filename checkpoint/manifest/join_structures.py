@@ -13,7 +13,7 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.manifest.distribution import Axes, Cut, Holders, LayoutCut
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
-from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, dump_json, renumber
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -86,14 +86,14 @@ def _join(left: Json, right: Json, name: str, entries: Sequence[Entry]) -> Json:
     if isinstance(left, dict) and isinstance(right, dict) and "$" not in left and "$" not in right:
         joined = dict(left)
         for key, item in right.items():
-            joined[key] = _join(left[key], item, join_name(name, key), entries) if key in left else item
+            joined[key] = _join(left[key], item, child_name(name, key), entries) if key in left else item
         return joined
     if _kind(left) == _kind(right) == "dict":
         return {"$": "dict", "v": _join_items(left["v"], right["v"], name, entries)}
     items = [node["v"] if _kind(node) == "tuple" else node for node in (left, right)]
     if all(isinstance(item, list) for item in items) and len(items[0]) == len(items[1]):
         joined_items = [
-            _join(a, b, join_name(name, place), entries)
+            _join(a, b, child_name(name, place), entries)
             for place, (a, b) in enumerate(zip(*items, strict=True))
         ]
         return {"$": "tuple", "v": joined_items} if _kind(left) == "tuple" else joined_items
@@ -105,7 +105,7 @@ def _join_items(left: Any, right: Any, name: str, entries: Sequence[Entry]) -> l
     for key, item in right:
         text = dump_json(key)
         if text in joined:
-            item = _join(joined[text][1], item, join_name(name, key), entries)
+            item = _join(joined[text][1], item, child_name(name, key), entries)
         joined[text] = (key, item)
     return [[key, item] for key, item in joined.values()]
 
@@ -148,7 +148,7 @@ def prove_complete(
                 "Ranks disagree about the layout: part of a tensor is held by no rank.",
                 expected=f"all places of axes {[axis.size for axis in structure.axes[entry.axes]]} taken",
                 got=f"nobody at place {missing}; {_first_difference(entry.name, classes)}",
-                where=entry.name,
+                where=entry.label,
                 todo="shard the model the same way on all ranks of its mesh, and let all of them save",
             )
 

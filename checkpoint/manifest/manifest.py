@@ -412,7 +412,7 @@ def _prove_entry(manifest: Manifest, place: int, where: str) -> None:
         if not _cut_fits(manifest, entry, axis, cut):
             problem = f"cut {cut} on axis {axis} of shape {entry.shape}"
     if problem is not None:
-        raise _corrupt(where, f"tensor {entry.name!r}: {problem}")
+        raise _corrupt(where, f"tensor {entry.label!r}: {problem}")
 
 
 def _cut_fits(manifest: Manifest, entry: Entry, axis: Axis, cut: Cut) -> bool:

@@ -158,7 +158,7 @@ class RankFile:
             if piece.start_bytes >= stop:
                 break
             if piece.stop_bytes > start:
-                names.append(self.manifest.entries[piece.place].name)
+                names.append(self.manifest.entries[piece.place].label)
         if self.chunks and start < self.blob_start and stop > len(self.header):
             names.append("checksums of chunks")
         if self.manifest.blob_bytes and stop > self.blob_start:

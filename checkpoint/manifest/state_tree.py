@@ -28,8 +28,16 @@ MAX_DEPTH = 100
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
+def child_name(parent: str, key: object) -> str:
+    """Name of a child as arguments, reports and messages spell it: keys joined by dots."""
+    return f"{parent}.{key}" if parent else str(key)
+
+
 def join_name(parent: str, key: object) -> str:
-    """Name of a child: keys joined by ``/``, in which ``~`` and ``/`` are written ``~0`` and ``~1``."""
+    """Name of a child as files spell it: keys joined by ``/``, in which ``~`` and ``/`` are written ``~0`` and ``~1``.
+
+    Files hold names that no other leaf can have; with dots, two leaves may have one name.
+    """
     text = str(key).replace("~", "~0").replace("/", "~1")
     return f"{parent}/{text}" if parent else text
 
@@ -37,6 +45,11 @@ def join_name(parent: str, key: object) -> str:
 def split_name(name: str) -> tuple[str, ...]:
     """The keys, as text, that `join_name` joined."""
     return tuple(part.replace("~1", "/").replace("~0", "~") for part in name.split("/"))
+
+
+def dotted_name(name: str) -> str:
+    """The name with dots of what `join_name` named."""
+    return ".".join(split_name(name))
 
 
 def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = "manifest") -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.checksums import digest_of
 from vescale_fsdp.checkpoint.manifest.distribution import Axes, Axis, Cut, Distribution, cut_from_json
-from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.layout.foreign_json import tensor_shape, whole_numbers
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -44,6 +44,11 @@ class Entry:
     shape: tuple[int, ...]
     axes: int
     cuts: tuple[Cut, ...]
+
+    @property
+    def label(self) -> str:
+        """The name in messages and reports, with dots."""
+        return dotted_name(self.name)
 
     @property
     def itemsize(self) -> int:

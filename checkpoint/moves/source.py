@@ -101,6 +101,7 @@ class Source:
         facts: lines worth telling people (``inspect`` prints them).
         file_metadata: ``__metadata__`` of safetensors files, joined; quantised tensors of torchao are described there.
         warnings: what a conversion from here must tell people, since the format leaves it open.
+        folder_problems: what loaders of the folder would fail on although every file is good, one text each.
         locate: finds where in its bytes a chunk's items are, where only the file says; None where metadata does.
 
     Examples:
@@ -127,6 +128,7 @@ class Source:
     checked: Callable[[str], StripedFile | None] = lambda _: None
     file_metadata: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    folder_problems: Callable[[], Iterable[str]] = tuple
     locate: Callable[[TensorInfo, StoredChunk], StoredChunk] | None = None
     _located: dict[tuple[str, int], StoredChunk] = field(default_factory=dict)
     _ranges: CheckedRanges = field(default_factory=CheckedRanges)

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from vescale_fsdp.checkpoint.checksums import digest_of
-from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.errors import CheckpointError
 
 Alike = Mapping[str, Json]
@@ -59,5 +59,5 @@ def _first_difference(values: Sequence[Json], name: str) -> tuple[str, Sequence[
     for key in keys:
         items = [value.get(key, _ABSENT) if isinstance(value, dict) else value[key] for value in values]
         if len({tuple(words_of({"": item})) for item in items}) > 1:
-            return _first_difference(items, join_name(name, key))
+            return _first_difference(items, child_name(name, key))
     return name, values

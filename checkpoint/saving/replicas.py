@@ -329,7 +329,7 @@ def _raise_difference(replicas: _Replicas, coordinator: Coordinator) -> None:
     with coordinator.together(doing), torch.no_grad():
         own = replicas.digests(named)
     everyone = coordinator.everyone(own)
-    names = [replicas.entries[place].name for place in places]
+    names = [replicas.entries[place].label for place in places]
     said = map(partial(_said_of, everyone=everyone), named)
     raise CheckpointError(
         "Replicas of a tensor differ between ranks.",

@@ -110,7 +110,7 @@ def save(
         >>> save("saved", state, metadata={"config": "tiny"})
         >>> from vescale_fsdp.checkpoint import read_state
         >>> read_state("saved").names()
-        ['model/weight', 'model/bias']
+        ['model.weight', 'model.bias']
     """
     coordinator = coordinator_for(process_group)
     try:

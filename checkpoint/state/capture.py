@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from vescale_fsdp.checkpoint.manifest.distribution import Axes, LayoutCut
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES
-from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, join_name
+from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, dotted_name, join_name
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, is_numpy_dtype
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
@@ -74,7 +74,7 @@ class _HashableSink(TreeSink):
             "Keys and members of sets cannot be loaded in place.",
             expected="plain values",
             got=got,
-            where=name,
+            where=dotted_name(name),
             todo="keep it in a list, or as a dict's value",
         )
 
@@ -125,7 +125,7 @@ def _encode_int(value: int, name: str) -> int:
         "A number is too long to be saved.",
         expected=f"integers of at most {_MAX_INT_BITS} bits, which readers of JSON take",
         got=f"{value.bit_length()} bits",
-        where=name,
+        where=dotted_name(name),
         todo="store its bytes",
     )
 
@@ -135,7 +135,7 @@ def _too_deep(name: str) -> CheckpointError:
         "The state is nested too deeply.",
         expected=f"at most {MAX_DEPTH} levels, and no container inside itself",
         got="more",
-        where=f"{name[:60]} ..",
+        where=f"{dotted_name(name)[:60]} ..",
         todo="flatten it, or break the circle",
     )
 
@@ -201,7 +201,7 @@ def _refuse(value: object, name: str) -> CheckpointError:
         "or an object with state_dict and load_state_dict",
         got=f"{kind.__module__}.{kind.__qualname__}"
         + (f" of dtype {value.dtype}" if isinstance(value, (np.ndarray, np.generic)) else ""),
-        where=name or "the state itself",
+        where=dotted_name(name) or "the state itself",
         todo="store its fields as plain values, or give its class state_dict and load_state_dict",
     )
 
@@ -299,7 +299,7 @@ class _Taker(TreeSink):
         if isinstance(value, nn.Module):
             return encode(self._live.module_state(value).values, name, self, depth + 1)
         if isinstance(value, torch.optim.Optimizer):
-            named = self._live.named(value, name)
+            named = self._live.named(value, dotted_name(name))
             if named is not None:
                 return encode(named.value(), name, self, depth + 1)
         return super().stateful(name, value, depth)
@@ -326,7 +326,7 @@ class _Taker(TreeSink):
             raise CheckpointError(
                 f"A leaf of the state has {title}.",
                 expected=expected,
-                got=repr(name),
+                got=repr(dotted_name(name)),
                 todo="rename the key",
             )
         self._names.add(name)
@@ -367,7 +367,7 @@ class _LeafTaker(TreeSink):
                 "An object lies in the state of another one, inside a PerRank.",
                 expected="a state_dict() of plain values, tensors and containers",
                 got=f"a {type(value).__qualname__}",
-                where=name,
+                where=dotted_name(name),
                 todo="let the outer object's state_dict() return the inner one's",
             )
         self._inside = True
@@ -385,5 +385,5 @@ class _LeafTaker(TreeSink):
             "A PerRank value lies inside another.",
             expected="one PerRank around both",
             got="two",
-            where=name,
+            where=dotted_name(name),
         )

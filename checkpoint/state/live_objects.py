@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, join_name
+from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, child_name, join_name
 from vescale_fsdp.errors import CheckpointError, some
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -146,7 +146,7 @@ class LiveObjects:
                 raise _no_owner(
                     optimizer, strangers, len(params), [model.path for model in self._models], where
                 )
-            names = [f"{owners[id(p)].path.replace('/', '.')}.{owners[id(p)].names[id(p)]}" for p in params]
+            names = [f"{owners[id(p)].path}.{owners[id(p)].names[id(p)]}" for p in params]
         if len(set(names)) < len(names):
             raise CheckpointError(
                 "Parameters of an optimizer have one name.",
@@ -245,10 +245,10 @@ def _modules(value: Any, name: str, depth: int) -> Iterator[tuple[str, nn.Module
         return
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _modules(item, join_name(name, key), depth + 1)
+            yield from _modules(item, child_name(name, join_name("", key)), depth + 1)
     elif isinstance(value, (list, tuple)):
         for place, item in enumerate(value):
-            yield from _modules(item, join_name(name, place), depth + 1)
+            yield from _modules(item, child_name(name, place), depth + 1)
 
 
 def _numbers_parameters(raw: Any, optimizer: torch.optim.Optimizer) -> bool:

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, has_tensors, join_name, split_name
-from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name, decode, dotted_name, has_tensors
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, is_numpy_dtype
 from vescale_fsdp.checkpoint.state.capture import is_stateful, remade
 from vescale_fsdp.checkpoint.state.live_objects import (
     ChecksStateDict,
@@ -38,10 +38,11 @@ from vescale_fsdp.checkpoint.state.optimizer_state import (
     optimizer_state,
 )
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.torch_modes import AS_IT_IS
 
 Finish = Callable[[], Any]
+Strict = bool | Literal["missing"]
 _TRIED_NAMES = 64  # of the missing, and as many unexpected ones for each
 _Items = Iterable[tuple[Any, Any]]
 
@@ -65,6 +66,8 @@ class Match:
         missing: leaves of the state that the checkpoint lacks.
         unexpected: leaves of the checkpoint that the state lacks.
         problems: (name, expected, got) of leaves that cannot be matched at all.
+        mismatched: what the checkpoint and the state have, by name, of tensors of other shapes or dtypes.
+        containers: names of dicts and lists on either side, as far as leaves are missing or unexpected in them.
         unused: name patterns that fitted no leaf of either.
         finish: puts plain values in place; to be called once, when all tensors are read.
     """
@@ -76,23 +79,85 @@ class Match:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     problems: list[tuple[str, str, str]] = field(default_factory=list)
+    mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
+    containers: set[str] = field(default_factory=set)
     unused: set[str] = field(default_factory=set)
     finish: Finish = field(default=lambda: None)
 
+    def fits(self, read: TensorRead, dtype: str, shape: Sequence[int]) -> bool:
+        """Whether a tensor of the state has the dtype and the shape that are stored; notes what has not."""
+        stored = f"{dtype} {list(shape)}"
+        own = f"{dtype_name(read.tensor.dtype)} {list(read.tensor.shape)}"
+        if stored != own:
+            self.mismatched[read.name] = (stored, own)
+        return stored == own
+
+    def require_fit(self, where: str, strict: Strict) -> None:
+        """Refuse a checkpoint that does not fit the state.
+
+        Args:
+            where: the checkpoint.
+            strict: False allows leaves that are missing, unexpected or mismatched, and patterns that fit none;
+                ``"missing"`` allows unexpected leaves.
+
+        Raises:
+            CheckpointError: naming leaves.
+        """
+        if self.problems:
+            name, stored, own = self.problems[0]
+            raise CheckpointError(
+                f"{len(self.problems)} leaves of the state are of another kind than in the checkpoint.",
+                expected=f"{stored} (as saved)",
+                got=own,
+                where=f"{name} in {where}",
+                todo="build the state as it was when it was saved",
+            )
+        if not strict:
+            return
+        if self.mismatched:
+            name, (stored, own) = next(iter(self.mismatched.items()))
+            is_cast = stored.split(" ", 1)[1] == own.split(" ", 1)[1]
+            raise CheckpointError(
+                f"{len(self.mismatched)} tensors have another shape or dtype than in the checkpoint.",
+                expected=f"{stored} (as saved)",
+                got=own,
+                where=f"{name} in {where}",
+                todo="pass dtype='state' to cast floats to the types that the state has"
+                if is_cast
+                else "build the state as it was saved",
+            )
+        if self.unused:
+            raise CheckpointError(
+                "A name pattern fits no leaf.",
+                expected="patterns for names of leaves: their keys, joined by dots",
+                got=", ".join(map(repr, sorted(self.unused))),
+                where=where,
+                todo="'model.*' fits everything in 'model'; strict=False allows patterns that fit nothing",
+            )
+        if self.missing or (strict != "missing" and self.unexpected):
+            raise CheckpointError(
+                "The state and the checkpoint do not hold the same leaves.",
+                expected="equal names",
+                got=f"missing in the checkpoint: {some(self.missing, 5)}; "
+                f"unexpected, only in the checkpoint: {some(self.unexpected, 5)}",
+                where=where,
+                todo=f"{self._how_to_rename()}pass strict=False to load what both have, or include= with patterns",
+            )
+
     @property
     def renaming(self) -> tuple[str, str] | None:
-        """What most missing names begin with, and what the checkpoint has in its place; None if that explains few.
+        """What most missing names begin with, and what the checkpoint has instead; None if that explains few.
 
-        >>> Match(missing=["model/0.bias", "model/1.bias"], unexpected=["model/m.0.bias", "model/m.1.bias"]).renaming
-        ('model/', 'model/m.')
+        >>> Match(missing=["model.0.bias", "model.1.bias"], unexpected=["model.m.0.bias", "model.m.1.bias"]).renaming
+        ('model.', 'model.m.')
         """
         left, best, most = set(self.unexpected), None, 0
         by_end: dict[str, list[str]] = {}
         for name in self.unexpected:
-            by_end.setdefault(_last_part(name), []).append(name)
+            by_end.setdefault(name.rpartition(".")[2], []).append(name)
         tried: set[tuple[str, str]] = set()
         for name in self.missing[:_TRIED_NAMES]:
-            for other in by_end.get(_last_part(name), ())[:_TRIED_NAMES]:
+            for other in by_end.get(name.rpartition(".")[2], ())[:_TRIED_NAMES]:
                 start = _different_starts(name, other)
                 if start in tried:
                     continue
@@ -103,14 +168,31 @@ class Match:
                     best, most = start, num
         return best if 2 * most >= len(self.missing) else None
 
+    def _how_to_rename(self) -> str:
+        """How to load a checkpoint that has other names; nothing if no prefix maps them."""
+        if self.renaming is None:
+            return ""
+        own, stored = self.renaming
+        text = f"the checkpoint has {stored!r} where the state has {own!r}: "
+        if stored[:-1] in self.containers and own == "":
+            return f"{text}pass {{{stored[:-1]!r}: state}}, or "
+        if own[:-1] in self.containers and stored == "":
+            return f"{text}pass what is under {own[:-1]!r} itself, or "
+        home = self._container_of(own)
+        if home and self._container_of(stored) == home:
+            old, new = own[len(home) + 1 :], stored[len(home) + 1 :]
+            named = (f"{new!r} + " if new else "") + (f"name.removeprefix({old!r})" if old else "name")
+            return f"{text}pass {{{home!r}: {{{named}: value for name, value in model.state_dict().items()}}}}, or "
+        return f"{text}give it that name, or "
 
-def _last_part(name: str) -> str:
-    return re.split(r"[./]", name)[-1]
+    def _container_of(self, start: str) -> str:
+        """The innermost container that names with this beginning are in."""
+        return max((name for name in self.containers if start.startswith(f"{name}.")), key=len, default="")
 
 
 def _different_starts(name: str, other: str) -> tuple[str, str]:
-    """What is left of two names without the parts that they end with alike."""
-    parts, others = (re.split(r"(?<=[./])", text) for text in (name, other))
+    """The beginnings of two names that end with equal parts."""
+    parts, others = (re.split(r"(?<=[.])", text) for text in (name, other))
     while parts and others and parts[-1] == others[-1]:
         parts.pop()
         others.pop()
@@ -139,9 +221,13 @@ class _Matcher:
     def _selected(self, name: str) -> bool:
         if self._include is None:
             return True
-        names = (name, ".".join(split_name(name)))  # the converter's spelling too
-        fitting = [pattern for pattern in self._include if any(fnmatchcase(each, pattern) for each in names)]
-        self.found.unused.difference_update(fitting)
+        # Keys joined by "/" are the other spelling, in which a "/" inside a key is written "~1".
+        fitting = {
+            pattern
+            for pattern in self._include
+            if fnmatchcase(name, pattern) or fnmatchcase(name, dotted_name(pattern))
+        }
+        self.found.unused -= fitting
         return bool(fitting)
 
     def visit(self, target: Any, node: Json, name: str, stateful: bool) -> Finish:
@@ -160,7 +246,7 @@ class _Matcher:
             return self._mapping(target, node, name, stateful)
         if isinstance(target, (list, tuple)) and isinstance(node, Mapping) and _are_optimizers(target):
             owners = [
-                (join_name(name, place), self._live.named(each, name)) for place, each in enumerate(target)
+                (child_name(name, place), self._live.named(each, name)) for place, each in enumerate(target)
             ]
             finishers = self._optimizers([(n, named) for n, named in owners if named is not None], node, name)
             if finishers is not None and len(finishers) == len(target):
@@ -210,6 +296,7 @@ class _Matcher:
         opaque: Collection[Any] = (),
     ) -> Finish:
         """Match a dict; what lies under ``opaque`` keys only the object understands whose dict it is."""
+        self.found.containers.add(name)
         nodes = dict(items_of_node(node) or ())
         renamed = same_names(target, nodes)
         nodes = {renamed.get(key, key): item for key, item in nodes.items()}
@@ -217,15 +304,15 @@ class _Matcher:
         dropped = []
         for key, value in target.items():
             if key in nodes:
-                inner = join_name(name, key)
+                inner = child_name(name, key)
                 finishers[key] = self.visit(value, nodes[key], inner, stateful or key in opaque)
             elif not stateful or _holds_tensors(value):
-                self.found.missing += self._leaves(value, join_name(name, key), self._items_of_value)
+                self.found.missing += self._leaves(value, child_name(name, key), self._items_of_value)
             elif self._include is None:
                 dropped.append(key)
         for key, item in nodes.items():
             if key not in target:
-                self._surplus(item, join_name(name, key), stateful, finishers, key)
+                self._surplus(item, child_name(name, key), stateful, finishers, key)
 
         def finish() -> Any:
             done = {key: finisher() for key, finisher in finishers.items()}
@@ -317,7 +404,7 @@ class _Matcher:
         stored = stored.renamed(same_names(known, stored.names))
         for fqn in stored.names:
             if fqn not in known:
-                part = join_name(join_name(name, "state"), fqn)
+                part = child_name(child_name(name, "state"), fqn)
                 # A parameter without state is one leaf: its name.
                 self.found.unexpected += self._leaves(
                     dict(stored.state.get(fqn, {})) or None, part, items_of_node
@@ -326,17 +413,17 @@ class _Matcher:
 
     def _optimizer(self, named: NamedOptimizer, stored: OptimizerState, name: str) -> Finish:
         state = {
-            fqn: self._parameter_state(named, stored, fqn, join_name(join_name(name, "state"), fqn))
+            fqn: self._parameter_state(named, stored, fqn, child_name(child_name(name, "state"), fqn))
             for fqn in named.params
         }
         options = [
-            self._options(named, stored, number, join_name(join_name(name, "param_groups"), number))
+            self._options(named, stored, number, child_name(child_name(name, "param_groups"), number))
             for number in range(len(named.names))
         ]
         more = {
-            key: self._fresh(item, join_name(name, key))
+            key: self._fresh(item, child_name(name, key))
             for key, item in stored.more.items()
-            if self._selected(join_name(name, key))
+            if self._selected(child_name(name, key))
         }
         if not any((more, *options)) and not any(parts.is_changed for parts in state.values()):
             return lambda: named.optimizer
@@ -389,7 +476,7 @@ class _Matcher:
         parts = stored.state.get(fqn, {})
         is_changed = False
         for kind in [*parts, *(kind for kind in own if kind not in parts)]:
-            inner = join_name(name, kind)
+            inner = child_name(name, kind)
             if not self._selected(inner):
                 continue
             is_changed = True
@@ -416,19 +503,19 @@ class _Matcher:
     ) -> dict[str, Finish]:
         """Options of a group that are loaded."""
         own, fqns = named.raw["param_groups"][number], named.names[number]
-        if self._include is not None and not any(self._selected(join_name(name, option)) for option in own):
+        if self._include is not None and not any(self._selected(child_name(name, option)) for option in own):
             return {}
         found = stored.options_for(fqns, name)
         loaded = {}
         for option, node in found.items():
-            inner = join_name(name, option)
+            inner = child_name(name, option)
             if option not in ("params", "param_names") and self._selected(inner):
                 loaded[option] = _option_like(own.get(option), self._fresh(node, inner))
         for option in named.optimizer.defaults:
             # Flags come and go with versions of torch; numbers say what kind of optimizer it was.
             is_number = isinstance(own.get(option), (int, float, tuple)) and not isinstance(own[option], bool)
-            if found and is_number and option not in found and self._selected(join_name(name, option)):
-                self.found.missing.append(join_name(name, option))
+            if found and is_number and option not in found and self._selected(child_name(name, option)):
+                self.found.missing.append(child_name(name, option))
         return loaded
 
     def _in_form_of(self, target: Mapping[Any, Any], node: Json, name: str, stateful: bool) -> Json:
@@ -445,7 +532,7 @@ class _Matcher:
         has_room = any(key.startswith("state.") for key in target) if is_flat else bool(target.get("state"))
         is_short = stored.state and (not has_room or (is_numbered and not stored.is_numbered))
         leaves = self._leaves(node, name, items_of_node) if is_short and not stateful else []
-        if any("/state" in f"/{leaf}" for leaf in leaves):
+        if any(".state." in f".{leaf.removeprefix(name)}." for leaf in leaves):
             raise _no_room(name, "numbers" if is_numbered else "names", has_room)
         if is_numbered or (is_flat and stored.is_numbered):
             return node
@@ -463,7 +550,7 @@ class _Matcher:
 
     def _sequence(self, target: Any, items: list[Json], name: str, stateful: bool) -> Finish:
         finishers = [
-            self.visit(value, item, join_name(name, place), stateful)
+            self.visit(value, item, child_name(name, place), stateful)
             for place, (value, item) in enumerate(zip(target, items, strict=True))
         ]
 
@@ -491,7 +578,8 @@ class _Matcher:
         items = items_of(value)
         if items is None:
             return [name] if self._selected(name) else []
-        return [leaf for key, item in items for leaf in self._leaves(item, join_name(name, key), items_of)]
+        self.found.containers.add(name)
+        return [leaf for key, item in items for leaf in self._leaves(item, child_name(name, key), items_of)]
 
     def _items_of_value(self, value: Any) -> _Items | None:
         """Keys and values of a container of a state; None for a leaf."""

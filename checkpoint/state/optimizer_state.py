@@ -112,7 +112,7 @@ class OptimizerState:
                         got=f"{values[0]} and {values[1]}",
                         where=where,
                         todo="make the optimizer with the groups that it had, or load its state alone: "
-                        "include='*/state/*'",
+                        "include='*.state.*'",
                     )
         return found[0].options
 

@@ -25,9 +25,10 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     shard_order,
 )
 from vescale_fsdp.checkpoint.manifest.region import Region
+from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.dtensor.spec import ascends, place_in, ranks_by_place
+from vescale_fsdp.dtensor.spec import ascends, group_ranks_in, ranks_by_group_rank
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.foreign_json import MAX_DIMS
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -163,7 +164,7 @@ class Describer:
                     "A tensor is not in a state that can be saved.",
                     expected="placements that are Shard, RaggedShard or Replicate",
                     got=tuple(map(str, tensor.placements)),
-                    where=name,
+                    where=dotted_name(name),
                     todo="reduce it first: tensor.redistribute(placements=[Replicate(), ...])",
                 )
         self._check_order(name, tensor, place)
@@ -184,7 +185,7 @@ class Describer:
                     "and FSDP2 give them different shards.",
                     expected="a mesh with ascending ranks along the axis, or a RaggedShard",
                     got=tensor.device_mesh.mesh.tolist(),
-                    where=f"{name}, mesh axis {axis}",
+                    where=f"{dotted_name(name)}, mesh axis {axis}",
                     todo="make the mesh with init_device_mesh",
                 )
 
@@ -212,7 +213,7 @@ class Describer:
             known = _MeshPlace(mesh, None, ())
             if mesh.get_coordinate() is not None:
                 disordered = frozenset(axis for axis in range(mesh.ndim) if not ascends(mesh, axis))
-                known = _MeshPlace(mesh, axes_of_mesh(mesh, self._rank_of), place_in(mesh), disordered)
+                known = _MeshPlace(mesh, axes_of_mesh(mesh, self._rank_of), group_ranks_in(mesh), disordered)
             self._meshes[id(mesh)] = known
         return known
 
@@ -222,14 +223,14 @@ def _no_order(name: str, tensor: DTensor) -> CheckpointError:
         "The ranks' parts of a tensor are not ranges of its dims.",
         expected="split factors that are sizes of later mesh axes over the same dim",
         got=f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}",
-        where=name,
+        where=dotted_name(name),
         todo="redistribute it first, or store the tensor that it was made from by view or flatten",
     )
 
 
 def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
     """One `Axis` per mesh axis; its coordinates are places in the process groups, see `dtensor.spec`."""
-    numbers = ranks_by_place(mesh).numpy()
+    numbers = ranks_by_group_rank(mesh).numpy()
     if rank_of is not None:
         numbers = np.vectorize(lambda rank: rank_of.get(int(rank), -1))(numbers)
     return axes_of_ranks(numbers)
@@ -283,6 +284,6 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
             "A tensor cannot be saved or loaded.",
             expected=f"a dense tensor with values and at most {MAX_DIMS} dims, or a DTensor of such",
             got=problem,
-            where=name,
+            where=dotted_name(name),
             todo="save its dense parts (values, indices, scales) as tensors of their own",
         )

@@ -249,7 +249,7 @@ class TransferPlan:
         canvas = Canvas(title, max(right + _BAR_PX + 120, 620), bottom + _BAR_PX + 60)
         canvas.text(20, 32, title, size=18, bold=True)
         for number, line in enumerate(str(self).splitlines()):
-            canvas.text(20, 52 + 16 * number, line, size=12, colour=_QUIET)
+            canvas.text(20, 52 + 16 * number, line, size=12, color=_QUIET)
         pairs = self.pair_bytes()
         most = max(pairs.values(), default=0)
         for row, sender in enumerate(senders):
@@ -263,7 +263,7 @@ class TransferPlan:
             nbytes = self.sent_bytes[sender]
             length = _bar_px(nbytes, self.sent_bytes)
             canvas.rect(right + 10, y, length, _CELL_PX - 2, _FILL, tip=_size(nbytes))
-            canvas.text(right + length + 16, y + 15, _size(nbytes), size=10, colour=_QUIET)
+            canvas.text(right + length + 16, y + 15, _size(nbytes), size=10, color=_QUIET)
         for column, receiver in enumerate(receivers):
             x = _LEFT_PX + column * _CELL_PX
             canvas.text(x + 10, _TOP_PX - 6, str(receiver), anchor="middle")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from vescale_fsdp import conversion
+from vescale_fsdp import checkpoint, conversion
 from vescale_fsdp.checkpoint.manifest.file_names import FORMAT_VERSION
 from vescale_fsdp.checkpoint.storage.progress import ProgressBar
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
@@ -124,14 +124,19 @@ def verify_command(
     wanted: int | Literal["newest"] = "newest" if step is None else step
     source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=wanted)
     with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
-        report = conversion.verify(source, deep=not quick, progress=progress.advance)
+        report = checkpoint.verify(source, deep=not quick, progress=progress.advance)
     if as_json:
-        click.echo(json.dumps(vars(report), indent=2))
+        numbers = {
+            "tensors": report.num_tensors,
+            "nbytes": report.num_bytes,
+            "checksums": report.num_checksums,
+        }
+        click.echo(json.dumps({**numbers, "problems": [str(each) for each in report.problems]}, indent=2))
     else:
         for problem in report.problems:
             click.echo(problem)
-        read = f"{format_bytes(report.nbytes)} read, {report.checksums} checksums compared"
-        click.echo(f"{report.tensors} tensors, {read}: {len(report.problems)} problems")
+        read = f"{format_bytes(report.num_bytes)} read, {report.num_checksums} checksums compared"
+        click.echo(f"{report.num_tensors} tensors, {read}: {len(report.problems)} problems")
     sys.exit(1 if report.problems else 0)
 
 

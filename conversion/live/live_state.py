@@ -24,9 +24,9 @@ from vescale_fsdp.checkpoint.dcp.state_dict import (
     home_device,
     set_model_state_dict,
 )
-from vescale_fsdp.checkpoint.manifest.state_tree import join_name
+from vescale_fsdp.checkpoint.manifest.state_tree import child_name
 from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
-from vescale_fsdp.checkpoint.state.nesting import Path, flatten
+from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import apply_to_tensors, fqn_of, local_of, storage_id
@@ -78,10 +78,7 @@ class LiveState:
         groups: dict[object, list[str]] = {}
         for path, leaf in self.leaves().items():
             if isinstance(leaf, torch.Tensor) and leaf.numel():
-                name = ""
-                for part in path:
-                    name = join_name(name, part)
-                groups.setdefault(_memory_of(leaf), []).append(name)
+                groups.setdefault(_memory_of(leaf), []).append(name_of(path))
         return {name: names for names in groups.values() if len(names) > 1 for name in names}
 
     def bare_buffers(self) -> dict[str, nn.Module]:
@@ -111,11 +108,10 @@ class LiveState:
         wanted, others = set(names), set(bare)
         undo: list[Callable[[], None]] = []
         for path, model in self.models.items():
-            start = "".join(f"{join_name('', part)}/" for part in path)
             chosen = {
                 name
                 for name, tensor in _tensors(model)
-                if tensor.is_meta and (start + join_name("", fqn_of(model, name)) in wanted or name in others)
+                if tensor.is_meta and (name_of((*path, fqn_of(model, name))) in wanted or name in others)
             }
             if chosen:
                 home = home_device(get_model_state_dict(model))
@@ -171,7 +167,7 @@ def _with_optimizer_state(value: Any, objects: LiveObjects, name: str) -> Any:
         named = objects.named(value, name)
         return value.state_dict() if named is None else named.value()
     if isinstance(value, Mapping):
-        return {k: _with_optimizer_state(item, objects, join_name(name, k)) for k, item in value.items()}
+        return {k: _with_optimizer_state(item, objects, child_name(name, k)) for k, item in value.items()}
     return value
 
 

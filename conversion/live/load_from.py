@@ -153,8 +153,7 @@ class _LoadFrom:
         undo: list[Callable[[], object]] = []
         try:
             with self._together("preparing"), gc_paused():
-                if self.options.strict:
-                    made.require_fit(self.url)
+                made.found.require_fit(self.url, self.options.strict)
                 made = self._with_memory(source, live, made, undo)
                 fillings = self._without_twins(made, list(self._fillings(made)))
             overwriting = Overwriting()
@@ -178,7 +177,7 @@ class _LoadFrom:
             for doubt in doubts:
                 _log.warning("%s: %s", self.url, doubt)
         return LoadFromReport(
-            tuple(found.missing), tuple(found.unexpected), made.mismatched, made.left_out, doubts
+            tuple(found.missing), tuple(found.unexpected), found.mismatched, made.left_out, doubts
         )
 
     def _together(
@@ -221,7 +220,7 @@ class _LoadFrom:
                 region = describer.region(described, self.coordinator.rank)
                 yield Filling(name, view, region, tensor, LoadTarget(described.local))
         for new in made.found.fresh:
-            view = made.fresh[new.place]
+            view = made.views[new.place]
             dtype = dtype_named(view.info.dtype.required_torch_name)
             tensor = new.make(view.info.shape, dtype, is_sharded=False, where=self.url)
             described = describer.describe(new.name, tensor)

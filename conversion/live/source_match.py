@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -29,7 +29,6 @@ from vescale_fsdp.conversion.state.model_names import ModelNames, container_of, 
 from vescale_fsdp.conversion.state.native_tree import native_tree
 from vescale_fsdp.conversion.state.optimizers import home_of, optimizers_of
 from vescale_fsdp.conversion.state.quantized_weights import find_quantized
-from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
 AS_STATE = "state"  # the cast to the types that the state has
@@ -117,73 +116,16 @@ class LiveMatch:
     Attributes:
         found: leaves that are missing, unexpected, or of another kind; and what finishes plain values.
         reads: (leaf, view, tensor) of what is to be filled.
-        fresh: what fills tensors that a Stateful object will be given, by number in the source's tree.
-        mismatched: leaves that do not fit, each with what the source and the state have.
-        left_out: entries of the source that the state has no place for.
+        views: the source's tensors, by number in its tree: what fills the new tensors of ``found.fresh``.
+        left_out: entries of the source that the state cannot take.
         ties: names of leaves that are one tensor, by each of them.
     """
 
     found: Match
     reads: list[tuple[str, TensorView, torch.Tensor]] = field(default_factory=list)
-    fresh: dict[int, TensorView] = field(default_factory=dict)
-    mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
+    views: Sequence[TensorView] = ()
     left_out: tuple[str, ...] = ()
     ties: Mapping[str, list[str]] = field(default_factory=dict)
-
-    def require_fit(self, where: str) -> None:
-        """Refuse a source that does not have what the state has.
-
-        Raises:
-            CheckpointError: naming the leaves.
-        """
-        found, problem = self.found, None
-        if self.mismatched:
-            name, (stored, held) = next(iter(self.mismatched.items()))
-            todo = "build the model as it was saved"
-            if stored.split(" ", 1)[1] == held.split(" ", 1)[1]:
-                todo = f"pass dtype={AS_STATE!r} to cast floats to the types that the state has"
-            problem = f"{len(self.mismatched)} tensors have another shape or type than in the source."
-            raise CheckpointError(
-                problem,
-                expected=f"{held}, as the state has",
-                got=stored,
-                where=f"{name} in {where}",
-                todo=todo,
-            )
-        if found.unused:
-            raise CheckpointError(
-                "A name pattern fits no leaf.",
-                expected="patterns for names of leaves: their keys, joined by '/'",
-                got=", ".join(map(repr, sorted(found.unused))),
-                where=where,
-                todo="'*' fits '/' and '.' too; strict=False allows patterns for nothing",
-            )
-        if found.missing or found.unexpected:
-            raise CheckpointError(
-                "The state and the source do not hold the same leaves.",
-                expected="equal names",
-                got=f"missing in the source: {some(found.missing, 5)}; "
-                f"unexpected, only in the source: {some(found.unexpected, 5)}",
-                where=where,
-                todo="pass rules= if the source has other names, include= for a part of the state, or strict=False "
-                "to load what both have",
-            )
-
-    def require_kinds(self, where: str) -> None:
-        """Refuse leaves that are tensors on one side only.
-
-        Raises:
-            CheckpointError: naming the first.
-        """
-        if self.found.problems:
-            name, stored, held = self.found.problems[0]
-            raise CheckpointError(
-                f"{len(self.found.problems)} leaves of the state are of another kind than in the source.",
-                expected=f"{held}, as the state has",
-                got=stored,
-                where=f"{name} in {where}",
-                todo="build the state as it was when it was saved",
-            )
 
 
 def match_source(source: Source, live: LiveState, options: LiveOptions) -> LiveMatch:
@@ -210,7 +152,8 @@ def match_source(source: Source, live: LiveState, options: LiveOptions) -> LiveM
 def _match(source: Source, carried: CarriedState, live: LiveState, options: LiveOptions) -> LiveMatch:
     # What has been dequantised leaves no codes, whatever config.json says.
     is_coded = options.dequantize is None
-    quantized = find_quantized(_model_infos(carried), _config(source, options)) if is_coded else frozenset()
+    infos = [view.info for name, view in carried.views.items() if name in carried.is_model]
+    quantized = find_quantized(infos, _config(source, options)) if is_coded else frozenset()
     texts = [text for text in options.casts if text != AS_STATE]
     if texts:
         rules = CastRules.parse(texts)
@@ -220,33 +163,26 @@ def _match(source: Source, carried: CarriedState, live: LiveState, options: Live
     carried = _arranged(carried, places)
     tree, names = native_tree(carried, lambda _: 0)
     views = [carried.views[name] for _, name in names]
-    made = LiveMatch(
-        match(live.tree, tree, options.include, within=live.state),
-        left_out=carried.left_out,
-        ties=live.ties(),
-    )
-    made.require_kinds(source.url)
-    for name, place, tensor in made.found.reads:
-        view = views[place]
+    found = match(live.tree, tree, options.include, within=live.state)
+    made = LiveMatch(found, [], views, carried.left_out, live.ties())
+    found.require_fit(source.url, strict=False)
+    for read in found.reads:
+        view = views[read.place]
         if AS_STATE in options.casts and view.info.name not in quantized:
-            view = _as_state(view, tensor)
-        stored, held = (
-            _told(view.info.shape, view.info.dtype.name),
-            _told(tensor.shape, dtype_name(tensor.dtype)),
-        )
-        if stored == held:
-            made.reads.append((name, view, tensor))
-        else:
-            made.mismatched[name] = (stored, held)
-    made.fresh = {new.place: views[new.place] for new in made.found.fresh}
-    _forgive_ties(made)
+            view = _as_state(view, read.tensor)
+        if found.fits(read, view.info.dtype.name, view.info.shape):
+            made.reads.append((read.name, view, read.tensor))
+    filled = {name for name, _, _ in made.reads}
+    found.missing = [  # a name whose tensor is filled under another one is not missing
+        name for name in found.missing if not filled.intersection(made.ties.get(name, ()))
+    ]
     if adapter:  # alone: the base keeps its values
-        made.found.missing = [name for name in made.found.missing if name.rpartition("/")[2] in adapter]
+        found.missing = [name for name in found.missing if name in adapter]
     return made
 
 
 def _as_trained(carried: CarriedState, places: Places) -> tuple[CarriedState, frozenset[str]]:
-    """An adapter from a folder of peft under the names that it has in the state, and those names.
+    """An adapter from a folder of peft under the names that it has in the state, and those names in full.
 
     Raises:
         ConversionError: if the state has several adapters.
@@ -257,7 +193,9 @@ def _as_trained(carried: CarriedState, places: Places) -> tuple[CarriedState, fr
         return carried, frozenset()
     held = {saved: name for name, saved in one_adapter(trained, None, LIVE).items()}
     made = {held[name]: (RenamedView(carried.views[name], held[name]), name) for name in stored}
-    return carried.with_replaced(made, stored), frozenset(held.values())
+    return carried.with_replaced(made, stored), frozenset(
+        f"{places.split.prefix}{name}" for name in held.values()
+    )
 
 
 def _carried(source: Source, options: LiveOptions) -> CarriedState:
@@ -275,26 +213,10 @@ def _config(source: Source, options: LiveOptions) -> dict[str, Any]:
     return own_config(source.store) if options.config is None else Assets(options.config).config or {}
 
 
-def _model_infos(carried: CarriedState) -> Iterator[Any]:
-    return (view.info for name, view in carried.views.items() if name in carried.is_model)
-
-
 def _as_state(view: TensorView, tensor: torch.Tensor) -> TensorView:
     wanted = dtype_from_torch(dtype_name(tensor.dtype))
     kinds = {view.info.dtype.kind, wanted.kind}
     return CastView(view, wanted) if kinds == {"float"} and view.info.dtype != wanted else view
-
-
-def _told(shape: tuple[int, ...] | torch.Size, dtype: str) -> str:
-    return f"{dtype} {list(shape)}"
-
-
-def _forgive_ties(made: LiveMatch) -> None:
-    """A name is not missing if what it shares its tensor with is there."""
-    read = {name for name, _, _ in made.reads}
-    made.found.missing = [
-        name for name in made.found.missing if not read.intersection(made.ties.get(name, ()))
-    ]
 
 
 def _arranged(state: CarriedState, places: Places) -> CarriedState:

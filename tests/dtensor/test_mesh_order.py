@@ -18,7 +18,7 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.dtensor.spec import ascends, place_in, ranks_by_place
+from vescale_fsdp.dtensor.spec import ascends, group_ranks_in, ranks_by_group_rank
 from vescale_fsdp.errors import CheckpointError, PlacementError
 
 # Ranks, and whether each axis ascends.
@@ -56,7 +56,7 @@ def train_beside_fsdp2(name: str, folder: Path) -> None:
     ranks, ascending = MESHES[name]
     mesh = mesh_of(ranks)
     assert tuple(ascends(mesh, axis) for axis in range(mesh.ndim)) == ascending
-    assert ranks_by_place(mesh)[place_in(mesh)] == dist.get_rank()
+    assert ranks_by_group_rank(mesh)[group_ranks_in(mesh)] == dist.get_rank()
     for ours, theirs in zip(trained(fully_shard, mesh), trained(torch_fully_shard, mesh), strict=True):
         torch.testing.assert_close(ours, theirs)
         assert theirs.abs().sum() > 0

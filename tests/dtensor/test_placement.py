@@ -97,9 +97,9 @@ def test_text_is_short_for_many_ranks() -> None:
         ((0, 2), (1, 1), "Only leading dims"),
         ((1, 0), (1, 1), "Only leading dims"),
         ((-1,), (1, 1), "Only leading dims"),
-        ((0,), (), "cannot be shared out"),
-        ((0,), (0, 0), "cannot be shared out"),
-        ((0,), (2, -1), "cannot be shared out"),
+        ((0,), (), "units are not valid"),
+        ((0,), (0, 0), "units are not valid"),
+        ((0,), (2, -1), "units are not valid"),
         ((), (1, 1), "on one rank"),
     ],
 )

@@ -23,7 +23,7 @@ FOLDERS = {
 # Folders from the bottom up: each may import those of the rows above its own, never those of its own row.
 # `checkpoint` and `conversion` stand for the files directly in them that have no entry of their own.
 LEVELS = (
-    ("errors", "lazy", "pickled_paths", "torch_modes", "torch_private", "collectives"),
+    ("errors", "lazy", "formats", "pickled_paths", "torch_modes", "torch_private", "collectives"),
     ("layout", "checkpoint.storage", "checkpoint.checksums", "conversion.rules.shipped"),
     ("dtensor", "views", "runtime.comm", "checkpoint.manifest"),
     (
@@ -88,13 +88,14 @@ STRANGERS = {
     "quantize": {"checkpoint", "conversion"},
     "optim": {"checkpoint", "conversion"},
 }
-# Front doors, which bring in what stands on them: public names, the rules of operators, the console command.
+# Front doors, which bring in what stands on them: public names, formats, the rules of operators, the console command.
 DOORS = {
     "",
     "checkpoint.__init__",
     "conversion.__init__",
     "conversion.__main__",
     "dtensor.__init__",
+    "formats",
     "optim.__init__",
 }
 # Plain Python: nothing of torch but the class of placements, to be one, where the set says so.
@@ -294,7 +295,7 @@ def test_no_folder_is_crowded() -> None:
                 held.setdefault(entry.parent, set()).add(entry.name)
 
     # Two folders of formats will take the place of manifest, saving, loading and dcp.
-    limits = {ROOT / "checkpoint": 16}
+    limits = {ROOT / "checkpoint": 16, ROOT / "vescale_fsdp": 16}
     assert {
         str(folder.relative_to(ROOT)): len(held[folder])
         for folder in held
@@ -407,7 +408,7 @@ def test_pure_folders_know_no_torch() -> None:
         ("checkpoint.saving.save", "layout.geometry", True),
         ("checkpoint.saving.save", "checkpoint.loading.load", False),
         ("checkpoint.manager", "runtime.comm.dbuffer", False),
-        ("checkpoint.manager", "conversion.source.source", False),
+        ("checkpoint.manager", "conversion.state.carried_state", False),
         ("conversion.cli.main", "checkpoint.manager", True),
         ("conversion.cli.main", "runtime.fully_shard", False),
         ("optim.muon.optimizer", "optim.structured_optimizer", True),

@@ -14,7 +14,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import PaddingPolicy, PaddingWarning, Rows, Whole, fully_shard
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.padding import _warn_once, check_padding, cure_texts, find_cures
+from vescale_fsdp.layout.padding import _warn_once, check_padding, find_remedies, remedy_texts
 from vescale_fsdp.layout.planner import TensorSpec, padding_ratio, plan_buffers, plan_group
 
 NEVER = PaddingPolicy(scatter="never")
@@ -36,7 +36,7 @@ def test_cures_are_found_by_planning() -> None:
     layout = gpt_oss(1024)
     specs = layer("gpt-oss-120B", Rows(128))
 
-    cures = find_cures(layout, 0.25, "never")
+    cures = find_remedies(layout, 0.25, "never")
 
     assert cures.num_shards is not None
     assert cures.modules_per_unit is not None
@@ -58,16 +58,16 @@ def test_cures_that_do_not_exist_are_left_out() -> None:
     """One matrix that stays whole: no smaller block, and only the default granularity is left to name."""
     layout = plan_group([TensorSpec("w", (8, 28), "float32", 224)], 5)
 
-    cures = find_cures(layout, 0.25)
+    cures = find_remedies(layout, 0.25)
 
     assert (cures.num_shards, cures.smaller_blocks) == (None, None)
     assert cures.modules_per_unit == (4, 0.25)  # one each on four of five ranks
-    assert any("default granularity" in text for text in cure_texts(cures, layout))
+    assert any("default granularity" in text for text in remedy_texts(cures, layout))
 
 
 def test_all_blocks_are_made_smaller_where_no_single_class_helps() -> None:
     """Where every matrix is in the way, the offer is for all of them."""
-    cures = find_cures(plan_group(layer("Llama-3-8B", Rows(128)), 1024), 0.25)
+    cures = find_remedies(plan_group(layer("Llama-3-8B", Rows(128)), 1024), 0.25)
 
     assert cures.smaller_blocks is not None
     assert len(cures.smaller_blocks[0]) == 7

@@ -9,7 +9,7 @@ import pytest
 from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.pictures import BODY_PX, layout_svg, rank_colour, short_names
+from vescale_fsdp.layout.pictures import BODY_PX, layout_svg, rank_color, short_names
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -83,7 +83,7 @@ def test_names_lose_only_what_all_share() -> None:
 
 def test_neighbouring_ranks_differ_in_colour() -> None:
     """No two of sixteen ranks share a fill."""
-    assert len({rank_colour(rank, 16) for rank in range(16)}) == 16
+    assert len({rank_color(rank, 16) for rank in range(16)}) == 16
 
 
 def test_scattered_and_widely_held_tensors_are_marked() -> None:

@@ -1,16 +1,16 @@
-"""What stock DCP is told of a ragged tensor: its piece as n-d boxes, by arithmetic on this rank alone.
+"""Ragged tensors for stock DCP: a piece as n-d boxes, by rank-local arithmetic.
 
-DCP knows a tensor as chunks, n-d boxes of the global tensor. A flat piece is at most ``2 * ndim - 1``
-of them (`boxes_of_range`). Each box is a view of the local piece, so DCP reads and writes our storage
-with no copy of ours. An empty piece emits nothing: an empty box at a neighbour's offset would win DCP's
-de-duplication and drop the neighbour's data.
+DCP describes a tensor as chunks, n-d boxes of the global tensor. A flat piece is at most ``2 * ndim - 1`` of them
+(`boxes_of_range`). Each box is a view of the local piece, so DCP reads and writes our storage without another copy. An
+empty piece emits nothing: an empty box at a neighbour's offset would win DCP's de-duplication and drop the
+neighbour's data.
 
-torch's DCP *safetensors* writer (``HuggingFaceStorageWriter``, or a file writer with that serialization format)
-keys tensors by name and silently keeps one box of several per rank (torch 2.13, ``filesystem.py``,
-``_write_files_from_queue``). A save of such tensors through it is refused while it is planned, on all ranks and
-before a file is written. The ``.distcp`` writer is right.
+torch's DCP *safetensors* writer (``HuggingFaceStorageWriter``, or a file writer with that serialization format) keys
+tensors by name and silently keeps one of several boxes per rank (torch 2.13, ``filesystem.py``,
+``_write_files_from_queue``). Saving such tensors with it is refused during planning, on all ranks and before a file is
+written. The ``.distcp`` writer is correct.
 
-torch after 2.13 also reads attributes of plain tensors (``global_shape`` and others); it asks these hooks first, so
+torch after 2.13 also reads attributes of plain tensors (``global_shape`` and others); it calls these hooks first, so
 ragged tensors need nothing more.
 """
 
@@ -34,7 +34,7 @@ from vescale_fsdp.torch_private import DTensorSpec
 
 
 def chunk_of_box(box: Box) -> ChunkStorageMetadata:
-    """A box as DCP knows it."""
+    """A box as DCP's chunk."""
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
@@ -44,11 +44,11 @@ def write_items(fqn: str, local: torch.Tensor, boxes: Sequence[Box], spec: DTens
     Args:
         fqn: the tensor's name in the state.
         local: this rank's piece.
-        boxes: what the piece is of the global tensor, in the order of its elements.
+        boxes: the piece's boxes of the global tensor, in the order of its elements.
         spec: of the global tensor.
 
     Raises:
-        CheckpointError: if the running ``dcp.save`` has a storage writer that would lose some of them.
+        CheckpointError: if the storage writer of the running ``dcp.save`` would lose some of them.
     """
     _check_writer(_writer_in_use(), fqn, spec)
     properties = TensorProperties.create_from_tensor(local)
@@ -66,7 +66,7 @@ def tensor_shard(local: torch.Tensor, boxes: Sequence[Box], index: MetadataIndex
     """The box that an index names, as a view of the local piece.
 
     Raises:
-        CheckpointError: if this rank holds no box at that offset.
+        CheckpointError: if this rank has no box at that offset.
     """
     offsets = tuple(index.offset) if index.offset is not None else None
     start = 0
@@ -75,7 +75,7 @@ def tensor_shard(local: torch.Tensor, boxes: Sequence[Box], index: MetadataIndex
             return local.view(-1)[start : start + box.numel].view(box.sizes)
         start += box.numel
     raise CheckpointError(
-        "The checkpoint planner asked for a box that this rank does not hold.",
+        "The checkpoint planner requested a box that this rank does not hold.",
         expected=f"one of {[box.offsets for box in boxes]}",
         got=f"offset {offsets}",
         where=index.fqn,
@@ -84,19 +84,19 @@ def tensor_shard(local: torch.Tensor, boxes: Sequence[Box], index: MetadataIndex
 
 
 def check_storage_writer(writer: object, state: Mapping[str, Any]) -> None:
-    """Refuse a DCP storage writer that would lose parts of ragged tensors. No communication, same verdict everywhere.
+    """Refuse a DCP storage writer that would lose parts of ragged tensors. No communication; all ranks agree.
 
     Args:
-        writer: what is going to be ``dcp.save``'s ``storage_writer``.
-        state: what is going to be saved; nested mappings are looked into.
+        writer: the ``storage_writer`` to be passed to ``dcp.save``.
+        state: the state to be saved; nested mappings are searched.
 
     Raises:
-        CheckpointError: if the writer is torch's safetensors writer, and some rank holds a tensor in several boxes or
+        CheckpointError: if the writer is torch's safetensors writer, and some rank has several boxes of a tensor or
             all ranks would write the same file.
 
     Examples:
         >>> from torch.distributed.checkpoint import FileSystemWriter
-        >>> check_storage_writer(FileSystemWriter("out"), {"weight": torch.zeros(3)})  # this one loses nothing
+        >>> check_storage_writer(FileSystemWriter("out"), {"weight": torch.zeros(3)})  # accepted
     """
     for name, value in state.items():
         if isinstance(value, Mapping):
@@ -106,13 +106,13 @@ def check_storage_writer(writer: object, state: Mapping[str, Any]) -> None:
 
 
 def _writer_in_use() -> StorageWriter | None:
-    """The storage writer of the ``dcp.save`` that is asking, if one is."""
-    # The hook is given a name and a tensor (torch 2.11-2.13), and a plan that has left this rank holds classes of
-    # torch's alone; so the only ones who know the writer while it can still be refused are the functions that ask.
+    """The storage writer of the ``dcp.save`` on the call stack, if any."""
+    # DCP passes the hook a name and a tensor only (torch 2.11-2.13), and a plan sent to the coordinator contains only
+    # torch's classes. So the callers' frames are the last place where the writer can be found and still be refused.
     frame = inspect.currentframe()
     while frame is not None:
         for value in frame.f_locals.values():
-            # isinstance would ask lazy objects of the callers for their class
+            # isinstance would trigger lazy objects among the callers' variables
             if issubclass(type(value), StorageWriter):
                 return value  # type: ignore[no-any-return]
         frame = frame.f_back
@@ -135,9 +135,9 @@ def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:
         )
     if vars(writer).get("save_distributed") is False and placement.num_shards > 1:
         raise CheckpointError(
-            "torch's safetensors writer lets all ranks write one file, of which the last one's part is left.",
+            "torch's safetensors writer lets all ranks write the same file, and only the last one's part remains.",
             expected="HuggingFaceStorageWriter(.., save_distributed=True)",
-            got="save_distributed=False, which is its default, and a tensor that is cut over ranks",
+            got="save_distributed=False, its default, and a tensor that is sharded over ranks",
             where=name,
             todo="pass save_distributed=True",
         )

@@ -1,7 +1,7 @@
-"""Memory that a load left half overwritten: marked by who loads, refused by who would compute with it.
+"""Marks on memory that a failed load left half overwritten. Loads set them; the runtime refuses to compute with it.
 
-Marks lie on storages, which all views of a shard share: a parameter, what `state_dict` made of it, an empty piece. They
-go with the storage, or when a good load has filled what they stand for.
+Marks are kept per storage, because all views of a shard share it: a parameter, its entry in `state_dict`, an empty
+piece. A mark goes away with its storage, or when a successful load has filled its span.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def _span(tensor: torch.Tensor) -> _Span:
 
 
 def mark_half_loaded(tensor: torch.Tensor, name: str) -> None:
-    """Say that a contiguous local tensor holds values of two states, or that another rank's part of it does."""
+    """Mark a contiguous local tensor whose values, or those of another rank's part, come from two states."""
     _marks.setdefault(tensor.untyped_storage(), {})[_span(tensor)] = name
 
 
 def mark_whole(tensor: torch.Tensor) -> None:
-    """Say that all of a contiguous local tensor has been filled."""
+    """Remove the marks within a contiguous local tensor, because all of it has been filled."""
     if not _marks:
         return
     spans = _marks.get(tensor.untyped_storage())
@@ -39,5 +39,5 @@ def mark_whole(tensor: torch.Tensor) -> None:
 
 
 def half_loaded_in(tensor: torch.Tensor) -> list[str]:
-    """Names of what is half loaded in a tensor's storage. Costs nothing while there is no mark at all."""
+    """Names of half-loaded tensors in a tensor's storage. Free while there are no marks."""
     return list(_marks.get(tensor.untyped_storage(), {}).values()) if _marks else []

@@ -1,12 +1,12 @@
-"""PieceMap: which flat range of a parameter each rank of its mesh holds, whatever kind of tensor it is.
+"""PieceMap: the flat range of a parameter that each rank of its mesh owns, for any kind of tensor.
 
-Optimizers that know structure need one answer from every parameter: who holds which elements.
+Optimizers with block state ask every parameter the same question: which rank owns which elements?
 
     parameter                                    pieces
     plain tensor, DTensor all Replicate          one shard, the whole tensor, no mesh axis
     RaggedDTensor                                the pieces of its RaggedShard
     FSDP2's DTensor, Shard(0)                    torch's chunks of rows, contiguous and in rank order
-    anything else (Shard(1), TP beside FSDP)     None: no contiguous pieces; the caller decides what to do
+    anything else (Shard(1), TP with FSDP)       None: no contiguous pieces; the caller decides
 
 Replicate on every other mesh axis is allowed (HSDP): those ranks are *replicas*.
 """
@@ -36,7 +36,7 @@ class PieceMap:
         shape: global shape.
         numels: elements of each shard rank's piece.
         shard_rank: this rank's number among the shards.
-        cut_over: the mesh and its axis that shards the parameter; None if every rank holds all of it.
+        cut_over: the mesh and its axis that shards the parameter; None if it is not sharded.
     """
 
     shape: tuple[int, ...]
@@ -51,47 +51,47 @@ class PieceMap:
 
     @property
     def num_shards(self) -> int:
-        """Ranks among which the tensor is cut."""
+        """Number of ranks that share the tensor."""
         return len(self.numels)
 
     def piece(self, shard_rank: int) -> FlatRange:
-        """The range that a shard rank holds."""
+        """The range of a shard rank."""
         return FlatRange(self.numels.start(shard_rank), self.numels.start(shard_rank + 1))
 
     @property
     def own_piece(self) -> FlatRange:
-        """The range that this rank holds."""
+        """The range of this rank."""
         return self.piece(self.shard_rank)
 
-    def holder_of(self, wanted: FlatRange) -> int | None:
-        """The shard rank that holds all of a non-empty range, or None if it is cut."""
-        holders = self.holders_of(wanted)
+    def holder_of(self, flat_range: FlatRange) -> int | None:
+        """The shard rank that owns all of a non-empty range; None if the range is cut."""
+        holders = self.holders_of(flat_range)
         first = next(holders)
         return first if next(holders, None) is None else None
 
-    def holders_of(self, wanted: FlatRange) -> Iterator[int]:
-        """The shard ranks that hold any element of a range, in order."""
-        return self.numels.holders(*wanted)
+    def holders_of(self, flat_range: FlatRange) -> Iterator[int]:
+        """The shard ranks that own any element of a range, in order."""
+        return self.numels.holders(*flat_range)
 
     def count_in_blocks(self, period: int, count: Callable[[FlatRange], int]) -> RunLengths:
-        """How much of what there is once per block, such as scales, belongs to each piece.
+        """Number of per-block values, such as scales, that belong to each piece.
 
         Args:
-            period: a shift of the flat tensor by so many elements brings the ends of blocks to ends of blocks.
-            count: how much belongs to a piece; it refuses pieces that cut a block.
+            period: number of elements after which the pattern of block ends repeats in the flat tensor.
+            count: the number of values for a piece; it raises for pieces that cut a block.
         """
         runs, first = [], 0
         for num_ranks, numel in self.numels.runs:
-            # Pieces a whole period apart are alike: one stands for all.
-            asked = 1 if numel % period == 0 else num_ranks
-            counts = [count(self.piece(rank)) for rank in range(first, first + asked)]
-            runs += [(num_ranks // asked, number) for number in counts]
+            # Pieces a multiple of the period apart are alike, so that one represents all.
+            distinct = 1 if numel % period == 0 else num_ranks
+            counts = [count(self.piece(rank)) for rank in range(first, first + distinct)]
+            runs += [(num_ranks // distinct, number) for number in counts]
             first += num_ranks
         return RunLengths(tuple(runs))
 
 
 def pieces_of(tensor: torch.Tensor) -> PieceMap | None:
-    """The pieces of a parameter, or None if ranks do not hold contiguous flat ranges of it."""
+    """The pieces of a parameter; None if ranks do not own contiguous flat ranges of it."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor) or all(p.is_replicate() for p in tensor.placements):
         return PieceMap(shape, RunLengths.of([numel_of(shape)]))
@@ -100,7 +100,7 @@ def pieces_of(tensor: torch.Tensor) -> PieceMap | None:
     if len(sharded) != 1:
         return None
     axis, placement = sharded[0], tensor.placements[sharded[0]]
-    if type(placement) is RaggedShard:  # a strided one has a run per chunk
+    if type(placement) is RaggedShard:  # a StridedRaggedShard has one run per chunk
         numels = placement.piece_lengths(shape)
     elif type(placement) is Shard and placement.dim == 0:
         numels = _chunks(shape[0], mesh.size(axis)).map(lambda rows: rows * numel_of(shape[1:]))
@@ -110,18 +110,19 @@ def pieces_of(tensor: torch.Tensor) -> PieceMap | None:
 
 
 def _chunks(size: int, num_chunks: int) -> RunLengths:
-    """torch's chunks of a dim: full ones, a shorter one, empty ones."""
+    """Sizes of torch's chunks of a dim: full ones, a shorter one, empty ones."""
     chunk = chunk_of(size, num_chunks, 0).numel
-    full, rest = divmod(size, chunk) if chunk else (0, 0)
-    return RunLengths(((full, chunk), (int(rest > 0), rest), (num_chunks - full - int(rest > 0), 0)))
+    num_full, rest = divmod(size, chunk) if chunk else (0, 0)
+    num_rest = int(rest > 0)
+    return RunLengths(((num_full, chunk), (num_rest, rest), (num_chunks - num_full - num_rest, 0)))
 
 
 def contiguous_pieces_of(param: torch.Tensor, otherwise: str) -> PieceMap:
-    """The pieces of a parameter whose ranks must hold contiguous runs.
+    """The pieces of a parameter whose ranks must own contiguous runs.
 
     Args:
         param: the parameter.
-        otherwise: what to give a parameter that does not, for the error's text.
+        otherwise: the alternative that the error names.
 
     Raises:
         LayoutError: if they do not.
@@ -130,7 +131,7 @@ def contiguous_pieces_of(param: torch.Tensor, otherwise: str) -> PieceMap:
     if pieces is None:
         assert isinstance(param, DTensor)
         raise LayoutError(
-            "State in blocks needs parameters that ranks hold in contiguous runs.",
+            "Block state needs parameters of which every rank owns one contiguous run.",
             expected="plain tensors, RaggedShard, Shard(0) or Replicate",
             got=param.placements,
             where=f"parameter of shape {tuple(param.shape)}",
@@ -146,17 +147,17 @@ def zeros_beside(
     piece_numels: RunLengths,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Zeros of another shape than a parameter, cut where the parameter is cut: scales, factors, ...
+    """Zeros of another shape than a parameter, sharded with it: scales, factors, ...
 
     Args:
         param: the parameter.
-        pieces: how it lies.
+        pieces: its pieces.
         shape: global shape of the new tensor.
         piece_numels: elements of the new tensor that belong to each shard's piece of the parameter.
         dtype: of the new tensor.
 
     Returns:
-        A plain tensor beside plain parameters, else a DTensor on the parameter's mesh.
+        A plain tensor for a plain parameter, else a DTensor on the parameter's mesh.
     """
     local = torch.zeros(piece_numels[pieces.shard_rank], dtype=dtype, device=param.device)
     if not isinstance(param, DTensor):
@@ -170,14 +171,14 @@ def zeros_beside(
 
 
 def local_part_of(full: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a tensor that all ranks have in full, cut as ``like`` is. No communication."""
+    """This rank's part of a tensor that all ranks have in full, sharded as ``like``. No communication."""
     mesh = like.device_mesh
     replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return local_of(redistribute(replicated, like.placements))
 
 
 def local_tensor(tensor: torch.Tensor, what: str = "parameter") -> torch.Tensor:
-    """This rank's elements of a parameter or state tensor, flat: a 1-D view that can be written.
+    """This rank's elements of a parameter or state tensor: a writable 1-D view.
 
     Raises:
         LayoutError: if the elements are not contiguous in memory.
@@ -194,10 +195,10 @@ def local_tensor(tensor: torch.Tensor, what: str = "parameter") -> torch.Tensor:
 
 
 def local_grad(param: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a parameter's gradient, 1-D; the gradient lies as the parameter does.
+    """This rank's elements of a parameter's gradient, 1-D, sharded as the parameter.
 
     Raises:
-        LayoutError: for sparse or complex gradients, which no optimizer here can take.
+        LayoutError: for sparse or complex gradients, which no optimizer here supports.
     """
     grad = param.grad
     assert grad is not None
@@ -217,6 +218,6 @@ def local_grad(param: torch.Tensor) -> torch.Tensor:
 
 
 def move_to(tensor: RaggedDTensor, other: RaggedDTensor, local: torch.Tensor) -> None:
-    """Make a tensor, the object, lie on the ranks that another one lies on; its values are those of ``local``."""
+    """Give a tensor object the spec and layout of another one, and ``local`` as its values."""
     assert other._spec.tensor_meta == tensor._spec.tensor_meta
     tensor._local_tensor, tensor._spec, tensor.layout_ref = local, other._spec, other.layout_ref

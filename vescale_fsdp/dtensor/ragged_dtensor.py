@@ -1,11 +1,11 @@
-"""RaggedDTensor: a DTensor whose ranks hold flat pieces of any length, and the rules of its operations.
+"""RaggedDTensor: a DTensor whose ranks own flat pieces of any length.
 
-Stock DTensor dispatch does not know `RaggedShard`: it would try to redistribute to Replicate and fail.
-So a ragged tensor is a subclass with its own ``__torch_dispatch__``. Users see a DTensor: ``.shape`` is
-global, ``.to_local()``, ``.full_tensor()``, ``.redistribute()``, ``.device_mesh``, ``.placements`` hold.
+Stock DTensor dispatch does not know `RaggedShard`: it would try to redistribute to Replicate and fail. So a ragged
+tensor is a subclass with its own ``__torch_dispatch__``. It keeps DTensor's interface: ``.shape`` is global, and
+``.to_local()``, ``.full_tensor()``, ``.redistribute()``, ``.device_mesh`` and ``.placements`` work.
 
-What each operator does on the pieces is decided in `operators.dispatch_table` (see OPERATORS.md there). Nothing
-returns a wrong value in silence: an operator without a rule raises.
+`operators.dispatch_table` decides what each operator does on the pieces (see OPERATORS.md there). An operator without
+a rule raises; none returns a wrong value.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ from vescale_fsdp.dtensor.redistribute import (
     start_redistribution,
 )
 from vescale_fsdp.dtensor.spec import (
-    axes_of,
     axis_text,
     boxes_of,
+    group_ranks_in,
     inner_box,
     is_ragged_spec,
     local_shape,
     make_spec,
     piece_of,
     piece_text,
-    place_in,
     ragged_axis,
     spec_with,
 )
@@ -59,23 +58,19 @@ from vescale_fsdp.torch_private import (
     takes_address_for_memory,
 )
 
+_local_slot: Any = vars(DTensor)["_local_tensor"]  # torch's slot, which stores the piece of a RaggedDTensor
+
 Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
-_rule_of: Callable[[torch._ops.OpOverload], Rule]  # bound by `set_rules`
+# The rules create tensors of this class, so their modules import this one and register by `set_rules`. Importing any
+# module of `vescale_fsdp.dtensor` imports them (see the package's ``__init__``).
+_rule_of: Callable[[torch._ops.OpOverload], Rule]
 
 
 def set_rules(rule_of: Callable[[torch._ops.OpOverload], Rule]) -> None:
-    """Say what carries out operators on ragged tensors from now on."""
+    """Set the function that selects the rule of an operator on ragged tensors."""
     global _rule_of
     _rule_of = rule_of
-
-
-def carry_out(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator, some of whose arguments are ragged, by its rule."""
-    return _rule_of(func)(func, args, kwargs)
-
-
-_torchs_local: Any = vars(DTensor)["_local_tensor"]  # the slot that a RaggedDTensor keeps its piece in
 
 
 def is_ragged(tensor: object) -> bool:
@@ -91,12 +86,12 @@ def is_ragged(tensor: object) -> bool:
 class RaggedDTensor(DTensor):
     """A DTensor with one `RaggedShard` among its placements; the local tensor is this rank's flat piece.
 
-    Make one with `distribute_tensor`, `RaggedDTensor.from_local` or `fully_shard`, not by the constructor.
+    Create one with `distribute_tensor`, `RaggedDTensor.from_local` or `fully_shard`, not with the constructor.
 
     Attributes:
-        layout_ref: the layout of the group this tensor lies in and its name there, where a planner made
-            it. Elementwise results inherit it, so optimizer state knows its layout too.
-        shown_to_torchao: of a parameter that gathers itself, the tensor of the user's class over its piece.
+        layout_ref: the layout of the tensor's group and the tensor's name in it, for tensors that a planner laid out.
+            Elementwise results inherit it, so optimizer state has a layout too.
+        shown_to_torchao: for a parameter that gathers itself, the tensor of the user's class over its piece.
 
     Examples:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -118,8 +113,8 @@ class RaggedDTensor(DTensor):
         layout_ref: tuple[GroupLayout, str] | None = None,
         requires_grad: bool = False,
     ) -> RaggedDTensor:
-        """A ragged tensor over ``local`` (shared, not copied) as ``spec`` describes it."""
-        # Without DTensor's __init__, which does nothing, slowly: an optimizer wraps hundreds of tensors per step.
+        """A ragged tensor over ``local`` (shared, not copied), described by ``spec``."""
+        # DTensor's __init__ does nothing, slowly, and an optimizer wraps hundreds of tensors per step: skip it.
         tensor: Any = RaggedDTensor.__new__(RaggedDTensor, local, spec, requires_grad=requires_grad)
         if layout_ref is not None:
             tensor.layout_ref = layout_ref
@@ -136,13 +131,13 @@ class RaggedDTensor(DTensor):
         """A ragged tensor from this rank's piece. No communication; differentiable.
 
         Args:
-            local_tensor: the piece, contiguous, as many elements as the placement gives this rank.
+            local_tensor: the piece, contiguous, with the number of elements that the placement assigns to this rank.
             device_mesh: the mesh.
             placements: one per mesh axis, exactly one of them a RaggedShard.
-            shape: global shape, which a piece alone does not tell.
+            shape: global shape.
 
         Raises:
-            PlacementError: if the piece has another size than the placement says.
+            PlacementError: if the size of the piece does not match the placement.
         """
         spec = make_spec(device_mesh, tuple(placements), torch.Size(shape), local_tensor.dtype)
         expected = _shape_of_piece(spec)
@@ -159,25 +154,25 @@ class RaggedDTensor(DTensor):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh."""
-        # torch's set_*_state_dict asks for it first, on all ranks.
+        # The first attribute that torch's set_*_state_dict reads, on all ranks: so that call is refused here.
         refuse_set_state_dict(f"a tensor of shape {tuple(self.shape)}")
         return self._spec.mesh
 
     @property
     def piece(self) -> FlatRange:
-        """Half-open range of the flattened tensor that this rank holds (of its inner box, see `spec`)."""
+        """This rank's half-open range of the flattened tensor (of its inner box, see `spec`)."""
         return piece_of(self._spec)
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Boxes of the global tensor that this rank holds, in the order of its local elements."""
+        """This rank's boxes of the global tensor, in the order of its local elements."""
         return boxes_of(self._spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece, 1-D (shares memory). Differentiable.
 
         Args:
-            grad_placements: of the gradient that will come back; those of the tensor if None.
+            grad_placements: placements of the incoming gradient; those of the tensor if None.
         """
         if not torch.is_grad_enabled() or not self.requires_grad:
             return self._local_tensor
@@ -196,8 +191,8 @@ class RaggedDTensor(DTensor):
         """The same tensor under other placements of the same mesh. Differentiable.
 
         Raises:
-            PlacementError: for another mesh, or combinations that cannot be reached.
-            UnsupportedOpError: for the options that only stock DTensor has.
+            PlacementError: for another mesh, or placements that cannot be reached.
+            UnsupportedOpError: for options that only stock DTensor has.
         """
         if async_op or forward_dtype is not None or backward_dtype is not None:
             raise UnsupportedOpError(
@@ -207,7 +202,9 @@ class RaggedDTensor(DTensor):
                 todo="cast with .to(dtype); vescale_fsdp.redistribute_async overlaps with computation",
             )
         if device_mesh is not None and device_mesh != self.device_mesh:
-            raise PlacementError("A tensor stays on its mesh.", expected=self.device_mesh, got=device_mesh)
+            raise PlacementError(
+                "A tensor cannot move to another mesh.", expected=self.device_mesh, got=device_mesh
+            )
         if placements is None:
             raise PlacementError(
                 "redistribute needs placements.", expected="one placement per mesh axis", got=None
@@ -216,14 +213,14 @@ class RaggedDTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """torch's: the same memory without autograd. What is assigned must lie on the ranks as this tensor does."""
+        """torch's: the same memory without autograd. An assigned tensor must be sharded as this one."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # torch's own setter changes what the wrapper says of itself and leaves the piece as it was, in silence.
+        # torch's own setter would change the wrapper's metadata and silently leave the piece as it was.
         if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
-            value = redistribute(value, self.placements)  # each rank has its piece of it
+            value = redistribute(value, self.placements)
         if not isinstance(value, RaggedDTensor) or (
             (value._spec, value.dtype, value.device) != (self._spec, self.dtype, self.device)
         ):
@@ -232,13 +229,13 @@ class RaggedDTensor(DTensor):
                 expected=f"a ragged tensor of shape {tuple(self.shape)}, {self.dtype} on {self.device}, placed "
                 f"{tuple(map(str, self.placements))}",
                 got=f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype} on {value.device}",
-                todo="copy_ what vescale_fsdp.distribute_tensor makes of the full tensor into the tensor",
+                todo="shard the full tensor by vescale_fsdp.distribute_tensor, and copy_ it into the tensor",
             )
         self._local_tensor = value._local_tensor.detach()
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
-        """torch's. Sharded gradients have the tensor's dtype, so no other can be set."""
+        """torch's. Sharded gradients have the tensor's dtype; no other can be set."""
         return grad_dtype_of(self)
 
     @grad_dtype.setter
@@ -249,14 +246,14 @@ class RaggedDTensor(DTensor):
         """The whole tensor on every rank (a collective; new memory). Differentiable.
 
         Args:
-            grad_placements: of the gradient that will come back; Replicate if None. With ``[Partial()]``
-                it is summed over the ranks by a reduce-scatter.
+            grad_placements: placements of the incoming gradient; Replicate if None. With ``[Partial()]`` it is
+                summed over the ranks by a reduce-scatter.
         """
         replicated = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return replicated.to_local(grad_placements=grad_placements)
 
     def data_ptr(self) -> int:
-        """The address of this rank's piece (0 if it is empty), by which others tell tensors apart."""
+        """The address of this rank's piece (0 if it is empty), which other libraries use as a tensor's identity."""
         if takes_address_for_memory():
             return 0
         local = piece_in(self)
@@ -266,15 +263,15 @@ class RaggedDTensor(DTensor):
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        # torch's attribute, asked for many times a step; torchao (0.18) knows its weights by their class
+        # torchao (0.18) recognizes its weights by their class.
         if self.shown_to_torchao is not None and is_asked_by("torchao"):
             return self.shown_to_torchao
-        local = piece_in(self)  # accelerate (1.15) tells parameters by addresses, and gets what has one
+        local = piece_in(self)  # accelerate (1.15) identifies parameters by address: an empty piece has none
         return local if (local.numel() and not local.is_meta) or not is_asked_by("accelerate") else self
 
     @_local_tensor.setter
     def _local_tensor(self, local: torch.Tensor) -> None:
-        _torchs_local.__set__(self, local)
+        _local_slot.__set__(self, local)
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
         """torch's, of the global shape."""
@@ -283,19 +280,21 @@ class RaggedDTensor(DTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
+        mesh = self.device_mesh
+        axes = [repr(name) for name in mesh.mesh_dim_names or range(mesh.ndim)]
         return (
             f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}{grad},\n"
-            f"  {'; '.join(map(axis_text, *axes_of(self.device_mesh), self.placements))},\n"
+            f"  {'; '.join(map(axis_text, axes, mesh.shape, self.placements))},\n"
             f"  {piece_text(self._spec, self._local_tensor)})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # torch.save pickles with this protocol; pickle, multiprocessing and DCP's process writer with a later
+        # Only torch.save pickles with this protocol; pickle, multiprocessing and DCP's process writer use a later one.
         if protocol == torch.serialization.DEFAULT_PROTOCOL:
             raise UnsupportedOpError(
                 "torch.save cannot store a ragged tensor in a way that loads anywhere else.",
-                expected="a checkpoint that knows the global tensor",
-                got="torch.save (pickle protocol 2), which would store this rank's piece alone",
+                expected="a checkpoint of the global tensor",
+                got="torch.save (pickle protocol 2), which would store this rank's piece only",
                 where=f"tensor of shape {tuple(self.shape)} placed {tuple(map(str, self.placements))}",
                 todo="save it with vescale_fsdp.checkpoint.save or torch.distributed.checkpoint.save, "
                 "or torch.save(tensor.full_tensor()) on one rank",
@@ -304,29 +303,31 @@ class RaggedDTensor(DTensor):
         return _rebuild, (self._local_tensor, self._spec, self.layout_ref, self.requires_grad, is_parameter)
 
     def share_memory_(self) -> NoReturn:
-        """torch's would end the process: this tensor has no storage of its own."""
+        """Refused: torch's would crash the process, because this tensor has no storage of its own."""
         raise UnsupportedOpError(
             "A ragged tensor cannot be moved into shared memory.",
             expected="plain tensors",
-            got="share_memory_(), which Module.share_memory() calls too",
+            got="share_memory_(), which Module.share_memory() also calls",
             where=f"tensor of shape {tuple(self.shape)} placed {tuple(map(str, self.placements))}",
             todo="share what .to_local() or .full_tensor() returns, or share the model before fully_shard",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # torch's own (2.11-2.13) copies the mesh and the layout along with the values; both are shared here.
+        # torch's own (2.11-2.13) copies the mesh and the layout with the values; both are shared here.
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
             return super().__deepcopy__(memo)  # refuses
         is_parameter = isinstance(self, torch.nn.Parameter)
         local = self._local_tensor.detach().clone()
-        twin = memo[id(self)] = _rebuild(local, self._spec, self.layout_ref, self.requires_grad, is_parameter)
-        for name in vars(self).keys() - {"shown_to_torchao"}:  # which lies over this tensor's memory
-            vars(twin).setdefault(name, copy.deepcopy(vars(self)[name], memo))
+        clone = memo[id(self)] = _rebuild(
+            local, self._spec, self.layout_ref, self.requires_grad, is_parameter
+        )
+        for name in vars(self).keys() - {"shown_to_torchao"}:  # a view of this tensor's memory
+            vars(clone).setdefault(name, copy.deepcopy(vars(self)[name], memo))
         if self.grad is not None:
-            twin.grad = copy.deepcopy(self.grad, memo)
-        return twin
+            clone.grad = copy.deepcopy(self.grad, memo)
+        return clone
 
     @staticmethod
     def __tensor_unflatten__(
@@ -344,10 +345,10 @@ class RaggedDTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return carry_out(func, args, kwargs or {})
+        return _rule_of(func)(func, args, kwargs or {})
 
-    # -- DCP (torch/distributed/_checkpointable.py): rank-local arithmetic, nothing for an empty piece.
-    # Methods of the class, because hooks set on an instance vanish when DCP copies it.
+    # DCP's hooks (torch/distributed/_checkpointable.py): rank-local arithmetic, nothing for an empty piece. They are
+    # methods of the class, because hooks set on an instance are lost when DCP copies it.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         return write_items(fqn, self._local_tensor, self.boxes, self._spec)
@@ -380,14 +381,14 @@ def _shape_of_piece(spec: DTensorSpec) -> tuple[int, ...]:
 
 
 def wrap_like(local: torch.Tensor, spec: DTensorSpec, like: DTensor | None = None) -> DTensor:
-    """A ragged or stock DTensor, as the placements of ``spec`` ask."""
+    """A ragged or stock DTensor, by the placements of ``spec``."""
     if not is_ragged_spec(spec.placements):
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
     ref = like.layout_ref if isinstance(like, RaggedDTensor) and like.placements == spec.placements else None
     return RaggedDTensor.wrap(local, spec, layout_ref=ref)
 
 
-# -- making and moving --------------------------------------------------------------------------------
+# -- creating and moving ------------------------------------------------------------------------------
 
 
 def distribute_tensor(
@@ -400,12 +401,11 @@ def distribute_tensor(
     """Shard a tensor raggedly.
 
     Args:
-        tensor: the full tensor. Its shape and dtype count on every rank, its values where it is read.
+        tensor: the full tensor. Its shape and dtype must be the same on all ranks.
         device_mesh: the mesh.
         placements: one per mesh axis, exactly one of them a RaggedShard.
-        src_data_rank: None if all ranks hold the same values: each keeps a copy of its piece, without any
-            communication. Otherwise the place, on every mesh axis (see `mesh_order`), of the rank whose values
-            count: it sends every rank its piece.
+        src_data_rank: None if all ranks have the same values: each copies its piece, without communication. Otherwise
+            the group rank, on every mesh axis, of the rank that sends every other rank its piece (see `spec`).
 
     Returns:
         A leaf that requires gradients if ``tensor`` does.
@@ -444,13 +444,13 @@ def distribute_tensor(
 
 
 def _from_source(full: torch.Tensor, spec: DTensorSpec, ragged: int, source: int) -> torch.Tensor:
-    """Bring the values to every rank whose place on the ragged axis is ``source``."""
+    """Broadcast the values to every rank whose group rank on the ragged axis is ``source``."""
     mesh = spec.mesh
-    place = place_in(mesh)
+    group_ranks = group_ranks_in(mesh)
     full = full.clone(memory_format=torch.contiguous_format)
     others = [axis for axis in range(mesh.ndim) if axis != ragged]
     for index, axis in enumerate(others):
-        if all(place[later] == source for later in (*others[index + 1 :], ragged)):
+        if all(group_ranks[later] == source for later in (*others[index + 1 :], ragged)):
             wait_for(broadcast_in_place(full, mesh.get_group(axis), source))
     return full
 
@@ -458,14 +458,14 @@ def _from_source(full: torch.Tensor, spec: DTensorSpec, ragged: int, source: int
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """A DTensor, ragged or stock, under other placements of its mesh, ragged or stock. Differentiable.
 
-    ``DTensor.redistribute`` of torch does not know ragged placements; this function knows both.
+    ``DTensor.redistribute`` of torch does not know ragged placements; this function takes both.
 
     Args:
         tensor: a DTensor.
         placements: one per mesh axis, at most one of them a RaggedShard.
 
     Raises:
-        PlacementError: if the placements do not fit the mesh, or ask for sums to be undone.
+        PlacementError: if the placements do not fit the mesh, or contain a Partial that the tensor does not have.
 
     Examples:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -479,6 +479,47 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     if isinstance(tensor, RaggedDTensor) or is_ragged_spec(target.placements):
         return _Redistribute.apply(tensor, target)  # type: ignore[no-any-return]
     return tensor.redistribute(placements=placements)
+
+
+class PendingTensor:
+    """A redistribution in flight; `wait` returns the tensor. Not differentiable.
+
+    Examples:
+        >>> import torch
+        >>> from torch.distributed.tensor import Replicate
+        >>> from vescale_fsdp import fully_shard
+        >>> model = fully_shard(torch.nn.Linear(2, 4))
+        >>> pending = PendingTensor(model.weight, [Replicate()])
+        >>> pending.wait().to_local().shape
+        torch.Size([4, 2])
+    """
+
+    def __init__(self, tensor: DTensor, placements: Sequence[Placement]) -> None:
+        self._source = tensor
+        self._target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
+        self._move = start_redistribution(local_of(tensor), tensor._spec, self._target)
+
+    def wait(self) -> DTensor:
+        """The tensor under its new placements."""
+        return wrap_like(self._move.wait(), self._target, like=self._source)
+
+
+def redistribute_async(tensor: DTensor, placements: Sequence[Placement]) -> PendingTensor:
+    """Start `redistribute` without waiting; `PendingTensor.wait` returns the result.
+
+    All ranks must start and wait in the same order. Where the cut of several mesh axes changes, only the first
+    collective overlaps. The tensor must not be written before the wait.
+
+    Examples:
+        >>> import torch
+        >>> from torch.distributed.tensor import Replicate
+        >>> from vescale_fsdp import fully_shard
+        >>> model = fully_shard(torch.nn.Linear(2, 4))
+        >>> pending = redistribute_async(model.weight, [Replicate()])  # ... other work meanwhile ...
+        >>> pending.wait().to_local().shape
+        torch.Size([4, 2])
+    """
+    return PendingTensor(tensor, placements)
 
 
 # -- autograd -----------------------------------------------------------------------------------------
@@ -522,11 +563,14 @@ class _Redistribute(torch.autograd.Function):
         return wrap_like(redistribute_local(local_of(grad), grad._spec, target), target), None
 
 
+# -- what is refused ----------------------------------------------------------------------------------
+
+
 def check_grad_dtype(wanted: torch.dtype | None, dtype: torch.dtype, where: str) -> None:
-    """Refuse a ``grad_dtype`` other than the tensor's own dtype.
+    """Check that gradients have the tensor's own dtype.
 
     Raises:
-        UnsupportedOpError: naming the tensor.
+        UnsupportedOpError: for another ``grad_dtype``.
     """
     if wanted is not dtype:
         raise UnsupportedOpError(
@@ -534,72 +578,33 @@ def check_grad_dtype(wanted: torch.dtype | None, dtype: torch.dtype, where: str)
             expected=f"grad_dtype {dtype}",
             got=f"grad_dtype {wanted}",
             where=where,
-            todo="leave grad_dtype alone; reduce_dtype of MixedPrecisionPolicy says what gradients are summed in",
+            todo="do not set grad_dtype; MixedPrecisionPolicy(reduce_dtype=...) sets the dtype of reductions",
         )
 
 
-class PendingTensor:
-    """A tensor on its way to other placements; `wait` returns it. Not differentiable.
-
-    Examples:
-        >>> import torch
-        >>> from torch.distributed.tensor import Replicate
-        >>> from vescale_fsdp import fully_shard
-        >>> model = fully_shard(torch.nn.Linear(2, 4))
-        >>> pending = PendingTensor(model.weight, [Replicate()])
-        >>> pending.wait().to_local().shape
-        torch.Size([4, 2])
-    """
-
-    def __init__(self, tensor: DTensor, placements: Sequence[Placement]) -> None:
-        self._source = tensor
-        self._target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
-        self._move = start_redistribution(local_of(tensor), tensor._spec, self._target)
-
-    def wait(self) -> DTensor:
-        """The tensor under its new placements, once it is here."""
-        return wrap_like(self._move.wait(), self._target, like=self._source)
-
-
-def redistribute_async(tensor: DTensor, placements: Sequence[Placement]) -> PendingTensor:
-    """Start `redistribute` and go on computing; `PendingTensor.wait` gives the result.
-
-    All ranks start and wait in the same order. Between mesh axes that change their cut too, only the first
-    collective overlaps. The tensor must not be written before the wait.
-
-    Examples:
-        >>> import torch
-        >>> from torch.distributed.tensor import Replicate
-        >>> from vescale_fsdp import fully_shard
-        >>> model = fully_shard(torch.nn.Linear(2, 4))
-        >>> pending = redistribute_async(model.weight, [Replicate()])  # ... other work meanwhile ...
-        >>> pending.wait().to_local().shape
-        torch.Size([4, 2])
-    """
-    return PendingTensor(tensor, placements)
-
-
-_INSTEAD: dict[type[torch.optim.Optimizer], str] = {
+_REPLACEMENTS: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.Adafactor: "use vescale_fsdp.optim.AdamW8bit, whose state is small too, or torch.optim.AdamW",
-    torch.optim.Muon: "use vescale_fsdp.optim.Muon, which brings each matrix together on one rank",
+    torch.optim.Muon: "use vescale_fsdp.optim.Muon, which gathers each matrix on one rank",
 }
 
 
-def refuse_before_steps() -> None:
-    """Check every optimizer of this process before its steps from now on."""
-    register_optimizer_step_pre_hook(_check_step)
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse optimizers of torch that need whole matrices, before their step changes anything.
 
-
-def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    instead = next((text for kind, text in _INSTEAD.items() if isinstance(optimizer, kind)), None)
-    if instead is None:
+    Without this hook an operator would raise in mid-step, after momenta and step counts have changed.
+    """
+    todo = next((text for kind, text in _REPLACEMENTS.items() if isinstance(optimizer, kind)), None)
+    if todo is None:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     ragged = [param for param in params if isinstance(param, RaggedDTensor) and param.ndim > 1]
     if ragged:
         raise UnsupportedOpError(
             f"torch.optim.{type(optimizer).__name__} cannot step on ragged parameters: it needs whole matrices.",
-            expected="parameters that every rank holds whole, or an optimizer that works element by element",
+            expected="parameters that are whole on every rank, or an elementwise optimizer",
             got=f"{len(ragged)} of {len(params)} parameters are ragged, the first of shape {tuple(ragged[0].shape)}",
-            todo=instead,
+            todo=todo,
         )
+
+
+register_optimizer_step_pre_hook(_check_optimizer)

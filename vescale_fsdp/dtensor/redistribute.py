@@ -1,8 +1,8 @@
-"""Moving a tensor between placements: what travels over one mesh axis, and in which order the axes go.
+r"""Move a tensor between placements: the data sent over one mesh axis, and the order of the axes.
 
-What one axis does (`_axis_moves`), n ranks, P elements in the largest piece, N in the tensor:
+One axis (`_move_axis`), n ranks, P elements in the largest piece, N in the tensor:
 
-    from \\ to    RaggedShard                         Replicate                Shard(d)
+    from \ to     RaggedShard                         Replicate                Shard(d)
     RaggedShard   all-to-all of what changes owner    all-gather (n * P), or   all-to-all of what
                                                       one broadcast per owner  changes owner
     Replicate     local slice                         -                        torch's own
@@ -10,17 +10,17 @@ What one axis does (`_axis_moves`), n ranks, P elements in the largest piece, N 
     Partial       reduce-scatter (n * P), or one      torch's own              torch's own
                   reduce per owner
 
-Padding to the largest piece is cheap while pieces are alike; when it would more than double the traffic
-(a tensor held by few ranks), broadcasts or reductions per owner carry N elements and no padding.
+Padding to the largest piece is cheap while pieces have similar sizes. Where it would more than double the traffic (few
+ranks own the tensor), broadcasts or reductions per owner send N elements and no padding.
 
-Several axes (`_moves`), each step on the smallest data it can have:
+Several axes (`_move`), each step on the least data:
 
-    1. the ragged axis leaves its pieces, if its target is not ragged or the other axes change their cut
+    1. the ragged axis gives up its pieces, if its target is not ragged or the cut of the other axes changes
     2. torch's own redistribution changes the cut of the other axes
-    3. the ragged axis takes its pieces (a reduce-scatter, if it was Partial)
-    4. other axes that are Partial and shall be Replicate are reduced, piece by piece
+    3. the ragged axis takes its new pieces (by a reduce-scatter, if it was Partial)
+    4. other axes that go from Partial to Replicate are reduced, piece by piece
 
-Functions take and return local tensors; `vescale_fsdp.dtensor.ragged_dtensor` wraps them and gives them gradients.
+The functions take and return local tensors; `vescale_fsdp.dtensor.ragged_dtensor` wraps them and adds autograd.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from vescale_fsdp.dtensor.spec import (
     is_ragged_spec,
     local_shape,
     ragged_axis,
+    replaced,
     spec_with,
 )
 from vescale_fsdp.errors import PlacementError
@@ -54,16 +55,70 @@ from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of, whole_bo
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import DTensorSpec, local_of
 
-# The steps of a move: each work that has to end before it can go on is yielded; the new local is returned.
+# The steps of a move yield each collective that must complete before the next step, and return the new local tensor.
 _Steps = Generator[Work | None, None, torch.Tensor]
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,  # divided afterwards: gloo has no AVG for all of them
+    "avg": dist.ReduceOp.SUM,  # divided afterwards: gloo's reduce and all-reduce have no AVG
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+
+
+class Redistribution:
+    """A redistribution in flight: the constructor starts its first collective, `wait` does the rest.
+
+    A move over one mesh axis has one collective, so all of it overlaps with other work. All ranks must start and wait
+    for their moves in the same order.
+
+    Args:
+        steps: yields each collective that must complete before the next step, and returns the new local tensor.
+    """
+
+    def __init__(self, steps: _Steps) -> None:
+        self._steps = steps
+        self._work: Work | None = None
+        self._result: torch.Tensor | None = None
+        self._advance()
+
+    def wait(self) -> torch.Tensor:
+        """The local tensor under the target placements; the same tensor on every call."""
+        while self._result is None:
+            wait_for(self._work)
+            self._advance()
+        return self._result
+
+    def _advance(self) -> None:
+        try:
+            self._work = next(self._steps)
+        except StopIteration as end:
+            self._result = end.value
+
+
+def start_redistribution(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> Redistribution:
+    """Start `redistribute_local`. ``local`` must not be written before `Redistribution.wait`.
+
+    Raises:
+        PlacementError: if the meshes or shapes differ, or ``target`` has a Partial that ``source`` does not have.
+    """
+    if source.mesh != target.mesh or source.shape != target.shape:
+        raise PlacementError(
+            "Redistribution keeps the mesh and the shape of a tensor.",
+            expected=f"shape {tuple(source.shape)} on {source.mesh}",
+            got=f"shape {tuple(target.shape)} on {target.mesh}",
+            todo="gather it with full_tensor() and distribute it again",
+        )
+    for axis, (have, want) in enumerate(zip(source.placements, target.placements, strict=True)):
+        if want.is_partial() and have != want:
+            raise PlacementError(
+                "A tensor cannot be redistributed to Partial.",
+                expected="Replicate, Shard or RaggedShard",
+                got=want,
+                where=f"mesh axis {axis} of {target.placements}",
+            )
+    return Redistribution(_move(local.detach(), source, target))
 
 
 def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
@@ -77,95 +132,45 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
         A tensor that shares no memory with ``local``, unless nothing changes.
 
     Raises:
-        PlacementError: if the meshes differ, or the target has a Partial that the source has not.
+        PlacementError: as `start_redistribution`.
     """
     return start_redistribution(local, source, target).wait()
 
 
-def start_redistribution(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> Redistribution:
-    """Start `redistribute_local`. ``local`` must not be written before `Redistribution.wait`."""
-    _check_reachable(source, target)
-    return Redistribution(_moves(local.detach(), source, target))
-
-
-class Redistribution:
-    """A redistribution under way: its first collective runs from the start, `wait` does the rest.
-
-    A move over one mesh axis has one collective, so all of it overlaps with what is computed meanwhile.
-    All ranks must start and wait for their moves in the same order.
-
-    Args:
-        steps: each work that has to end before the move can go on; they return the new local tensor.
-    """
-
-    def __init__(self, steps: _Steps) -> None:
-        self._steps = steps
-        self._work: Work | None = None
-        self._result: torch.Tensor | None = None
-        self._advance()
-
-    def wait(self) -> torch.Tensor:
-        """The local tensor under the target, once it is here; the same tensor each time."""
-        while self._result is None:
-            wait_for(self._work)
-            self._advance()
-        return self._result
-
-    def _advance(self) -> None:
-        try:
-            self._work = next(self._steps)
-        except StopIteration as end:
-            self._result = end.value
-
-
-def _check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
-    if source.mesh != target.mesh or source.shape != target.shape:
-        raise PlacementError(
-            "A tensor keeps its mesh and its shape when it is redistributed.",
-            expected=f"shape {tuple(source.shape)} on {source.mesh}",
-            got=f"shape {tuple(target.shape)} on {target.mesh}",
-            todo="gather it with full_tensor() and distribute it anew",
-        )
-    for axis, (have, want) in enumerate(zip(source.placements, target.placements, strict=True)):
-        if want.is_partial() and have != want:
-            raise PlacementError(
-                "A tensor cannot be redistributed to Partial.",
-                expected="Replicate, Shard or RaggedShard",
-                got=want,
-                where=f"mesh axis {axis} of {target.placements}",
-            )
-
-
-def _moves(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Steps:
-    """All steps from one spec to the other; see the table above."""
+def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Steps:
+    """All steps from one spec to the other, in the order of the list above."""
     now = source
     if is_ragged_spec(now.placements) and now.placements != target.placements:
         axis, _ = ragged_axis(now.placements)
         if not isinstance(target.placements[axis], RaggedShard) or not _same_cut(now, target, axis):
             local, now = yield from _reduce_others(local, now, target)
-            step = _with(now, axis, _stop_over(now, target, axis))
-            local = yield from _axis_moves(local, now, step, axis)
+            step = _with(now, axis, _after_pieces(now, target, axis))
+            local = yield from _move_axis(local, now, step, axis)
             now = step
     if not is_ragged_spec(now.placements):
-        step = _before_ragged(now, target)
-        local = _torch_redistribute(local, now, step)
+        step = _before_pieces(now, target)
+        if step.placements != now.placements:
+            meta = now.tensor_meta
+            assert meta is not None
+            stock = DTensor.from_local(
+                local, now.mesh, now.placements, run_check=False, shape=meta.shape, stride=meta.stride
+            )
+            local = local_of(stock.redistribute(placements=step.placements)).contiguous()
         now = step
     if now.placements != target.placements:
         axis, placement = ragged_axis(target.placements)
         step = _with(now, axis, placement)
-        local = yield from _axis_moves(local, now, step, axis)
+        local = yield from _move_axis(local, now, step, axis)
         local, _ = yield from _reduce_others(local, step, target)
     return local
 
 
 def _with(spec: DTensorSpec, axis: int, placement: Placement) -> DTensorSpec:
-    return spec_with(
-        spec, placements=[placement if other == axis else p for other, p in enumerate(spec.placements)]
-    )
+    return spec_with(spec, placements=replaced(spec.placements, axis, placement))
 
 
 def _same_cut(source: DTensorSpec, target: DTensorSpec, axis: int) -> bool:
-    """Whether the axes but ``axis`` leave every rank the same box under both specs."""
+    """Whether the axes other than ``axis`` leave every rank the same box under both specs."""
     pairs = zip(source.placements, target.placements, strict=True)
     return all(
         other == axis
@@ -175,17 +180,17 @@ def _same_cut(source: DTensorSpec, target: DTensorSpec, axis: int) -> bool:
     )
 
 
-def _stop_over(source: DTensorSpec, target: DTensorSpec, axis: int) -> Placement:
-    """What the ragged axis becomes when it gives up its pieces: its target, if one move leads there."""
+def _after_pieces(source: DTensorSpec, target: DTensorSpec, axis: int) -> Placement:
+    """The placement for which the ragged axis gives up its pieces: its target where one move reaches it."""
     want = target.placements[axis]
     if type(want) is not Shard or not _same_cut(source, target, axis):
         return Replicate()
-    alone = not any(p.is_shard(want.dim) for other, p in enumerate(target.placements) if other != axis)
-    return want if alone else Replicate()
+    is_only = not any(p.is_shard(want.dim) for other, p in enumerate(target.placements) if other != axis)
+    return want if is_only else Replicate()
 
 
-def _before_ragged(source: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
-    """The spec without ragged axes from which ``target`` is one move over its ragged axis away."""
+def _before_pieces(source: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
+    """The spec without ragged axes that is one move over the ragged axis away from ``target``."""
     if not is_ragged_spec(target.placements):
         return target
     axis, _ = ragged_axis(target.placements)
@@ -200,35 +205,24 @@ def _before_ragged(source: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
         for other, p in enumerate(spec.placements)
         if other != axis
     )
-    movable = (type(have) is Shard and not shares_dim) or _reducible(have)
+    movable = (type(have) is Shard and not shares_dim) or _is_reducible(have)
     placements[axis] = have if movable else Replicate()
     return spec_with(source, placements=placements)
 
 
-def _reducible(placement: Placement) -> bool:
-    """Whether it is a Partial that plain collectives reduce (the norms of torch need more)."""
+def _is_reducible(placement: Placement) -> bool:
+    """Whether plain collectives reduce this Partial (torch's norms need more)."""
     return type(placement) is Partial and placement.reduce_op in _REDUCE_OPS
-
-
-def _torch_redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
-    if source.placements == target.placements:
-        return local
-    meta = source.tensor_meta
-    assert meta is not None
-    stock = DTensor.from_local(
-        local, source.mesh, source.placements, run_check=False, shape=meta.shape, stride=meta.stride
-    )
-    return local_of(stock.redistribute(placements=target.placements)).contiguous()
 
 
 def _reduce_others(
     local: torch.Tensor, source: DTensorSpec, target: DTensorSpec
 ) -> Generator[Work | None, None, tuple[torch.Tensor, DTensorSpec]]:
-    """All-reduce the pieces over the axes that are Partial in ``source`` and not in ``target``, and the spec then."""
+    """All-reduce the pieces over axes that are Partial in ``source`` only; returns them and their spec."""
     now = source
     for axis, (have, want) in enumerate(zip(source.placements, target.placements, strict=True)):
         if have.is_partial() and not want.is_partial():
-            if not _reducible(have):
+            if not _is_reducible(have):
                 raise PlacementError(
                     "This Partial cannot be reduced on ragged pieces.",
                     expected=f"Partial of one of {sorted(_REDUCE_OPS)}",
@@ -256,7 +250,7 @@ def _divide_average(tensor: torch.Tensor, partial: Placement, num_ranks: int) ->
 # -- one axis -----------------------------------------------------------------------------------------
 
 
-def _axis_moves(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, axis: int) -> _Steps:
+def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, axis: int) -> _Steps:
     """Steps between two specs that differ on one mesh axis, on which at least one of them is ragged."""
     have, want = source.placements[axis], target.placements[axis]
     if have == want:
@@ -264,75 +258,123 @@ def _axis_moves(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, a
     group, rank = source.mesh.get_group(axis), source.mesh.get_local_rank(axis)
     inner = inner_box(_with(source, axis, Replicate())).sizes
     if isinstance(have, RaggedShard) and want.is_replicate():
-        full = yield from _gather_steps(local, have.piece_numels(inner), group)
-        return full.view(inner)
+        return (yield from _gather(local, have.piece_numels(inner), group)).view(inner)
     if isinstance(want, RaggedShard) and have.is_replicate():
         start, stop = want.piece(inner, rank)
         return local.reshape(-1)[start:stop].clone().view(local_shape(want, inner, rank))
     if isinstance(want, RaggedShard) and have.is_partial():
-        return (yield from _reduce_scatter_steps(local, have, want, inner, group, rank))
+        piece = yield from _reduce_scatter(local, have, want.piece_numels(inner), group)
+        return piece.view(local_shape(want, inner, rank))
     return (yield from exchange(local, have, want, inner, group))
 
 
-def _worth_padding(piece_numels: Sequence[int]) -> bool:
+def _is_worth_padding(piece_numels: Sequence[int]) -> bool:
     return len(piece_numels) * max(piece_numels) <= 2 * sum(piece_numels)
 
 
-def _gather_steps(local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.ProcessGroup) -> _Steps:
+def _gather(local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.ProcessGroup) -> _Steps:
+    """The pieces of all ranks, 1-D, in rank order."""
     rank, flat = dist.get_rank(group), local.reshape(-1)
     if sum(piece_numels) == 0:
         return flat.new_empty(0)
-    if not _worth_padding(piece_numels):
+    if not _is_worth_padding(piece_numels):
         full = flat.new_empty(sum(piece_numels))
         slices = full.split(list(piece_numels))
         slices[rank].copy_(flat)
-        works = [
-            broadcast_in_place(slices[owner], group, owner)
-            for owner, numel in enumerate(piece_numels)
-            if numel
+        # A list: all broadcasts are in flight before the first wait.
+        yield from [
+            broadcast_in_place(part, group, owner) for owner, part in enumerate(slices) if part.numel()
         ]
-        yield from works
         return full
     longest = max(piece_numels)
     padded = flat.new_empty(len(piece_numels) * longest)
-    mine = padded[rank * longest : (rank + 1) * longest]
-    mine[: flat.numel()].copy_(flat)
-    yield all_gather_into(padded, mine, group)
+    own = padded[rank * longest : (rank + 1) * longest]
+    own[: flat.numel()].copy_(flat)
+    yield all_gather_into(padded, own, group)
     if min(piece_numels) == longest:
         return padded
     return torch.cat([row[:numel] for row, numel in zip(padded.view(-1, longest), piece_numels, strict=True)])
 
 
-def _reduce_scatter_steps(
-    local: torch.Tensor,
-    have: Placement,
-    want: RaggedShard,
-    inner: tuple[int, ...],
-    group: dist.ProcessGroup,
-    rank: int,
+def _reduce_scatter(
+    local: torch.Tensor, have: Placement, piece_numels: tuple[int, ...], group: dist.ProcessGroup
 ) -> _Steps:
-    """Every rank gets its piece of the reduced tensor, and nothing else of it."""
-    piece_numels = want.piece_numels(inner)
+    """This rank's piece of the reduced tensor, 1-D."""
+    rank = dist.get_rank(group)
     slices = local.reshape(-1).split(list(piece_numels))
-    if _worth_padding(piece_numels) and _op_of(have) == dist.ReduceOp.SUM:
+    if _is_worth_padding(piece_numels) and _op_of(have) == dist.ReduceOp.SUM:
         longest = max(piece_numels)
         padded = local.new_zeros(len(piece_numels), longest)
         for row, part in zip(padded, slices, strict=True):
             row[: part.numel()].copy_(part)
         shard = local.new_empty(longest)
         yield reduce_scatter_into(shard, padded.view(-1), dist.ReduceOp.SUM, group)
-        result = shard[: piece_numels[rank]].clone()
+        piece = shard[: piece_numels[rank]].clone()
     else:
         copies = [part.clone() for part in slices]
-        works = [
+        yield from [
             reduce_in_place(copy, _op_of(have), group, owner)
             for owner, copy in enumerate(copies)
             if copy.numel()
         ]
-        yield from works
-        result = copies[rank]
-    _divide_average(result, have, len(piece_numels))
-    return result.view(local_shape(want, inner, rank))
+        piece = copies[rank]
+    _divide_average(piece, have, len(piece_numels))
+    return piece
+
+
+# -- all-to-all ---------------------------------------------------------------------------------------
+
+
+def exchange(
+    local: torch.Tensor, have: Placement, want: Placement, shape: tuple[int, ...], group: dist.ProcessGroup
+) -> _Steps:
+    """One all-to-all between two cuts: each rank sends every other rank exactly the elements that change owner.
+
+    Rank s sends rank r the intersections of s's old boxes with r's new ones, in an order that both sides compute.
+    Elements that stay on their rank are copied and never enter the collective.
+
+    Args:
+        local: this rank's elements under ``have``.
+        have, want: RaggedShard or Shard, each over all ranks of ``group``.
+        shape: of the tensor that they cut.
+        group: the ranks.
+
+    Returns:
+        This rank's elements under ``want``, in new memory.
+    """
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    both_ragged = isinstance(have, RaggedShard) and isinstance(want, RaggedShard)
+    # Two ragged cuts are both runs of the flat tensor: one box per rank instead of several.
+    box_shape = (numel_of(shape),) if both_ragged else shape
+
+    def owned(placement: Placement, r: int) -> tuple[Box, ...]:
+        if isinstance(placement, RaggedShard):
+            return boxes_of_range(box_shape, *placement.piece(shape, r))
+        box = _shard_box(placement, shape, num_ranks, r)
+        return (box,) if box.numel else ()
+
+    old, new = owned(have, rank), owned(want, rank)
+    result = local.new_empty(sum(box.numel for box in new))
+    sources, targets = _box_views(local.reshape(-1), old), _box_views(result, new)
+    for i, j, box in _intersections(old, new):
+        targets[j][box.slices(new[j].offsets)].copy_(sources[i][box.slices(old[i].offsets)])
+    others = [r for r in range(num_ranks) if r != rank]
+    outgoing = {r: [(i, box) for i, _, box in _intersections(old, owned(want, r))] for r in others}
+    incoming = {r: [(j, box) for _, j, box in _intersections(owned(have, r), new)] for r in others}
+    parts = [sources[i][box.slices(old[i].offsets)].reshape(-1) for r in others for i, box in outgoing[r]]
+    sent = torch.cat(parts) if parts else local.new_empty(0)
+    arriving = [(j, box) for r in others for j, box in incoming[r]]
+    received = local.new_empty(sum(box.numel for _, box in arriving))
+    received_numels, sent_numels = (
+        [sum(box.numel for _, box in boxes.get(r, [])) for r in range(num_ranks)]
+        for boxes in (incoming, outgoing)
+    )
+    yield all_to_all_into(received, sent, received_numels, sent_numels, group)
+    for (j, box), part in zip(arriving, _box_views(received, [box for _, box in arriving]), strict=True):
+        targets[j][box.slices(new[j].offsets)].copy_(part)
+    if isinstance(want, RaggedShard):
+        return result.view(local_shape(want, shape, rank))
+    return result.view(_shard_box(want, shape, num_ranks, rank).sizes)
 
 
 def _shard_box(placement: Placement, shape: Sequence[int], num_ranks: int, rank: int) -> Box:
@@ -340,68 +382,15 @@ def _shard_box(placement: Placement, shape: Sequence[int], num_ranks: int, rank:
     return whole_box(shape).chunk(placement.dim, num_ranks, rank)
 
 
-def _common(mine: Sequence[Box], theirs: Sequence[Box]) -> Iterator[tuple[int, int, Box]]:
-    for i, a in enumerate(mine):
-        for j, b in enumerate(theirs):
+def _intersections(left: Sequence[Box], right: Sequence[Box]) -> Iterator[tuple[int, int, Box]]:
+    for i, a in enumerate(left):
+        for j, b in enumerate(right):
             box = a.intersect(b)
             if box is not None:
                 yield i, j, box
 
 
-def _views(flat: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
+def _box_views(flat: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
     """The boxes of a local tensor as n-d views of it."""
     parts = flat.split([box.numel for box in boxes])
     return [part.view(box.sizes) for part, box in zip(parts, boxes, strict=True)]
-
-
-def exchange(
-    local: torch.Tensor,
-    have: Placement,
-    want: Placement,
-    shape: tuple[int, ...],
-    group: dist.ProcessGroup,
-) -> Generator[Work | None, None, torch.Tensor]:
-    """Steps of the all-to-all from one cut to the other.
-
-    Args:
-        local: what this rank holds under ``have``.
-        have, want: RaggedShard or Shard, each over all ranks of ``group``.
-        shape: of the tensor that they cut.
-        group: the ranks.
-
-    Returns:
-        What this rank holds under ``want``, in new memory.
-    """
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    both_ragged = isinstance(have, RaggedShard) and isinstance(want, RaggedShard)
-    # Two ragged cuts are both runs of the flat tensor: one box per rank instead of several.
-    seen_as = (numel_of(shape),) if both_ragged else shape
-
-    def held(placement: Placement, r: int) -> tuple[Box, ...]:
-        if isinstance(placement, RaggedShard):
-            return boxes_of_range(seen_as, *placement.piece(shape, r))
-        box = _shard_box(placement, shape, num_ranks, r)
-        return (box,) if box.numel else ()
-
-    old, new = held(have, rank), held(want, rank)
-    result = local.new_empty(sum(box.numel for box in new))
-    sources, targets = _views(local.reshape(-1), old), _views(result, new)
-    for i, j, box in _common(old, new):
-        targets[j][box.slices(new[j].offsets)].copy_(sources[i][box.slices(old[i].offsets)])
-    others = [r for r in range(num_ranks) if r != rank]
-    outgoing = {r: [(i, box) for i, _, box in _common(old, held(want, r))] for r in others}
-    incoming = {r: [(j, box) for _, j, box in _common(held(have, r), new)] for r in others}
-    leaving = [sources[i][box.slices(old[i].offsets)].reshape(-1) for r in others for i, box in outgoing[r]]
-    sent = torch.cat(leaving) if leaving else local.new_empty(0)
-    arriving = [(j, box) for r in others for j, box in incoming[r]]
-    received = local.new_empty(sum(box.numel for _, box in arriving))
-    yield all_to_all_into(received, sent, _numels(incoming, num_ranks), _numels(outgoing, num_ranks), group)
-    for (j, box), part in zip(arriving, _views(received, [box for _, box in arriving]), strict=True):
-        targets[j][box.slices(new[j].offsets)].copy_(part)
-    if isinstance(want, RaggedShard):
-        return result.view(local_shape(want, shape, rank))
-    return result.view(_shard_box(want, shape, num_ranks, rank).sizes)
-
-
-def _numels(boxes: dict[int, list[tuple[int, Box]]], num_ranks: int) -> list[int]:
-    return [sum(box.numel for _, box in boxes.get(r, [])) for r in range(num_ranks)]

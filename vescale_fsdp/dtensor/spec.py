@@ -1,9 +1,9 @@
-"""The spec of a ragged tensor: which mesh axis is cut raggedly, and what part of the tensor a rank holds.
+"""The spec of a ragged tensor: which mesh axis is cut raggedly, and what part of the tensor a rank owns.
 
-A `RaggedShard` is applied after the placements of all other mesh axes, whatever their order (this is how
-tensor or expert parallelism, applied to the module first, composes with sharding). So a rank's part is found
-in two steps: the other axes leave it a box of the tensor, the *inner* box; the ragged placement cuts the
-flattened inner box, and the rank's *piece* is a flat range of it::
+A `RaggedShard` is applied after the placements of all other mesh axes, whatever their order, because tensor and expert
+parallelism are applied to the module before it is sharded. So a rank's part follows in two steps: the other axes
+leave it a box of the tensor, the *inner* box; the ragged placement cuts the flattened inner box, and the rank's *piece*
+is a flat range of it::
 
     shape (6, 4) on a (2, 2) mesh, placements (RaggedShard((0,), (1, 2)), Shard(0))
         mesh coordinate (0, 0): inner rows [0, 3), piece [0, 4)  = row 0
@@ -11,13 +11,21 @@ flattened inner box, and the rank's *piece* is a flat range of it::
         mesh coordinate (0, 1): inner rows [3, 6), piece [0, 4)  = row 3
         mesh coordinate (1, 1): inner rows [3, 6), piece [4, 12) = rows 4, 5
 
-In the flat order of the full tensor, rank 0 of the ragged axis then holds two runs, not one: `make_spec` says
-so by turning the placement into `StridedRaggedShard`, whose ``split_factor`` is the number of runs.
+In the flat order of the full tensor, rank 0 of the ragged axis then owns two runs, not one. `make_spec` records this by
+replacing the placement with a `StridedRaggedShard`, whose ``split_factor`` is the number of runs.
+
+Ranks out of order. torch (2.11-2.15) makes the process groups of a mesh from ranks in ascending order. On a mesh that
+lists ranks in another order, a rank's coordinate differs from its *group rank*, and collectives go by the group rank::
+
+    DeviceMesh("cpu", [1, 0])     rank 0: listed second, coordinate 1     first of its group, group rank 0
+
+FSDP2 distributes and gathers shards by group rank, and so do we. torch's ``redistribute`` cuts a stock ``Shard`` by
+coordinate, but ``full_tensor`` gathers it by group rank and DCP takes offsets from coordinates, so its chunks come back
+swapped (torch 2.13, FSDP2's checkpoints too). A stock ``Shard`` on such an axis is refused.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,30 +39,32 @@ from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
 from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import DTensorSpec, TensorMeta, printoptions
 
+# -- ranks of a mesh ------------------------------------------------------------------------------------
+
 
 def ranks_in(mesh: DeviceMesh) -> list[Any]:
-    """The ranks of a mesh as it names them: a list, nested as deep as the mesh has axes."""
+    """The global ranks of a mesh by coordinate: a list, nested once per axis."""
     with outside_fake_mode():
         return mesh.mesh.tolist()
 
 
 def ascends(mesh: DeviceMesh, axis: int) -> bool:
-    """Whether places along an axis are coordinates: its ranks are named in ascending order."""
+    """Whether ranks are listed in ascending order along an axis, so that coordinates are group ranks."""
     with outside_fake_mode():
         return bool((mesh.mesh.diff(dim=axis) > 0).all())
 
 
-def place_in(mesh: DeviceMesh) -> tuple[int, ...]:
-    """This rank's place on every axis of a mesh it is in."""
+def group_ranks_in(mesh: DeviceMesh) -> tuple[int, ...]:
+    """This rank's number in the process group of each mesh axis."""
     return tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
 
 
-def ranks_by_place(mesh: DeviceMesh) -> torch.Tensor:
-    """The ranks of a mesh, each at its place.
+def ranks_by_group_rank(mesh: DeviceMesh) -> torch.Tensor:
+    """The global ranks of a mesh, indexed by group rank instead of by coordinate.
 
     Raises:
-        PlacementError: if the result is not a grid, because an axis names its ranks in this order here and that order
-            there: the ranks that hold equal shards would not form a group.
+        PlacementError: if lines of one axis list their ranks in different orders. Ranks with equal shards would then
+            not form a process group.
     """
     with outside_fake_mode():
         ranks = mesh.mesh
@@ -62,28 +72,36 @@ def ranks_by_place(mesh: DeviceMesh) -> torch.Tensor:
             order = ranks.argsort(dim=axis).movedim(axis, 0).reshape(ranks.shape[axis], -1)
             if not torch.equal(order, order[:, :1].expand_as(order)):
                 raise PlacementError(
-                    "An axis of the mesh names its ranks in different orders: replicas would hold different shards.",
-                    expected="every line of an axis in the same order, best ascending",
+                    "An axis of the mesh lists its ranks in different orders: replicas would own different shards.",
+                    expected="every line of an axis in the same order, preferably ascending",
                     got=ranks_in(mesh),
                     where=f"mesh axis {axis}",
-                    todo="name the ranks in ascending order: init_device_mesh does",
+                    todo="list the ranks in ascending order: init_device_mesh does",
                 )
             ranks = ranks.index_select(axis, order[:, 0])
         return ranks
 
 
+# -- specs ----------------------------------------------------------------------------------------------
+
+
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    """A spec of a row-major tensor of this global shape; ragged placements come out in canonical form.
+    """The spec of a row-major tensor of this global shape; ragged placements become canonical.
 
     Raises:
         PlacementError: if the placements do not fit the mesh, the shape or each other.
     """
-    shape = torch.Size(shape)
+    shape, placements = torch.Size(shape), tuple(placements)
+    if len(placements) != mesh.ndim:
+        raise PlacementError(
+            "Every mesh axis needs a placement.", expected=f"{mesh.ndim} placements", got=placements
+        )
+    if is_ragged_spec(placements):
+        placements = _canonical(mesh, placements, shape)
     strides = contiguous_strides([max(1, n) for n in shape])  # torch's rule: a size of 0 counts as 1
-    meta = TensorMeta(shape, strides, dtype)
-    return DTensorSpec(mesh, _canonical(mesh, tuple(placements), shape), tensor_meta=meta)
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, strides, dtype))
 
 
 def spec_with(
@@ -98,15 +116,17 @@ def spec_with(
     if placements is None and (dtype is None or dtype == meta.dtype):
         return spec
     return make_spec(
-        spec.mesh,
-        spec.placements if placements is None else placements,
-        meta.shape,
-        meta.dtype if dtype is None else dtype,
+        spec.mesh, spec.placements if placements is None else placements, meta.shape, dtype or meta.dtype
     )
 
 
+def replaced(placements: Sequence[Placement], axis: int, placement: Placement) -> list[Placement]:
+    """The placements with another one on a mesh axis."""
+    return [*placements[:axis], placement, *placements[axis + 1 :]]
+
+
 def is_ragged_spec(placements: Sequence[Placement]) -> bool:
-    """Whether some mesh axis is cut raggedly."""
+    """Whether a mesh axis is cut raggedly."""
     return any(isinstance(placement, RaggedShard) for placement in placements)
 
 
@@ -116,83 +136,25 @@ def ragged_axis(placements: Sequence[Placement]) -> tuple[int, RaggedShard]:
     Raises:
         PlacementError: unless exactly one placement is a RaggedShard.
     """
-    found = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
-    if len(found) != 1:
+    ragged = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
+    if len(ragged) != 1:
         raise PlacementError(
             "A ragged tensor must have exactly one RaggedShard.",
             expected="exactly one",
             got=tuple(placements),
         )
-    return found[0]
-
-
-def inner_box(spec: DTensorSpec) -> Box:
-    """What the axes other than the ragged one leave to this rank: the box that the ragged placement cuts."""
-    box = whole_box(spec.shape)
-    for axis, placement in enumerate(spec.placements):
-        if isinstance(placement, Shard):
-            box = box.chunk(placement.dim, spec.mesh.size(axis), spec.mesh.get_local_rank(axis))
-    return box
-
-
-def piece_of(spec: DTensorSpec) -> FlatRange:
-    """Range of the flattened inner box that this rank holds: of the flat tensor, if nothing else cuts it."""
-    axis, placement = ragged_axis(spec.placements)
-    return placement.piece(inner_box(spec).sizes, spec.mesh.get_local_rank(axis))
-
-
-def boxes_of(spec: DTensorSpec) -> tuple[Box, ...]:
-    """Boxes of the global tensor that this rank holds, in the order of its local elements; none if empty."""
-    inner = inner_box(spec)
-    return tuple(
-        Box(tuple(a + b for a, b in zip(box.offsets, inner.offsets, strict=True)), box.sizes)
-        for box in boxes_of_range(inner.sizes, *piece_of(spec))
-    )
-
-
-def local_shape(placement: RaggedShard, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Shape of a rank's local tensor: 1-D, except that ``dims=()`` keeps the owner's tensor whole."""
-    numel = placement.piece(shape, rank).numel
-    return tuple(shape) if not placement.dims and placement.units[rank] else (numel,)
+    return ragged[0]
 
 
 def _canonical(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
 ) -> tuple[Placement, ...]:
-    if len(placements) != mesh.ndim:
-        raise PlacementError(
-            "Every mesh axis needs a placement.", expected=f"{mesh.ndim} placements", got=placements
-        )
-    if not is_ragged_spec(placements):
-        return placements
+    """Placements with non-negative dims and the split factor filled in.
+
+    Raises:
+        PlacementError: if they do not fit the mesh, the shape or each other.
+    """
     axis, placement = ragged_axis(placements)
-    _check_beside(mesh, placements, axis, placement, shape)
-    split = math.prod(
-        mesh.size(other)
-        for other, p in enumerate(placements)
-        if isinstance(p, Shard) and p.dim % len(shape) == 0
-    )
-    if isinstance(placement, StridedRaggedShard) and placement.split_factor != split:
-        raise PlacementError(
-            "The split factor does not match the other axes.",
-            expected=f"split_factor {split}: the ranks that share dim 0 by Shard(0) beside it",
-            got=placement,
-            where=str(placements),
-            todo="give RaggedShard; the split factor is filled in",
-        )
-    ragged = placement.with_split_factor(split)
-    positive = [Shard(p.dim % len(shape)) if isinstance(p, Shard) else p for p in placements]
-    return tuple(ragged if other == axis else p for other, p in enumerate(positive))
-
-
-def _check_beside(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    axis: int,
-    placement: RaggedShard,
-    shape: torch.Size,
-) -> None:
-    """Refuse meshes, shapes and neighbours that a ragged placement cannot stand beside."""
     if placement.num_shards != mesh.size(axis):
         raise PlacementError(
             "The units do not match the number of ranks.",
@@ -206,62 +168,105 @@ def _check_beside(
             got="shape ()",
             todo="use Replicate, or a 1-D tensor of one element",
         )
+    canonical, split_factor = list(placements), 1
     for other, p in enumerate(placements):
-        plain_shard = type(p) is Shard and -len(shape) <= p.dim < len(shape)
-        if other != axis and not (p.is_replicate() or p.is_partial() or plain_shard):
+        if other == axis or p.is_replicate() or p.is_partial():
+            continue
+        if type(p) is not Shard or not -len(shape) <= p.dim < len(shape):
             raise PlacementError(
-                "This placement cannot stand beside a RaggedShard.",
+                "This placement cannot be combined with a RaggedShard.",
                 expected="Replicate, Partial or Shard(d) of an existing dim",
                 got=p,
                 where=f"mesh axis {other} of {placements}",
                 todo="redistribute that axis first",
             )
-        if plain_shard and other != axis and not ascends(mesh, other):
+        if not ascends(mesh, other):
             raise PlacementError(
-                "A Shard on a mesh axis whose ranks are out of order is not defined: torch cuts it by the order of "
-                "the mesh and gathers it by that of the ranks.",
+                "A Shard on a mesh axis whose ranks are out of order is not defined: torch cuts it by coordinate and "
+                "gathers it by group rank.",
                 expected="ranks in ascending order along the axis",
                 got=ranks_in(mesh),
                 where=f"mesh axis {other} of {placements}",
-                todo="name the ranks in ascending order: init_device_mesh does",
+                todo="list the ranks in ascending order: init_device_mesh does",
             )
+        canonical[other] = Shard(p.dim % len(shape))
+        if p.dim % len(shape) == 0:
+            split_factor *= mesh.size(other)
+    if isinstance(placement, StridedRaggedShard) and placement.split_factor != split_factor:
+        raise PlacementError(
+            "The split factor does not match the other axes.",
+            expected=f"split_factor {split_factor}: the ranks that share dim 0 by Shard(0) on other axes",
+            got=placement,
+            where=str(placements),
+            todo="pass RaggedShard; the split factor is filled in",
+        )
+    canonical[axis] = placement.with_split_factor(split_factor)
+    return tuple(canonical)
 
 
-def axes_of(mesh: DeviceMesh) -> tuple[Sequence[str], Sequence[int]]:
-    """What to call the axes of a mesh, and their sizes."""
-    return [repr(name) for name in mesh.mesh_dim_names or range(mesh.ndim)], mesh.shape
+# -- what a rank owns -------------------------------------------------------------------------------------
+
+
+def inner_box(spec: DTensorSpec) -> Box:
+    """The box that the axes other than the ragged one leave to this rank; the ragged placement cuts it."""
+    box = whole_box(spec.shape)
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, Shard):
+            box = box.chunk(placement.dim, spec.mesh.size(axis), spec.mesh.get_local_rank(axis))
+    return box
+
+
+def piece_of(spec: DTensorSpec) -> FlatRange:
+    """This rank's range of the flattened inner box, which is the whole tensor if no other axis cuts it."""
+    axis, placement = ragged_axis(spec.placements)
+    return placement.piece(inner_box(spec).sizes, spec.mesh.get_local_rank(axis))
+
+
+def boxes_of(spec: DTensorSpec) -> tuple[Box, ...]:
+    """This rank's boxes of the global tensor, in the order of its local elements; none if it owns nothing."""
+    inner = inner_box(spec)
+    return tuple(
+        Box(tuple(a + b for a, b in zip(box.offsets, inner.offsets, strict=True)), box.sizes)
+        for box in boxes_of_range(inner.sizes, *piece_of(spec))
+    )
+
+
+def local_shape(placement: RaggedShard, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Shape of a rank's local tensor: 1-D, except that ``dims=()`` leaves the owner's tensor in its shape."""
+    numel = placement.piece(shape, rank).numel
+    return tuple(shape) if not placement.dims and placement.units[rank] else (numel,)
+
+
+# -- in words -----------------------------------------------------------------------------------------
 
 
 def axis_text(axis: str, num_ranks: int, placement: Placement) -> str:
-    """What a placement does over a mesh axis, in words."""
+    """A placement over a mesh axis, for ``repr``."""
     over = f"over the {num_ranks} ranks of mesh axis {axis}"
-    if isinstance(placement, RaggedShard):
-        dims = f"dim {placement.dims[0]}" if len(placement.dims) == 1 else f"dims {placement.dims} as one"
-        units = placement.units
-        ratio = ":".join(map(str, units if len(units) <= 8 else (*units[:4], "..", *units[-3:])))
-        strided = (
-            f", each of {placement.split_factor} chunks" if isinstance(placement, StridedRaggedShard) else ""
-        )
-        return f"{dims if placement.dims else 'the whole'} cut {ratio}{strided} {over}"
-    return f"{'the same' if placement.is_replicate() else placement} {over}"
-
-
-def _index_text(box: Box) -> str:
-    """The part of a tensor that a box is, as one would write it in brackets."""
-    parts = (f"{o}" if n == 1 else f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=True))
-    return f"[{', '.join(parts)}]"
+    if not isinstance(placement, RaggedShard):
+        return f"{'the same' if placement.is_replicate() else placement} {over}"
+    units = placement.units
+    ratio = ":".join(map(str, units if len(units) <= 8 else (*units[:4], "..", *units[-3:])))
+    dims = f"dim {placement.dims[0]}" if len(placement.dims) == 1 else f"dims {placement.dims} as one"
+    chunks = ""
+    if isinstance(placement, StridedRaggedShard):
+        chunks = f", each of {placement.split_factor} chunks"
+    return f"{dims if placement.dims else 'the whole'} cut {ratio}{chunks} {over}"
 
 
 def piece_text(spec: DTensorSpec, local: torch.Tensor) -> str:
-    """What this rank holds, with some of its values."""
+    """This rank's piece and some of its values, for ``repr``."""
     if spec.mesh.get_coordinate() is None:
         return f"not on this rank: mesh {spec.mesh}"
-    place = place_in(spec.mesh)
-    where = f"rank {place[0] if len(place) == 1 else place} of {spec.mesh.shape}"
+    ranks = group_ranks_in(spec.mesh)
+    where = f"rank {ranks[0] if len(ranks) == 1 else ranks} of {spec.mesh.shape}"
     start, stop = piece_of(spec)
     if start == stop:
         return f"{where} holds nothing"
-    boxes = ", ".join(map(_index_text, boxes_of(spec)))
+    boxes = []
+    for box in boxes_of(spec):
+        dims = zip(box.offsets, box.sizes, strict=True)
+        boxes.append("[" + ", ".join(f"{o}" if n == 1 else f"{o}:{o + n}" for o, n in dims) + "]")
     with printoptions(threshold=6, edgeitems=3):
         values = " ".join(str(local.detach()).split())
-    return f"{where} holds elements [{start}:{stop}) = {boxes},\n  local={values}"
+    return f"{where} holds elements [{start}:{stop}) = {', '.join(boxes)},\n  local={values}"

@@ -34,7 +34,6 @@ from torch.optim import Optimizer
 
 from vescale_fsdp.checkpoint.dcp.state_dict import get_model_state_dict
 from vescale_fsdp.checkpoint.loading.load import load
-from vescale_fsdp.checkpoint.manifest.state_tree import join_name
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.saving.save import save
 from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
@@ -308,7 +307,7 @@ def _load(
 ) -> dict[str, Any]:
     """Fill a model and its optimizers; the values saved beside them."""
     state: dict[str, Any] = {**dict([model]), **optimizers}
-    load(path, state, strict=strict, include=[f"{join_name('', name)}/*" for name in state])
+    load(path, state, strict=strict, include=[f"{name}.*" for name in state])
     values = read_values(path, lambda name: name not in state and not name.startswith("optimizer_"))
     for name, data in values.pop(_PICKLED, {}).items():
         values[name] = torch.load(io.BytesIO(data), weights_only=weights_only, map_location="cpu")

@@ -1,4 +1,4 @@
-"""Who holds which element: integers and names alone. Pickles know the layouts under this name."""
+"""Which rank owns which element: integers and names only. Pickles name the layout classes by this path."""
 
 from vescale_fsdp.lazy import lazily_export
 

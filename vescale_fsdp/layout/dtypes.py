@@ -1,14 +1,13 @@
-"""Every element type that a plan, a checkpoint or a conversion may meet: one table, and no torch import.
+"""One table of all element types that plans, checkpoints and conversions support; no torch import.
 
-The tables of the libraries around us each miss some types (torch's safetensors map lacks the sub-byte and
-the unsigned kinds, safetensors' torch map lacks two that its core reads), so conversions would depend on who
-reads the file. Here each type is one row: its safetensors code (None where that format has no such type),
-its torch name (None where torch has none) and its width. What other formats call it follows from the row.
+The tables of other libraries each lack some types (torch's safetensors map lacks the sub-byte and unsigned kinds,
+safetensors' torch map two that its core reads), so conversions would depend on the library that reads the file. Here
+each type is one row: its safetensors code (None if that format lacks the type), its torch name (None if torch lacks it)
+and its width. The names in other formats follow from the row.
 
-Sub-byte types are *packed*: in memory, in DCP and in torch their last dim counts bytes
-(``float4_e2m1fn_x2`` of shape (4, 8) is 32 bytes), while a safetensors header counts elements ((4, 16)).
-This package uses the byte-counting shape everywhere; `to_header_shape` and `from_header_shape` translate at
-the file's edge.
+Sub-byte types are *packed*: in memory, in DCP and in torch their last dim counts bytes, while a safetensors header
+counts elements (``float4_e2m1fn_x2`` of shape (4, 8) is 32 bytes, and (4, 16) in the header). This package uses the
+byte-counting shape everywhere; `to_header_shape` and `from_header_shape` translate when headers are written and read.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class DType:
     Args:
         code: its name in a safetensors header, or None.
         torch_name: its name in torch without the ``torch.`` prefix, or None.
-        bits: bits per element as a safetensors header counts elements.
+        bits: bits per element, in elements of a safetensors header.
         kind: ``"float"`` (may be cast), ``"quantized"`` (a float of 8 bits or fewer), ``"int"``, ``"bool"``
             or ``"complex"`` (never cast).
-        is_numpy: whether numpy, and so zarr, has it, under torch's name.
+        is_numpy: whether numpy, and so zarr, has it under torch's name.
     """
 
     code: str | None
@@ -44,17 +43,17 @@ class DType:
     kind: str
     is_numpy: bool = False
 
-    def __hash__(self) -> int:  # keys of tables have one for every tensor
+    def __hash__(self) -> int:  # cheaper than hashing all fields: table keys contain a DType per tensor
         return hash(self.torch_name or self.code)
 
     @property
     def name(self) -> str:
-        """The name people know it by: torch's, else safetensors'."""
+        """The common name: torch's, else safetensors'."""
         return self.torch_name or str(self.code)
 
     @cached_property
     def itemsize(self) -> int:
-        """Bytes per item of the shapes this package uses (1 for packed types)."""
+        """Bytes per item of a byte-counting shape (1 for packed types)."""
         return max(1, self.bits // 8)
 
     @property
@@ -69,26 +68,26 @@ class DType:
                 "PyTorch has no such element type.",
                 expected="a type of torch",
                 got=self.name,
-                todo="leave these tensors out with --exclude",
+                todo="exclude these tensors with --exclude",
             )
         return self.torch_name
 
     @property
     def is_packed(self) -> bool:
-        """Whether one byte holds parts of several elements."""
+        """Whether one byte contains several elements or parts of them."""
         return self.bits < 8
 
     @property
     def zarr_name(self) -> str:
-        """The zarr type its bytes are stored as: its own, or an unsigned integer of its width."""
+        """The zarr type of its stored bytes: its own, or an unsigned integer of its width."""
         return self.name if self.is_numpy else f"uint{8 * self.itemsize}"
 
     @property
     def carrier(self) -> tuple[str, int]:
-        """The safetensors code that rank files of the native format hold it under, and how many of those make one.
+        """The safetensors code in rank files of the native format, and the number of such items per element.
 
-        Any safetensors reader, old ones too, can then open the file; the manifest has the type's own name. What
-        version 1 of the format wrote must be found again to the byte, so no type changes its carrier.
+        So every safetensors reader, including old ones, can open the file; the manifest has the type's own name. No
+        type may change its carrier, because files of version 1 of the format must still be read.
         """
         if self.code is not None and self.code not in _NEWER_CODES:
             return self.code, 1
@@ -98,33 +97,33 @@ class DType:
 
     @property
     def raw(self) -> np.dtype[Any]:
-        """The numpy type its bytes travel as; values are never interpreted while copying."""
+        """The numpy type in which its bytes are copied; copying never interprets values."""
         import numpy as np
 
         return np.dtype(f"u{self.itemsize}") if self.itemsize <= 8 else np.dtype(f"V{self.itemsize}")
 
     def to_header_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape a safetensors header records for a tensor of this (byte-counting) shape.
+        """The shape in a safetensors header of a tensor of this (byte-counting) shape.
 
         Raises:
-            ConversionError: if the bytes of a row do not hold whole elements.
+            ConversionError: if the bytes of a row are not whole elements.
         """
         if not self.is_packed:
             return tuple(shape)
         if not shape or shape[-1] * 8 % self.bits:
-            raise _odd_shape(self, shape, "bytes per row that hold whole elements")
+            raise _odd_shape(self, shape, "rows whose bytes are whole elements")
         return (*shape[:-1], shape[-1] * 8 // self.bits)
 
     def from_header_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The inverse of `to_header_shape`.
 
         Raises:
-            ConversionError: if a row of elements does not fill whole bytes.
+            ConversionError: if the elements of a row are not whole bytes.
         """
         if not self.is_packed:
             return tuple(shape)
         if not shape or shape[-1] * self.bits % 8:
-            raise _odd_shape(self, shape, "rows of elements that fill whole bytes")
+            raise _odd_shape(self, shape, "rows whose elements are whole bytes")
         return (*shape[:-1], shape[-1] * self.bits // 8)
 
     def nbytes(self, shape: Sequence[int]) -> int:
@@ -141,8 +140,8 @@ def _odd_shape(dtype: DType, shape: Sequence[int], expected: str) -> ConversionE
     )
 
 
-# The order is that of the safetensors enum: the reference writer sorts data by it, last first, so that with a
-# header padded to 8 bytes every tensor is naturally aligned.
+# In the order of the safetensors enum. The reference writer sorts data by it, last first, so that every tensor is
+# naturally aligned after a header padded to 8 bytes.
 DTYPES: tuple[DType, ...] = (
     DType("BOOL", "bool", 8, "bool", is_numpy=True),
     DType("F4", "float4_e2m1fn_x2", 4, "quantized"),
@@ -169,24 +168,24 @@ DTYPES: tuple[DType, ...] = (
     DType(None, "complex32", 32, "complex"),
     DType(None, "complex128", 128, "complex", is_numpy=True),
     DType(None, "bcomplex32", 32, "complex"),  # pairs of bfloat16, since torch 2.15
-    # Names that torch has for extensions to use: a byte or two each, whatever their name says of bits.
+    # Names that torch reserves for extensions: a byte or two per element, whatever the number in the name.
     *(DType(None, f"{sign}int{bits}", 8, "int") for sign in ("", "u") for bits in range(1, 8)),
     *(DType(None, name, 8, "int") for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")),
     DType(None, "bits16", 16, "int"),
 )
-# Not in the safetensors of the time when version 1 of the native format was fixed.
+# Not in safetensors when version 1 of the native format was defined.
 _NEWER_CODES = {"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 _NEWER_PAIRS = {"bcomplex32"}
 _BY_CODE = {dtype.code: dtype for dtype in DTYPES if dtype.code}
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
-# torch spells some types in more than one way; pickles may use any of them.
+# torch has several names for some types; pickles may contain any of them.
 _ALIASES = "float=float32 double=float64 half=float16 int=int32 long=int64 short=int16"
 _ALIASES += " chalf=complex32 cfloat=complex64 cdouble=complex128"
 _BY_NAME |= {alias: _BY_NAME[name] for alias, name in (pair.split("=") for pair in _ALIASES.split())}
 
 
 def known_dtype(name: str) -> DType | None:
-    """The type of this name, with or without the ``torch.`` prefix; None for one that is not in the table.
+    """The type of this name, with or without the ``torch.`` prefix; None if it is not in the table.
 
     >>> dtype = known_dtype("torch.bfloat16")
     >>> dtype.code, dtype.itemsize, dtype.zarr_name
@@ -196,7 +195,7 @@ def known_dtype(name: str) -> DType | None:
 
 
 def itemsize_of(name: str) -> int:
-    """Bytes per element of a dtype by its name, such as ``"bfloat16"`` or ``"float8_e4m3fn"``.
+    """Bytes per element of a dtype name, such as ``"bfloat16"`` or ``"float8_e4m3fn"``.
 
     Raises:
         LayoutError: for a name that is not in the table.
@@ -212,7 +211,7 @@ def itemsize_of(name: str) -> int:
 
 
 def dtype_from_code(code: str) -> DType:
-    """The type a safetensors header names.
+    """The type of a safetensors code.
 
     Raises:
         ConversionError: for a code that is not in the format.
@@ -231,12 +230,12 @@ _OF_NUMPY = {f"{dtype.name[0]}{dtype.itemsize}": dtype for dtype in DTYPES if dt
 
 
 def dtype_from_numpy(code: str) -> DType | None:
-    """The type of a code of numpy's such as ``f4``, ``u2`` or ``b1``; None for what is no number."""
+    """The type of a numpy code such as ``f4``, ``u2`` or ``b1``; None if it is not numeric."""
     return _OF_NUMPY.get(code)
 
 
 def dtype_from_torch(name: str) -> DType:
-    """The type of this name, as `known_dtype` finds it.
+    """As `known_dtype`, but raises for unknown names.
 
     Raises:
         ConversionError: for a name that is not in the table.

@@ -1,36 +1,37 @@
-"""JSON that others wrote, of which nothing is believed: keys that occur twice, numbers that are none, nesting."""
+"""Untrusted JSON: parsing and checks of sizes. Repeated keys, non-integers and deep nesting are refused."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
 
 MAX_DIMS = 64  # of a tensor, as in numpy and in torch's kernels
-_LIMIT = 2**63  # of sizes and offsets, as in every library that reads these files
+_LIMIT = 2**63  # of sizes and offsets, as in all libraries that read these files
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(data: bytes | str, *, is_text: bool = False) -> Any:
-    """What a JSON text stands for.
+    """The value of a JSON text.
 
     Args:
-        is_text: refuse strings with half of a surrogate pair, which have no UTF-8 (as Rust's parsers do).
+        is_text: refuse strings with an unpaired surrogate, which have no UTF-8 encoding (as Rust's parsers do).
 
     Raises:
-        ValueError: if it is none, nested deeper than a parser can follow, or has a key twice in one object, of
-            which readers may take one or the other.
+        ValueError: if it is not JSON, is nested too deeply, or repeats a key in one object (readers would differ in
+            which of the two values they use).
     """
     if is_text and isinstance(data, bytes):
         data = data.decode(json.detect_encoding(data))
     try:
-        found = json.loads(data, object_pairs_hook=_unique)
+        value = json.loads(data, object_pairs_hook=_unique)
         if is_text and isinstance(data, str) and _SURROGATE.search(data):
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()  # raises for an unpaired one
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    return found
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -41,37 +42,30 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def whole_numbers(values: Iterable[Any], count: int | None = None) -> tuple[int, ...]:
-    """Sizes or offsets as a file has them: nothing is rounded, and true is not a number.
+    """Sizes or offsets from a file, as integers: nothing is rounded, and ``true`` is not a number.
 
     Raises:
-        ValueError: for anything but whole numbers from 0 to 2**63 - 1, or another count of them.
+        ValueError: for anything but integers from 0 to 2**63 - 1, or another count of them.
     """
-    found = values if type(values) is tuple else tuple(values)
-    for number in found:
-        if type(number) is not int or not 0 <= number < _LIMIT:
-            raise ValueError(f"{found!r:.80} are no sizes")
-    if isinstance(values, (str, dict)):
-        raise ValueError(f"{values!r:.80} are no sizes")
-    if count is not None and len(found) != count:
-        raise ValueError(f"{len(found)} numbers instead of {count}")
-    return found
+    numbers = values if type(values) is tuple else tuple(values)
+    if isinstance(values, (str, dict)) or any(type(n) is not int or not 0 <= n < _LIMIT for n in numbers):
+        raise ValueError(f"{values!r:.80} are not sizes")
+    if count is not None and len(numbers) != count:
+        raise ValueError(f"{len(numbers)} numbers instead of {count}")
+    return numbers
 
 
 def tensor_shape(values: Iterable[Any]) -> tuple[int, ...]:
-    """The shape of a tensor, bounded before anything is computed of it.
+    """The shape of a tensor from a file, checked against bounds before any use.
 
     Raises:
-        ValueError: for anything but whole numbers, more than `MAX_DIMS` of them, or sizes whose product (zeros left
-            out, as numpy and torch compute strides) is 2**63 or more.
+        ValueError: for anything but integers, more than `MAX_DIMS` of them, or a product (without zeros, as numpy and
+            torch compute strides) of 2**63 or more.
     """
-    found = values if type(values) is tuple else tuple(values)
-    if len(found) > MAX_DIMS:
-        raise ValueError(f"{len(found)} dims, of at most {MAX_DIMS}")
-    numel = 1
-    for size in whole_numbers(found):
-        numel *= size or 1
-    if numel >= _LIMIT:
-        raise ValueError(f"{found!r:.80} has 2**63 elements or more")
-    if isinstance(values, (str, dict)):
-        raise ValueError(f"{values!r:.80} are no sizes")
-    return found
+    sizes = values if isinstance(values, (tuple, str, dict)) else tuple(values)
+    if len(sizes) > MAX_DIMS:  # before the sizes are looked at: there may be any number of them
+        raise ValueError(f"{len(sizes)} dims, of at most {MAX_DIMS}")
+    shape = whole_numbers(sizes)
+    if math.prod(size or 1 for size in shape) >= _LIMIT:
+        raise ValueError(f"{shape!r:.80} has 2**63 elements or more")
+    return shape

@@ -1,8 +1,8 @@
-"""Flat ranges of a row-major tensor, the boxes they are made of, and intersections. Integers only.
+"""Flat ranges of a row-major tensor, boxes, intersections, and numbers per rank. Integers only.
 
-A rank's *piece* of a tensor is one half-open range of its flattened elements. Everything outside this
-library (DCP, safetensors slices, zarr chunks) speaks of n-d *boxes*. This module translates: a flat
-range of an n-d tensor is at most ``2 * n - 1`` boxes, in flat order, each one contiguous in the range.
+A rank's *piece* of a tensor is one half-open range of its flattened elements. Everything outside this library (DCP,
+safetensors slices, zarr chunks) uses n-d *boxes*. This module translates: a flat range of an n-d tensor is at most
+``2 * n - 1`` boxes, in flat order, each one contiguous in the range.
 
 Example, shape (4, 5), range [3, 17)::
 
@@ -11,6 +11,13 @@ Example, shape (4, 5), range [3, 17)::
     1   B  B  B  B  B      B: offsets (1, 0) sizes (2, 5)   whole rows
     2   B  B  B  B  B
     3   C  C  .  .  .      C: offsets (3, 0) sizes (1, 2)   tail
+
+Numbers per rank, such as the elements of a tensor on each rank, are stored as runs of equal numbers (`RunLengths`), so
+that memory and work do not grow with the ranks. A tensor in one range of a buffer gives at most five runs::
+
+    0 0 0 5 8 8 8 8 2 0 0        runs (count, value): (3, 0) (1, 5) (4, 8) (1, 2) (2, 0)
+                                 indices: 0  1  2 | 3 | 4  5  6  7 | 8 | 9 10
+                                 starts:  0  0  0 | 0 | 5 13 21 29 | 37| 39 39
 """
 
 from __future__ import annotations
@@ -32,11 +39,11 @@ class FlatRange(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements lie in the range."""
+        """Number of elements."""
         return max(0, self.stop - self.start)
 
     def intersect(self, other: FlatRange) -> FlatRange:
-        """The part both ranges share; empty ranges come back with ``start == stop``."""
+        """The intersection; if empty, ``start == stop``."""
         start = max(self.start, other.start)
         return FlatRange(start, max(start, min(self.stop, other.stop)))
 
@@ -54,11 +61,11 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """How many elements lie in the box."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """The part both boxes share, or None if they share no element."""
+        """The intersection; None if it is empty."""
         offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         stops = tuple(
             min(a + n, b + m)
@@ -69,17 +76,17 @@ class Box:
         return Box(offsets, tuple(s - o for o, s in zip(offsets, stops, strict=True)))
 
     def chunk(self, dim: int, num_chunks: int, index: int) -> Box:
-        """What ``Shard(dim)`` over ``num_chunks`` ranks leaves one of them of this box; it may be empty."""
+        """The part of this box on rank ``index`` under ``Shard(dim)`` over ``num_chunks`` ranks; it may be empty."""
         dim %= len(self.sizes)
-        held = chunk_of(self.sizes[dim], num_chunks, index)
-        offset = self.offsets[dim] + held.start
+        chunk = chunk_of(self.sizes[dim], num_chunks, index)
+        offset = self.offsets[dim] + chunk.start
         return Box(
             (*self.offsets[:dim], offset, *self.offsets[dim + 1 :]),
-            (*self.sizes[:dim], held.numel, *self.sizes[dim + 1 :]),
+            (*self.sizes[:dim], chunk.numel, *self.sizes[dim + 1 :]),
         )
 
     def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
-        """Index of this box into the full tensor, or into a tensor whose corner is at ``origin``."""
+        """The index of this box in the full tensor, or in a tensor whose first element is at ``origin``."""
         corner = origin if origin is not None else (0,) * len(self.offsets)
         return tuple(
             slice(o - c, o - c + n) for o, n, c in zip(self.offsets, self.sizes, corner, strict=True)
@@ -117,25 +124,25 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, 
     [((0, 3), (1, 2)), ((1, 0), (1, 5))]
 
     Raises:
-        ValueError: if the range does not lie inside the tensor.
+        ValueError: if the range is not inside the tensor.
     """
     numel = numel_of(shape)
     if not 0 <= start <= stop <= numel:
-        raise ValueError(f"range [{start}, {stop}) does not lie inside shape {shape} of {numel} elements")
+        raise ValueError(f"range [{start}, {stop}) is not inside shape {shape} of {numel} elements")
     if start == stop:
         return ()
     return tuple(_boxes_under((), shape, start, stop))
 
 
 def _boxes_under(prefix: tuple[int, ...], rest: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Boxes of the non-empty range [start, stop) of what lies under fixed leading indices, ``rest`` its shape."""
+    """Boxes of the non-empty range [start, stop) of the subtensor of shape ``rest`` at leading indices ``prefix``."""
     ones = (1,) * len(prefix)
     if not rest:
         yield Box(prefix, ones)
         return
     inner = rest[1:]
     (first, head), (last, tail) = divmod(start, numel_of(inner)), divmod(stop, numel_of(inner))
-    if first == last:  # all of it lies under one index of this dim
+    if first == last:  # the range is inside one index of this dim
         yield from _boxes_under((*prefix, first), inner, head, tail)
         return
     if head:
@@ -148,7 +155,7 @@ def _boxes_under(prefix: tuple[int, ...], rest: tuple[int, ...], start: int, sto
 
 
 def run_start(shape: Sequence[int], box: Box) -> int | None:
-    """Flat index of the first element of a box that is one run of a row-major tensor, else None.
+    """Flat index of the first element if the box is one run of a row-major tensor, else None.
 
     >>> run_start((4, 5), Box((1, 0), (2, 5))), run_start((4, 5), Box((0, 0), (2, 4)))
     (5, None)
@@ -165,7 +172,7 @@ def run_start(shape: Sequence[int], box: Box) -> int | None:
 
 
 def chunk_of(numel: int, num_chunks: int, index: int) -> FlatRange:
-    """Chunk ``index`` of ``numel`` things cut as ``Shard`` and ``torch.chunk`` do: evenly, the last short or empty.
+    """Chunk ``index`` of ``numel`` items as ``Shard`` and ``torch.chunk`` cut them: the last ones short or empty.
 
     >>> [chunk_of(5, 3, index) for index in range(3)]
     [FlatRange(start=0, stop=2), FlatRange(start=2, stop=4), FlatRange(start=4, stop=5)]
@@ -177,10 +184,10 @@ def chunk_of(numel: int, num_chunks: int, index: int) -> FlatRange:
 
 @dataclass(frozen=True)
 class RunLengths(Sequence[int]):
-    """A sequence of non-negative ints; equal, and of one hash, if the ints are.
+    """A sequence of non-negative ints, compared and hashed by content.
 
     Args:
-        runs: (count, value) in order. Neighbours of one value are joined and empty runs left out.
+        runs: (count, value) in order. Adjacent runs of one value are joined and empty runs dropped.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -196,19 +203,19 @@ class RunLengths(Sequence[int]):
 
     @classmethod
     def of(cls, values: Iterable[int]) -> RunLengths:
-        """The runs of any ints; costs nothing if they are runs already."""
+        """The runs of any ints; returns RunLengths unchanged."""
         if isinstance(values, RunLengths):
             return values
         return cls(tuple((sum(1 for _ in equal), value) for value, equal in groupby(values)))
 
     @cached_property
     def _firsts(self) -> tuple[int, ...]:
-        """Place of each run's first value, then the number of places."""
+        """Index of each run's first value, then the number of values."""
         return (0, *accumulate(count for count, _ in self.runs))
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
-        """Sum of the values before each run, then of all."""
+        """Sum of the values before each run, then of all values."""
         return (0, *accumulate(count * value for count, value in self.runs))
 
     def __len__(self) -> int:
@@ -223,10 +230,10 @@ class RunLengths(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> RunLengths: ...
     def __getitem__(self, index: int | slice) -> int | RunLengths:
-        places = range(len(self))[index]
-        if isinstance(places, range):
-            return RunLengths.of(map(self.__getitem__, places))
-        return self.runs[bisect_right(self._firsts, places) - 1][1]
+        indices = range(len(self))[index]
+        if isinstance(indices, range):
+            return RunLengths.of(map(self.__getitem__, indices))
+        return self.runs[bisect_right(self._firsts, indices) - 1][1]
 
     @property
     def distinct(self) -> frozenset[int]:
@@ -238,15 +245,15 @@ class RunLengths(Sequence[int]):
         """Sum of all values."""
         return self._starts[-1]
 
-    def start(self, place: int) -> int:
-        """Sum of the values before a place; of all before the place after the last."""
-        run = bisect_right(self._firsts, place) - 1
+    def start(self, index: int) -> int:
+        """Sum of the values before an index; ``index == len(self)`` gives the total."""
+        run = bisect_right(self._firsts, index) - 1
         if run == len(self.runs):
             return self.total
-        return self._starts[run] + (place - self._firsts[run]) * self.runs[run][1]
+        return self._starts[run] + (index - self._firsts[run]) * self.runs[run][1]
 
     def holders(self, start: int, stop: int) -> Iterator[int]:
-        """Places that hold any of the elements [start, stop), where place p holds [start(p), start(p + 1)).
+        """Indices that own any of the elements [start, stop), where index i owns [start(i), start(i + 1)).
 
         >>> list(RunLengths.of([4, 0, 4, 4]).holders(3, 8))
         [0, 2]
@@ -261,22 +268,22 @@ class RunLengths(Sequence[int]):
             run += 1
 
     def within(self, start: int, stop: int) -> RunLengths:
-        """How many of the elements [start, stop) each place holds, where place p holds [start(p), start(p + 1)).
+        """Number of the elements [start, stop) of each index, where index i owns [start(i), start(i + 1)).
 
         >>> tuple(RunLengths.of([4, 0, 4, 4]).within(3, 8))
         (1, 0, 4, 0)
         """
         runs = []
         for (count, value), origin in zip(self.runs, self._starts, strict=False):
-            # An edge falls into at most one place of a run; the places between two marks hold the same.
+            # Each edge is inside at most one index of a run. All indices between two marks have the same number.
             at = [(edge - origin) // value for edge in (start, stop)] if value else []
-            marks = sorted({0, count, *(min(max(place, 0), count) for i in at for place in (i, i + 1))})
+            marks = sorted({0, count, *(min(max(index, 0), count) for i in at for index in (i, i + 1))})
             for first, last in pairwise(marks):
                 begin = origin + first * value
-                held = min(stop, begin + value) - max(start, begin)
-                runs.append((last - first, max(0, held)))
+                overlap = min(stop, begin + value) - max(start, begin)
+                runs.append((last - first, max(0, overlap)))
         return RunLengths(tuple(runs))
 
     def map(self, function: Callable[[int], int]) -> RunLengths:
-        """The function's value for each value; it is asked once per run."""
+        """The function applied to each value; it is called once per run."""
         return RunLengths(tuple((count, function(value)) for count, value in self.runs))

@@ -1,8 +1,8 @@
-"""Granularity: the rule that says how much of a tensor must stay whole on one rank.
+"""Granularity: how much of a tensor must stay whole on one rank.
 
-A granularity is a frozen value with one question to answer: given a shape, how many contiguous elements
-make a *block*? The planner never puts a rank boundary inside a block. The last block of a tensor may be
-short, and a block is never larger than the tensor: ``Rows(128)`` on a tensor of 100 rows keeps it whole.
+A granularity is a frozen value that answers one question: for a given shape, how many contiguous elements make a
+*block*? The planner never puts a rank boundary inside a block. The last block of a tensor may be short, and a block is
+never larger than the tensor: ``Rows(128)`` on a tensor of 100 rows keeps it whole.
 
     granularity        block of a (6, 4, 10) tensor     block of a (24, 10) tensor
     Element()          1                                1
@@ -12,8 +12,8 @@ short, and a block is never larger than the tensor: ``Rows(128)`` on a tensor of
     Whole()            240                              240
     Whole(per="matrix")  40     (one (4, 10) matrix)    240
 
-A *row* is always a run of the last dim: in a stack of expert matrices (E, m, k) rows are those of the
-inner matrices, so an expert can be cut between rows and a stack pads no more than its matrices would.
+A *row* is always a run of the last dim. In a stack of expert matrices (E, m, k) rows are those of the inner matrices,
+so an expert can be cut between rows, and a stack needs no more padding than its matrices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vescale_fsdp.layout.geometry import numel_of
 
 
 class Granularity(ABC):
-    """What must stay whole. Subclasses are frozen values; equality is by content.
+    """The rule for what must stay whole. Subclasses are frozen values, compared by content.
 
     Examples:
         >>> Rows(32).block_numel((100, 30)), Whole().block_numel((100, 30))
@@ -41,7 +41,7 @@ class Granularity(ABC):
 
     @abstractmethod
     def raw_block_numel(self, shape: tuple[int, ...]) -> int:
-        """Elements per block before the limit of the tensor's own size."""
+        """Elements per block, not limited by the size of the tensor."""
 
     def block_numel(self, shape: tuple[int, ...]) -> int:
         """Elements per block of a tensor of this shape: at least 1, at most its numel (1 if empty)."""
@@ -56,13 +56,13 @@ def _positive(owner: Granularity, **fields: int) -> None:
                 expected=f"a whole number {name} >= 1",
                 got=repr(value),
                 where=f"{type(owner).__name__}({name}=...)",
-                todo="give the number of elements or rows that must stay together",
+                todo="pass the number of elements or rows that must stay together",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Element(Granularity):
-    """Any cut between two elements is allowed. The default: padding is then practically nil.
+    """Any cut between two elements is allowed. The default, with practically no padding.
 
     Examples:
         >>> Element().block_numel((100, 30))
@@ -113,8 +113,8 @@ class Rows(Granularity):
 class Tiles(Granularity):
     """Tiles of ``rows`` x ``cols`` elements stay whole.
 
-    A tile is not contiguous in a row-major matrix, ``rows`` full rows are: those are the block. Columns
-    therefore do not change the layout; they are kept because a quantiser needs them.
+    A tile is not contiguous in a row-major matrix, but ``rows`` full rows are: they are the block. So ``cols`` does not
+    change the layout; a quantizer needs it.
 
     Examples:
         >>> Tiles(128, 128).block_numel((512, 1024))
@@ -145,7 +145,7 @@ class Whole(Granularity):
     def __post_init__(self) -> None:
         if self.per not in ("tensor", "matrix"):
             raise LayoutError(
-                "Whole does not know this unit.",
+                "Whole cannot keep this whole.",
                 expected="per='tensor' or per='matrix'",
                 got=repr(self.per),
                 where="Whole(per=...)",
@@ -166,42 +166,42 @@ GranularityRule = (
     | Callable[[str, Any], str]
     | None
 )
-"""What users may pass: one value, a mapping of fnmatch patterns, a function ``(fqn, param)``, or None.
+"""A user's rule: one value, a mapping of fnmatch patterns, a function ``(fqn, param)``, or None.
 
-A text such as ``"rows:32"`` stands for a value wherever one is expected (`parse_granularity` reads it)."""
+A text such as ``"rows:32"`` may replace any value (see `parse_granularity`)."""
 
 
 def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granularity:
-    """The granularity of one parameter under a user's rule; Element where the rule says nothing.
+    """The granularity of one parameter under a user's rule; Element where no rule applies.
 
     Args:
         rule: a value for all; a mapping from name pattern (fnmatch) to value, first match wins; or a
             function of the parameter's name and the parameter (anything with ``.shape``). Values may be texts.
         fqn: the parameter's fully qualified name.
-        param: the parameter, handed on to a function rule.
+        param: the parameter, passed to a function rule.
 
     Raises:
-        LayoutError: if the rule is none of these or gives something that is not a Granularity.
+        LayoutError: if the rule is none of these or does not give a Granularity.
     """
-    found: object = rule
+    value: object = rule
     if rule is None:
-        found = Element()
+        value = Element()
     elif isinstance(rule, Mapping):
         matches = (value for pattern, value in rule.items() if fnmatch.fnmatchcase(fqn, pattern))
-        found = next(matches, Element())
+        value = next(matches, Element())
     elif callable(rule) and not isinstance(rule, (Granularity, type)):
-        found = rule(fqn, param)
-    return _granularity(found, f"parameter {fqn!r}")
+        value = rule(fqn, param)
+    return _granularity(value, f"parameter {fqn!r}")
 
 
 def check_rule(rule: GranularityRule) -> None:
-    """Refuse a rule that gives something else than granularities, before there is any parameter.
+    """Check a rule before there are parameters.
 
     Args:
-        rule: as for `resolve_granularity`; what a function gives is not known yet.
+        rule: as for `resolve_granularity`; a function cannot be checked yet.
 
     Raises:
-        LayoutError: naming the value.
+        LayoutError: if it contains anything but granularities and their texts.
     """
     if isinstance(rule, Mapping):
         for pattern, value in rule.items():
@@ -210,18 +210,18 @@ def check_rule(rule: GranularityRule) -> None:
         _granularity(rule, "granularity=")
 
 
-def _granularity(found: object, where: str) -> Granularity:
-    if isinstance(found, str):
-        return parse_granularity(found)
-    if isinstance(found, Granularity):
-        return found
+def _granularity(value: object, where: str) -> Granularity:
+    if isinstance(value, str):
+        return parse_granularity(value)
+    if isinstance(value, Granularity):
+        return value
     todo = "pass a Granularity, a mapping of name patterns to them, or a function that returns one"
-    if isinstance(found, type) and issubclass(found, Granularity):
-        todo = f"pass a value of the class {found.__name__}: {_EXAMPLES.get(found, found.__name__ + '(..)')}"
+    if isinstance(value, type) and issubclass(value, Granularity):
+        todo = f"pass a value of the class {value.__name__}: {_EXAMPLES.get(value, value.__name__ + '(..)')}"
     raise LayoutError(
         "The granularity rule did not give a granularity.",
         expected=f"Element(), Flat(n), Rows(n), Tiles(r, c) or Whole(), or a text: {_GRAMMAR}",
-        got=repr(found),
+        got=repr(value),
         where=where,
         todo=todo,
     )
@@ -238,14 +238,14 @@ _EXAMPLES: dict[type[Granularity], str] = {
 
 
 def check_patterns(rule: GranularityRule, fqns: Sequence[str]) -> None:
-    """Refuse a mapping with a pattern that matches no name: a typing error would silently cut by element.
+    """Refuse a mapping with a pattern that matches no name: a typo would silently select Element.
 
     Args:
         rule: as for `resolve_granularity`; only mappings have patterns.
-        fqns: names of all parameters the rule is meant for.
+        fqns: names of all parameters that the rule applies to.
 
     Raises:
-        LayoutError: naming each such pattern and the names nearest to it.
+        LayoutError: with each such pattern and the names closest to it.
     """
     if not isinstance(rule, Mapping):
         return
@@ -258,14 +258,14 @@ def check_patterns(rule: GranularityRule, fqns: Sequence[str]) -> None:
         expected="patterns (fnmatch) that each match a name relative to the wrapped module",
         got=", ".join(map(repr, unmatched)),
         where="; ".join(f"near {p!r}: {', '.join(n) or list(fqns[:5])}" for p, n in near.items()),
-        todo="correct the pattern, or give each fully_shard call the patterns of its own module",
+        todo="correct the pattern, or pass each fully_shard call the patterns of its own module",
     )
 
 
 def parse_granularity(text: str) -> Granularity:
-    """Read ``element``, ``flat:256``, ``rows:32``, ``tiles:128x128``, ``whole`` or ``whole:matrix``.
+    """Parse ``element``, ``flat:256``, ``rows:32``, ``tiles:128x128``, ``whole`` or ``whole:matrix``.
 
-    The command line reads these texts, and `fully_shard` takes them in place of values.
+    The command line and `fully_shard` accept these texts in place of values.
 
     >>> parse_granularity("rows:32")
     Rows(rows=32)
@@ -298,8 +298,10 @@ def parse_granularity(text: str) -> Granularity:
 
 
 def parse_granularities(texts: Sequence[str]) -> dict[str, Granularity]:
-    """Read texts such as ``rows:32`` (for all) and ``*.w1=tiles:128x128`` (for a name pattern) as a mapping for
-    `resolve_granularity`: patterns in the order given, what is for all last.
+    """Parse texts such as ``rows:32`` (for all tensors) and ``*.w1=tiles:128x128`` (for a name pattern).
+
+    Returns:
+        A mapping for `resolve_granularity`: patterns in their order, the text for all tensors last.
 
     >>> parse_granularities(["rows:32", "*.w1=whole"])
     {'*.w1': Whole(per='tensor'), '*': Rows(rows=32)}
@@ -308,14 +310,16 @@ def parse_granularities(texts: Sequence[str]) -> dict[str, Granularity]:
         LayoutError: for a text without a granularity, or two that differ for the same pattern.
     """
     rules = [text.rpartition("=") for text in texts]
-    found: dict[str, Granularity] = {}
-    for pattern, _, rule in sorted(rules, key=lambda rule: not rule[0]):  # what is for all comes last
+    by_pattern: dict[str, Granularity] = {}
+    for pattern, _, rule in sorted(
+        rules, key=lambda rule: not rule[0]
+    ):  # first match wins, so "*" comes last
         granularity = parse_granularity(rule)
-        if (other := found.setdefault(pattern or "*", granularity)) != granularity:
+        if (other := by_pattern.setdefault(pattern or "*", granularity)) != granularity:
             raise LayoutError(
-                "Two granularities are given for the same tensors.",
+                "Two granularities apply to the same tensors.",
                 expected="one for all, and one for each pattern of names",
                 got=f"{other} and {granularity} for {pattern or '*'}",
-                todo="leave one out, or give it a pattern of its own",
+                todo="remove one, or give it a pattern of its own",
             )
-    return found
+    return by_pattern

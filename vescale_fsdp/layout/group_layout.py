@@ -1,4 +1,4 @@
-"""The layout of a group: where every tensor lies in one flat buffer cut into equal shards. A value.
+"""The layout of a group: the position of every tensor in one flat buffer, which is cut into equal shards. A value.
 
 Rank r owns elements [r*S, (r+1)*S) of the group's global buffer, S = ``shard_numel``::
 
@@ -10,20 +10,20 @@ Rank r owns elements [r*S, (r+1)*S) of the group's global buffer, S = ``shard_nu
     w has 14 elements at offset 0: rank 0 owns w[0:12], rank 1 owns w[12:14] (12 % 2 == 0: no block is cut);
     b has 5 at 14; v has 16 at 20 (24 - 20 = 4 is one block); one element of padding at 19.
 
-A *scattered* slot is the one exception to "one run of the buffer": its pieces, still one per rank, in rank
-order and of whole blocks, lie wherever other tensors left room. It is stored as a few runs of equal pieces::
+A *scattered* slot is the one exception to "one run of the buffer": its pieces, still one per rank, in rank order and
+of whole blocks, are wherever other tensors leave room. It is stored as a few runs of equal pieces::
 
     S = 12, 5 ranks         rank 0       rank 1       rank 2       rank 3       rank 4
     a (5, 4), block 4     |aaaaaaaaaaaa|aaaaaaaa....|............|............|............|
     u (6, 5), block 5     |............|............|uuuuuuuuuu..|uuuuuuuuuu..|uuuuuuuuuu..|
 
-    a is one run at offset 0; u has runs ((2, 3, 10, 0),): from rank 2 on, 3 ranks hold 10 elements each at
-    local offset 0. In one run u would need S = 15, which has room for it beside a.
+    a is one run at offset 0; u has runs ((2, 3, 10, 0),): from rank 2 on, 3 ranks own 10 elements each at
+    local offset 0. In one run u would need S = 15, which has room for it after a.
 
-Nothing but the planner decides these numbers, and nothing rebuilds them from shapes: the runtime, the
-placements of parameters, checkpoints, reports and pictures all ask the layout. It does not grow with the
-number of ranks, and it proves itself when built: a `GroupLayout` that exists cuts no block, overlaps
-nowhere, lies inside its buffer, and starts its tensors where it says that they start (`align_numel`).
+Only the planner chooses these numbers, and no code rebuilds them from shapes: the runtime, the placements of
+parameters, checkpoints, reports and pictures all ask the layout. Its size does not grow with the number of ranks. The
+constructor checks it: a `GroupLayout` cuts no block, has no overlaps, stays inside its buffer, and starts its tensors
+at multiples of `align_numel`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
 
 
 class Piece(NamedTuple):
-    """What one rank holds of one tensor: a flat range of the tensor, and where it starts in the shard."""
+    """One rank's part of one tensor: a flat range of the tensor, and its start in the rank's shard."""
 
     range: FlatRange  # of the tensor's flat elements
     local_offset: int  # of the range's first element, in elements from the start of the rank's shard
 
     @property
     def numel(self) -> int:
-        """Elements the rank holds."""
+        """Elements of the piece."""
         return self.range.numel
 
 
@@ -64,7 +64,7 @@ class PieceRun(NamedTuple):
 
     @property
     def ranks(self) -> range:
-        """Who holds a piece of the run."""
+        """The ranks that own a piece of the run."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
     @property
@@ -96,13 +96,13 @@ def runs_between(start: int, stop: int, shard_numel: int) -> Iterator[PieceRun]:
 
 @dataclass(frozen=True, slots=True)  # thousands are made for a model
 class TensorSlot:
-    """Where one tensor lies in the group's global buffer.
+    """The position of one tensor in the group's global buffer.
 
     Args:
         fqn: fully qualified name of the parameter.
         shape: its full shape.
         dtype: its dtype's name without the ``torch.`` prefix, such as ``"float32"``.
-        block_numel: elements per block; a rank boundary inside the tensor lies between two blocks.
+        block_numel: elements per block; a rank boundary inside the tensor is between two blocks.
         offset: index of the tensor's first element in the global buffer.
         runs: pieces of a scattered slot, in rank order; empty for a slot that is one run of the buffer.
 
@@ -124,7 +124,7 @@ class TensorSlot:
         sizes = {"block_numel": self.block_numel, "offset": self.offset}
         if len(self.shape) > MAX_DIMS:
             raise LayoutError(
-                "A tensor of so many dims cannot be laid out.",
+                "The tensor has too many dims.",
                 expected=f"at most {MAX_DIMS} dims",
                 got=len(self.shape),
                 where=self.fqn,
@@ -144,20 +144,15 @@ class TensorSlot:
         """The tensor's range of the global buffer.
 
         Raises:
-            LayoutError: for a scattered slot, which has no such range.
+            LayoutError: for a scattered slot.
         """
         if self.runs:
-            raise LayoutError(
-                "A scattered tensor is not one range of the buffer.",
-                expected="a contiguous slot",
-                got=f"{len(self.runs)} runs of pieces",
-                where=self.fqn,
-                todo="ask GroupLayout.piece(slot, rank) for what each rank holds",
-            )
+            problem = "A scattered tensor is not one range of the buffer: call GroupLayout.piece(slot, rank)."
+            raise LayoutError(problem, where=self.fqn)
         return FlatRange(self.offset, self.offset + self.numel)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads back without loss; ``runs`` only where there are some."""
+        """Plain values for `from_json`; ``runs`` only for scattered slots."""
         data: dict[str, Any] = {
             "fqn": self.fqn,
             "shape": list(self.shape),
@@ -183,14 +178,14 @@ class GroupLayout:
 
     Args:
         num_shards: ranks that share the buffer.
-        shard_numel: elements of the buffer that each of them owns.
+        shard_numel: elements of the buffer that each rank owns.
         slots: the tensors, in definition order.
-        align_numel: ``shard_numel``, and where tensors and pieces start, are multiples of this. 1 says
-            nothing: layouts stored before it was promised are read so.
+        align_numel: ``shard_numel`` and the starts of tensors and pieces are multiples of this. 1 means no
+            alignment, as in layouts stored before the field existed.
 
     Raises:
-        LayoutError: at construction, if a slot is malformed, overlaps another, leaves the buffer, starts
-            elsewhere than at a multiple of ``align_numel``, or has a rank boundary inside a block.
+        LayoutError: at construction, if a slot is malformed, misaligned, overlaps another, leaves the buffer, or has a
+            rank boundary inside a block.
 
     Examples:
         >>> slots = (TensorSlot("w", (6, 4), "float32", 4, 0), TensorSlot("b", (6,), "float32", 1, 24))
@@ -205,74 +200,69 @@ class GroupLayout:
     align_numel: int = 1
 
     def __post_init__(self) -> None:
-        sizes = {"num_shards": self.num_shards, "shard_numel": self.shard_numel}
-        _check_integers({**sizes, "align_numel": self.align_numel}, "a group's layout")
+        sizes = {
+            "num_shards": self.num_shards,
+            "shard_numel": self.shard_numel,
+            "align_numel": self.align_numel,
+        }
+        _check_integers(sizes, "a group's layout")
         if self.num_shards < 1 or self.shard_numel < 0 or self.align_numel < 1:
             raise LayoutError(
                 "A group needs at least one shard of non-negative size, and a positive alignment.",
                 expected="num_shards >= 1, shard_numel >= 0 and align_numel >= 1",
-                got=f"num_shards={self.num_shards}, shard_numel={self.shard_numel}, align_numel={self.align_numel}",
-                todo="pass the number of ranks the group is sharded over",
+                got=", ".join(f"{name}={size}" for name, size in sizes.items()),
+                todo="pass the number of ranks that shard the group",
             )
         if self.shard_numel % self.align_numel:
-            raise self._unaligned("shards", self.shard_numel, "")
+            raise _invalid("", "The shards of this group are misaligned.", self._aligned, self.shard_numel)
+        names = [slot.fqn for slot in self.slots]
+        if len(set(names)) != len(names):
+            repeated = sorted(name for name, count in Counter(names).items() if count > 1)
+            raise LayoutError("A name appears twice in one group.", expected="distinct names", got=repeated)
         end_of_buffer = self.numel
         for slot in self.slots:
-            self._prove_slot(slot, end_of_buffer)
-        self._prove_disjoint()
+            self._check_slot(slot, end_of_buffer)
+        self._check_disjoint()
 
-    def _prove_slot(self, slot: TensorSlot, end_of_buffer: int) -> None:
+    @property
+    def _aligned(self) -> str:
+        return f"multiples of {self.align_numel} elements"
+
+    def _check_slot(self, slot: TensorSlot, end_of_buffer: int) -> None:
+        """Check that a slot is aligned, inside the buffer, and not cut inside a block."""
         if slot.offset < 0 or slot.block_numel < 1 or (slot.shape and min(slot.shape) < 0):
-            raise LayoutError(
-                "A slot has a negative size or offset, or an empty block.",
-                expected="sizes >= 0, block_numel >= 1, offset >= 0",
-                got=slot,
-                where=slot.fqn,
-            )
+            problem = "A slot has a negative size or offset, or an empty block."
+            raise _invalid(slot.fqn, problem, "sizes >= 0, block_numel >= 1, offset >= 0", slot)
         if slot.offset % self.align_numel:
-            raise self._unaligned("tensors", slot.offset, slot.fqn)
+            raise _invalid(slot.fqn, "The tensors of this group are misaligned.", self._aligned, slot.offset)
         if slot.runs:
-            self._prove_runs(slot)
+            problem = self._problem_of_runs(slot)
+            if problem:
+                expected = (
+                    f"{slot.numel} elements in whole blocks of {slot.block_numel}, one piece per rank, in rank order, "
+                    f"inside {self.num_shards} shards of {self.shard_numel}"
+                )
+                raise _invalid(
+                    slot.fqn, "The pieces of this scattered slot are not valid.", expected, problem
+                )
             return
-        if slot.offset + slot.numel > end_of_buffer:
-            raise LayoutError(
-                "A slot does not fit into the group's buffer.",
-                expected=f"end of slot <= {end_of_buffer} ({self.num_shards} shards x {self.shard_numel})",
-                got=f"[{slot.span.start}, {slot.span.stop})",
-                where=slot.fqn,
-            )
-        if not self._cuts_between_blocks(slot):
-            raise LayoutError(
-                "A rank boundary cuts a block.",
-                expected=f"k * {self.shard_numel} a multiple of {slot.block_numel} away from the start",
-                got=f"slot [{slot.span.start}, {slot.span.stop})",
-                where=slot.fqn,
-                todo="take the layout from plan_group",
-            )
-
-    def _unaligned(self, what: str, start: int, fqn: str) -> LayoutError:
-        return LayoutError(
-            f"The {what} of a group do not start where its kernels want them.",
-            expected=f"multiples of {self.align_numel} elements",
-            got=start,
-            where=fqn,
-            todo="take the layout from plan_group",
-        )
-
-    def _cuts_between_blocks(self, slot: TensorSlot) -> bool:
         start, size, stop = slot.offset, self.shard_numel, slot.offset + slot.numel
+        if stop > end_of_buffer:
+            expected = f"end of slot <= {end_of_buffer} ({self.num_shards} shards x {size})"
+            problem = "A slot does not fit into the group's buffer."
+            raise _invalid(slot.fqn, problem, expected, f"[{start}, {stop})")
         if start == stop:
-            return True
+            return
         first_boundary = (start // size + 1) * size
-        if first_boundary >= stop:
-            return True
-        if (first_boundary - start) % slot.block_numel:
-            return False
-        # A second boundary lies S further on, so S itself must be a number of blocks.
-        return first_boundary + size >= stop or size % slot.block_numel == 0
+        # Later boundaries are multiples of S away from the first, so S must be a number of blocks for two or more.
+        if (first_boundary < stop and (first_boundary - start) % slot.block_numel) or (
+            first_boundary + size < stop and size % slot.block_numel
+        ):
+            expected = f"k * {size} a multiple of {slot.block_numel} away from the start"
+            raise _invalid(slot.fqn, "A rank boundary cuts a block.", expected, f"slot [{start}, {stop})")
 
-    def _prove_runs(self, slot: TensorSlot) -> None:
-        """The pieces are in rank order, inside their shards, of whole blocks, and make up the tensor."""
+    def _problem_of_runs(self, slot: TensorSlot) -> str:
+        """The reason why pieces are not in rank order, inside shards, of whole blocks or complete; "" if they are."""
         start, next_rank, problem = 0, 0, ""
         for run in slot.runs:
             if start % slot.block_numel:
@@ -291,34 +281,22 @@ class GroupLayout:
             problem = f"{start} elements on ranks below {next_rank}"
         elif slot.offset != first.first_rank * self.shard_numel + first.local_offset:
             problem = f"offset {slot.offset} is not that of the first piece"
-        if problem:
-            raise LayoutError(
-                "The pieces of this scattered slot are not valid.",
-                expected=f"{slot.numel} elements in whole blocks of {slot.block_numel}, one piece per "
-                f"rank, in rank order, inside {self.num_shards} shards of {self.shard_numel}",
-                got=problem,
-                where=slot.fqn,
-                todo="take the layout from plan_group",
-            )
+        return problem
 
-    def _prove_disjoint(self) -> None:
-        names = [slot.fqn for slot in self.slots]
-        if len(set(names)) != len(names):
-            twice = sorted(name for name, count in Counter(names).items() if count > 1)
-            raise LayoutError("A name appears twice in one group.", expected="distinct names", got=twice)
+    def _check_disjoint(self) -> None:
         filled = [slot for slot in self.slots if slot.numel]
-        whole = sorted((slot for slot in filled if not slot.runs), key=attrgetter("offset"))
-        for left, right in pairwise(whole):
+        contiguous = sorted((slot for slot in filled if not slot.runs), key=attrgetter("offset"))
+        for left, right in pairwise(contiguous):
             if left.offset + left.numel > right.offset:
                 raise _overlap(left, right)
         scattered = [slot for slot in filled if slot.runs]
-        starts = [slot.offset for slot in whole] if scattered else []
+        starts = [slot.offset for slot in contiguous] if scattered else []
         for index, slot in enumerate(scattered):
             for run in slot.runs:
-                # Only slots that reach into the shards of these ranks can meet the run.
+                # Only slots that reach into the shards of these ranks can overlap the run.
                 first = bisect_right(starts, run.first_rank * self.shard_numel) - 1
                 stop = bisect_left(starts, run.ranks.stop * self.shard_numel)
-                for other in (*whole[max(first, 0) : stop], *scattered[:index]):
+                for other in (*contiguous[max(first, 0) : stop], *scattered[:index]):
                     if any(run.meets(piece) for piece in self.runs_of(other)):
                         raise _overlap(slot, other)
 
@@ -343,7 +321,7 @@ class GroupLayout:
 
     @property
     def copied_numel(self) -> int:
-        """Elements of scattered tensors: those that a gather does not leave where they are used."""
+        """Elements of scattered tensors, which must be copied after a gather."""
         return sum(slot.numel for slot in self.slots if slot.runs)
 
     @property
@@ -361,7 +339,7 @@ class GroupLayout:
             return self._by_fqn[fqn]
         except KeyError:
             raise LayoutError(
-                "The group holds no tensor of this name.",
+                "The group has no tensor of this name.",
                 expected=f"one of {sorted(self._by_fqn)[:8]}",
                 got=repr(fqn),
             ) from None
@@ -371,7 +349,7 @@ class GroupLayout:
         return FlatRange(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def piece(self, slot: TensorSlot, rank: int) -> Piece:
-        """What ``rank`` holds of a tensor; an empty range (at offset 0) if it holds nothing."""
+        """The piece of a tensor on ``rank``; an empty range (at offset 0) if there is none."""
         start = 0
         for run in self.runs_of(slot):
             if rank in run.ranks:
@@ -381,9 +359,9 @@ class GroupLayout:
         return Piece(FlatRange(0, 0), 0)
 
     def pieces_of(self, rank: int) -> Iterator[tuple[TensorSlot, Piece]]:
-        """Non-empty pieces a rank holds, in buffer order."""
-        held = [(slot, self.piece(slot, rank)) for slot in self.slots]
-        yield from sorted((pair for pair in held if pair[1].numel), key=lambda pair: pair[1].local_offset)
+        """Non-empty pieces of a rank, in buffer order."""
+        pieces = [(slot, self.piece(slot, rank)) for slot in self.slots]
+        yield from sorted((pair for pair in pieces if pair[1].numel), key=lambda pair: pair[1].local_offset)
 
     def piece_lengths(self, slot: TensorSlot) -> RunLengths:
         """Elements of a tensor on each rank, in rank order, as runs. Sums to the tensor's numel."""
@@ -394,11 +372,11 @@ class GroupLayout:
         return RunLengths((*runs, (self.num_shards - next_rank, 0)))
 
     def piece_numels(self, slot: TensorSlot) -> tuple[int, ...]:
-        """Elements of a tensor on each rank, in rank order; as long as the ranks."""
+        """Elements of a tensor on each rank, in rank order: one number per rank."""
         return tuple(self.piece_lengths(slot))
 
     def holders(self, slot: TensorSlot) -> Iterator[int]:
-        """Ranks that hold at least one element of a tensor, in order."""
+        """Ranks that own at least one element of a tensor, in order."""
         for run in self.runs_of(slot):
             yield from run.ranks
 
@@ -409,7 +387,7 @@ class GroupLayout:
         return tuple(runs_between(slot.offset, slot.offset + slot.numel, self.shard_numel))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads back without loss; ``align_numel`` only where it says something."""
+        """Plain values for `from_json`; ``align_numel`` only if it is not 1."""
         data: dict[str, Any] = {
             "num_shards": self.num_shards,
             "shard_numel": self.shard_numel,
@@ -421,13 +399,13 @@ class GroupLayout:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> GroupLayout:
-        """Inverse of `to_json`; proves the layout anew."""
+        """Inverse of `to_json`; checks the layout again."""
         slots = tuple(TensorSlot.from_json(slot) for slot in data["slots"])
         return cls(data["num_shards"], data["shard_numel"], slots, data.get("align_numel", 1))
 
 
 def _check_integers(sizes: Mapping[str, object], where: str) -> None:
-    """Refuse sizes that JSON may hold and no layout: 1.5, 2.0, true, "3"."""
+    """Refuse sizes that JSON can contain but no layout can have: 1.5, 2.0, true, "3"."""
     wrong = {
         name: size
         for name, size in sizes.items()
@@ -443,21 +421,22 @@ def _check_integers(sizes: Mapping[str, object], where: str) -> None:
         )
 
 
+def _invalid(fqn: str, problem: str, expected: str, got: object) -> LayoutError:
+    todo = "take the layout from plan_group"
+    return LayoutError(problem, expected=expected, got=got, where=fqn or None, todo=todo)
+
+
 def _overlap(left: TensorSlot, right: TensorSlot) -> LayoutError:
-    return LayoutError(
-        "Two slots overlap.",
-        expected="disjoint ranges of the buffer",
-        got=" and ".join(
-            f"{slot.fqn} {tuple(map(tuple, slot.runs)) if slot.runs else tuple(slot.span)}"
-            for slot in (left, right)
-        ),
-        todo="take the layout from plan_group",
+    first, second = (
+        f"{slot.fqn} {tuple(map(tuple, slot.runs)) if slot.runs else tuple(slot.span)}"
+        for slot in (left, right)
     )
+    return _invalid("", "Two slots overlap.", "disjoint ranges of the buffer", f"{first} and {second}")
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """All groups of a model by name, in the order in which they were sharded.
+    """All groups of a model by name, in the order of sharding.
 
     Examples:
         >>> layout = GroupLayout(2, 4, (TensorSlot("b", (8,), "float32", 1, 0),))
@@ -492,7 +471,7 @@ class ModelLayout:
         return sum(group.numel for _, group in self.groups) / payload - 1 if payload else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads back without loss."""
+        """Plain values for `from_json`."""
         return {"groups": [{"name": name, **group.to_json()} for name, group in self.groups]}
 
     @classmethod

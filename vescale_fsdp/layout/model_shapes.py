@@ -1,8 +1,8 @@
-"""Names, shapes and dtypes of a model's parameters, and the units they form, without any of the values.
+"""Names, shapes and dtypes of a model's parameters, and their units, without values.
 
-Shapes come from a module (on the meta device or not), from a mapping, or from the headers of the
-safetensors files of a Hugging Face folder. Units are what one `fully_shard` call each would own: the modules
-of repeated lists (``model.layers.0``, ``model.layers.1``, ..) and the root with all the rest, or as told.
+Shapes come from a module (on the meta device or not), from a mapping, or from the headers of the safetensors files of a
+Hugging Face folder. A unit is the parameters of one `fully_shard` call: by default the modules of repeated lists
+(``model.layers.0``, ``model.layers.1``, ..), and the root with the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vescale_fsdp.layout.safetensors_header import read_header
 
 @dataclass(frozen=True)
 class ParamShape:
-    """What planning must know of one parameter; stands in for it where a granularity function asks."""
+    """The planner's input for one parameter; a granularity function gets it if there is no parameter."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class PlannedUnit:
 
 @runtime_checkable
 class _Module(Protocol):
-    """A torch.nn.Module, as far as its shapes are concerned: planning does without torch."""
+    """The part of torch.nn.Module that planning needs, so that it does not import torch."""
 
     def named_parameters(self) -> Iterable[tuple[str, Any]]: ...
 
@@ -54,11 +54,11 @@ ShapeSource = Mapping[str, Any] | str | os.PathLike[str] | _Module
 
 
 def shapes_of(source: ShapeSource, *, dtype: str = "bfloat16") -> tuple[ParamShape, ...]:
-    """The parameters of a module, a mapping or a Hugging Face folder, in their order there.
+    """The parameters of a module, a mapping or a Hugging Face folder, in their order.
 
     Args:
         source: a module; a mapping from name to shape, or to ``(shape, dtype name)``; or a folder.
-        dtype: of shapes in a mapping that come without one.
+        dtype: for shapes in a mapping without a dtype.
 
     Raises:
         LayoutError: for a shape that is not valid, a folder without safetensors files or with damaged headers.
@@ -97,13 +97,13 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise LayoutError(
-            "The folder holds no safetensors files.",
-            expected="*.safetensors as Hugging Face repositories have them",
+            "The folder contains no safetensors files.",
+            expected="*.safetensors, as in Hugging Face repositories",
             got=f"{len(list(folder.glob('*')))} other files" if folder.is_dir() else "no folder",
             where=folder,
-            todo="download the weights' files, or pass a mapping of shapes",
+            todo="download the weights, or pass a mapping of shapes",
         )
-    found: dict[str, ParamShape] = {}
+    shapes: dict[str, ParamShape] = {}
     for file in files:
         with file.open("rb") as stream:
             try:
@@ -114,9 +114,9 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
                 raise LayoutError(
                     error.problem, expected=error.expected, got=error.got, where=error.where, todo=error.todo
                 ) from error
-        found.update((fqn, ParamShape(fqn, entry.shape, entry.dtype.name)) for fqn, entry in entries.items())
-    # Files list tensors by name or size; layers come back in the order of their numbers.
-    return tuple(found[fqn] for fqn in sorted(found, key=natural_order))
+        shapes.update((fqn, ParamShape(fqn, entry.shape, entry.dtype.name)) for fqn, entry in entries.items())
+    # Files list tensors by name or size; this restores the order of layers.
+    return tuple(shapes[fqn] for fqn in sorted(shapes, key=natural_order))
 
 
 def natural_order(fqn: str) -> list[tuple[int, int, str]]:
@@ -125,13 +125,13 @@ def natural_order(fqn: str) -> list[tuple[int, int, str]]:
 
 
 def units_of(shapes: Sequence[ParamShape], names: Sequence[str] | None = None) -> tuple[PlannedUnit, ...]:
-    """Share parameters out to units; the root comes last, as it is wrapped last.
+    """Assign parameters to units. The root is last, because it is wrapped last.
 
     Args:
         shapes: all parameters, by full name.
-        names: names of the modules to be wrapped, each part of which may be a pattern
-            (``"model.layers.*"``); the deepest that holds a parameter gets it. None: the members of lists
-            in which at least two have the same parameters.
+        names: names of the modules to be wrapped, in which each part may be a pattern (``"model.layers.*"``). A
+            parameter belongs to the deepest such module. None: the members of lists in which at least two members have
+            the same parameters.
 
     Raises:
         LayoutError: if a name matches no module.
@@ -153,7 +153,7 @@ def _relative(shape: ParamShape, prefix: str) -> ParamShape:
 
 
 def _ancestors(fqn: str) -> list[str]:
-    """Modules that hold a parameter, outermost first, without the root."""
+    """Modules that contain a parameter, outermost first, without the root."""
     parts = fqn.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
@@ -165,17 +165,17 @@ def _repeated(shapes: Sequence[ParamShape]) -> set[str]:
         member = next((a for a in _ancestors(shape.fqn) if a.rpartition(".")[2].isdecimal()), None)
         if member is not None:
             lists.setdefault(member.rpartition(".")[0], {}).setdefault(member, []).append(shape)
-    found: set[str] = set()
+    repeated: set[str] = set()
     for members in lists.values():
         kinds = [tuple(_relative(s, name) for s in params) for name, params in members.items()]
         if len(set(kinds)) < len(kinds):
-            found.update(members)
-    return found
+            repeated.update(members)
+    return repeated
 
 
 def _matching(shapes: Sequence[ParamShape], names: Sequence[str]) -> set[str]:
     modules = sorted({ancestor for shape in shapes for ancestor in _ancestors(shape.fqn)})
-    found: set[str] = set()
+    matching: set[str] = set()
     for name in names:
         parts = name.split(".")
         matched = [
@@ -187,10 +187,10 @@ def _matching(shapes: Sequence[ParamShape], names: Sequence[str]) -> set[str]:
         if name and not matched:
             raise LayoutError(
                 "A unit's name matches no module.",
-                expected="names of modules that hold parameters, or '' for the root",
+                expected="names of modules with parameters, or '' for the root",
                 got=repr(name),
                 where=f"near it: {', '.join(difflib.get_close_matches(name, modules, 5, 0.3)) or modules[:5]}",
                 todo="write one part per module level, such as 'model.layers.*'",
             )
-        found.update(matched)
-    return found
+        matching.update(matched)
+    return matching

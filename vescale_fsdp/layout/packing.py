@@ -1,22 +1,26 @@
-"""The search for the smallest shard. Integers only.
+"""The smallest shard that holds a list of tensors with blocks. Integers only.
 
-The problem (veScale-FSDP, arXiv 2602.22437, section on grouped RaggedShard): put tensors into a buffer of
-m shards of S elements so that no shard boundary falls inside a block, and make S as small as possible.
-It is NP-hard over all orders. For one fixed order and one S, taking the earliest legal start for each
-tensor decides feasibility exactly (`packing.place_in_order`). Three cases per tensor:
+The problem (veScale-FSDP, arXiv 2602.22437, section on grouped RaggedShard): put tensors into a buffer of m shards of S
+elements so that no shard boundary is inside a block, and make S as small as possible. It is NP-hard over all orders.
 
-    1. it lies inside one shard: any start will do
-    2. it touches one boundary: the boundary must be a whole number of blocks from its start
-    3. it touches several: besides, S must be a whole number of its blocks
+For one order and one S (`place_in_order`) the earliest legal start of each tensor decides feasibility exactly, because
+ending earlier never hurts later tensors. Three cases per tensor:
 
-Without case 3, a feasible S stays feasible when it grows, so binary search finds the smallest. With
-case 3, S must be a multiple of the LCM of the blocks concerned; along those multiples the same holds.
-Which tensors are case 3 is guessed by prefixes of a sorted list (largest tensor first, largest block
-first, and the empty prefix); every distinct LCM is tried and the best S kept.
+    1. it is inside one shard: any start is legal
+    2. it crosses one boundary: the boundary must be a whole number of blocks from its start
+    3. it crosses several: in addition, S must be a whole number of its blocks
 
-What makes it fast: a tensor longer than two shards *must* be case 3, which gives a lower bound on S that
-is nearly always met (`least_shard`), so the search mostly ends at its first try; and lists of sizes that
-repeat, such as those of experts, are placed as one.
+Without case 3, any S above a feasible one is feasible, so binary search finds the smallest. With case 3, S must be a
+multiple of the LCM of the blocks concerned, and the same holds along those multiples. The search does not know which
+tensors are case 3: it tries the LCMs of prefixes of a sorted list (largest tensor first, largest block first, and the
+empty prefix), and keeps the best S.
+
+Three things make it fast. A tensor longer than two shards *must* be case 3, which gives a lower bound on S that is
+nearly always reached (`least_shard`), so the search mostly ends at its first attempt. Lists of sizes that repeat, such
+as those of experts, are placed as one. And placements are runs of ranks, so time does not depend on m.
+
+A *scattered* tensor (`place_scattered`) has one piece per rank, in rank order, wherever contiguous tensors leave room.
+Pieces are whole blocks, so the tensor has holes and must be copied out after a gather.
 """
 
 from __future__ import annotations
@@ -31,12 +35,24 @@ from vescale_fsdp.layout.group_layout import PieceRun, runs_between
 MAX_PERIOD = 8  # sizes in a repeated list; an expert has at most three matrices and three biases
 ANY_NUMBER = 1 << 62
 
+MAX_SCAN = 64  # up to this many multiples are all tried
+PRECISION = 1_000_000  # S is within one part in this many of the smallest that the search could find
+WORTH_REORDERING = (
+    1000  # another order must gain more than one part in this many: definition order helps debugging
+)
+MAX_PUT_BACK = 16  # scattered tensors that are tried, one by one, as contiguous ones
+
 Size = tuple[int, int]
 """(numel, block_numel) of a tensor."""
 
+Sizes = tuple[Size, ...]
+"""Sizes of all tensors, none of them empty."""
+
+Placed = TypeVar("Placed")
+
 
 class RepeatedSizes(NamedTuple):
-    """A list of sizes that stands ``repeats`` times in a row: the matrices of one expert, for 256 experts."""
+    """A list of sizes that occurs ``repeats`` times in a row: the matrices of one expert, for 256 experts."""
 
     sizes: tuple[Size, ...]
     repeats: int
@@ -51,7 +67,7 @@ class PlacedSizes(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Room for pieces: elements [start, stop) of the shard of each of ``num_ranks`` ranks."""
+    """Free room: elements [start, stop) of the shard of each of ``num_ranks`` ranks."""
 
     first_rank: int
     num_ranks: int
@@ -59,11 +75,11 @@ class Gap(NamedTuple):
     stop: int
 
     def piece_numel(self, block_numel: int) -> int:
-        """Elements in whole blocks that fit on each rank."""
+        """Elements that fit on each rank, in whole blocks."""
         return (self.stop - self.start) // block_numel * block_numel
 
-    def is_apart(self, other: Gap) -> bool:
-        """Whether no rank has a part in both gaps."""
+    def is_disjoint(self, other: Gap) -> bool:
+        """Whether the gaps have no rank in common."""
         return (
             self.first_rank + self.num_ranks <= other.first_rank
             or other.first_rank + other.num_ranks <= self.first_rank
@@ -133,11 +149,11 @@ def place_in_order(
 
 
 def _repeats_at(start: int, sizes: tuple[Size, ...], period_numel: int, shard_numel: int) -> int:
-    """How often the sizes go without a gap from an aligned start: any number, or as many as this shard holds."""
+    """How often the sizes fit in a row from an aligned start: any number of times, or as often as this shard holds."""
     room = shard_numel - start % shard_numel
     offset = 0
     for numel, block in sizes:
-        # Every start stays a number of blocks away from every boundary.
+        # Otherwise every boundary is a whole number of blocks from every start, in all repetitions.
         if shard_numel % block or period_numel % block or (room - offset) % block:
             return room // period_numel
         offset += numel
@@ -154,10 +170,10 @@ def starts_of(placed: Iterable[PlacedSizes]) -> Iterator[int]:
 
 
 def _legal_start(start: int, numel: int, block: int, shard_numel: int, align_numel: int) -> int | None:
-    """First aligned start >= an aligned ``start`` at which no block is cut, were the buffer endless."""
+    """First aligned position from ``start`` (aligned) at which no block is cut, in an endless buffer."""
     room = shard_numel - start % shard_numel
     step = block if block % align_numel == 0 else math.lcm(block, align_numel)
-    for _ in range(2):  # in this shard, else in the next: all later ones are alike
+    for _ in range(2):  # in this shard or the next; later shards are like the next
         if numel <= room:
             return start
         shift = room % step  # to a whole number of blocks before the boundary
@@ -171,7 +187,7 @@ def _legal_start(start: int, numel: int, block: int, shard_numel: int, align_num
 def free_gaps(
     spans: Iterable[tuple[int, int]], num_shards: int, shard_numel: int, align_numel: int, least_numel: int
 ) -> list[Gap]:
-    """What half-open, disjoint spans of the buffer leave free per rank, where it is ``least_numel`` or more."""
+    """The gaps of at least ``least_numel`` elements per rank that half-open, disjoint spans of the buffer leave."""
     gaps: list[Gap] = []
     cursor = 0
     for start, stop in (*sorted(spans), (num_shards * shard_numel,) * 2):
@@ -190,16 +206,16 @@ def place_scattered(
     """Put one tensor into gaps: at most one piece per rank, whole blocks, in rank order.
 
     Returns:
-        The pieces and the gaps that remain, or None if the room does not suffice.
+        The pieces and the remaining gaps; None if there is not enough room.
     """
     needed_blocks = -(-numel // block_numel)
     chosen: set[Gap] = set()
-    # The roomiest gaps first: few runs of pieces.
+    # The largest gaps first, so that there are few runs of pieces.
     room = [(-gap.num_ranks * ((gap.stop - gap.start) // block_numel), gap) for gap in gaps]
     for minus_blocks, gap in sorted(pair for pair in room if pair[0]):
         if needed_blocks <= 0:
             break
-        if all(gap.is_apart(other) for other in chosen):
+        if all(gap.is_disjoint(other) for other in chosen):
             chosen.add(gap)
             needed_blocks += minus_blocks
     if needed_blocks > 0:
@@ -216,7 +232,7 @@ def place_scattered(
 
 
 def _take(gap: Gap, left_numel: int, block_numel: int) -> list[PieceRun]:
-    """Pieces of a tensor with ``left_numel`` elements to go, on the first ranks of a gap."""
+    """Pieces of a tensor's remaining ``left_numel`` elements on the first ranks of a gap."""
     piece_numel = gap.piece_numel(block_numel)
     num_ranks = min(gap.num_ranks, left_numel // piece_numel)
     taken = [PieceRun(gap.first_rank, num_ranks, piece_numel, gap.start)] if num_ranks else []
@@ -227,7 +243,7 @@ def _take(gap: Gap, left_numel: int, block_numel: int) -> list[PieceRun]:
 
 
 def _leave(gap: Gap, taken: Sequence[PieceRun], align_numel: int) -> Iterable[Gap]:
-    """What remains of a gap when pieces at its start are taken on some of its ranks."""
+    """The gaps that remain after pieces at the start of a gap are taken on some of its ranks."""
     rank = gap.first_rank
     for run in taken:
         start = gap.start + run.piece_numel
@@ -239,25 +255,19 @@ def _leave(gap: Gap, taken: Sequence[PieceRun], align_numel: int) -> Iterable[Ga
         yield gap._replace(first_rank=rank, num_ranks=gap.first_rank + gap.num_ranks - rank)
 
 
-Sizes = tuple[tuple[int, int], ...]
-"""(numel, block_numel) per tensor, none of them empty."""
-
-MAX_SCAN = 64  # multiples that are all tried
-PRECISION = 1_000_000  # S is within one part in this many of the smallest that the search could find
-WORTH_REORDERING = 1000  # another order is tried for gains above one part in this many: order helps debugging
-MAX_PUT_BACK = 16  # scattered tensors that are tried, one by one, as contiguous ones after all
-Found = TypeVar("Found")
+Position = int | tuple[PieceRun, ...]
+"""A tensor's start in the buffer, or its pieces if it is scattered."""
 
 
 class Packing(NamedTuple):
-    """A found S, and per tensor its start in the buffer, or its pieces if it is scattered."""
+    """An S, and the positions of the tensors."""
 
     shard_numel: int
-    places: tuple[int | tuple[PieceRun, ...], ...]
+    positions: tuple[Position, ...]
 
 
 def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
-    """The smallest shard found for tensors that are each one run of the buffer, and their starts."""
+    """The smallest shard for tensors that are each one run of the buffer, and their starts."""
     # One shard that holds everything, gaps for aligned starts included, is always feasible.
     bound = sum(numel + -numel % align_numel for numel, _ in sizes) + align_numel
     low = _volume_bound(sizes, num_shards, align_numel)
@@ -269,19 +279,19 @@ def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
         def place(shard_numel: int) -> list[PlacedSizes] | None:
             return place_in_order(repeated, num_shards, shard_numel, align_numel)  # noqa: B023
 
-        found = _smallest_shard(sizes, place, low, bound, align_numel)
-        if found is not None:
-            bound = found[0]
-            starts = dict(zip(order, starts_of(found[1]), strict=True))
+        smallest = _smallest_shard(sizes, place, low, bound, align_numel)
+        if smallest is not None:
+            bound, placed = smallest
+            starts = dict(zip(order, starts_of(placed), strict=True))
             best = Packing(bound, tuple(starts[index] for index in range(len(sizes))))
         if bound - least <= bound // WORTH_REORDERING:
             break
-    assert best is not None, "a shard that holds everything is below the first bound"
+    assert best is not None  # a shard that holds everything is below the first bound
     return best
 
 
 def least_shard(sizes: Sizes, num_shards: int, align_numel: int) -> int:
-    """A size below which no shard can be, whatever the order of the tensors; mostly it is met."""
+    """A lower bound on the shard size for any order of the tensors; mostly it is reached."""
     low = _volume_bound(sizes, num_shards, align_numel)
     for start, stop, step in _possible(sizes, low, align_numel):
         first = start + -start % step
@@ -297,15 +307,15 @@ def _volume_bound(sizes: Sizes, num_shards: int, align_numel: int) -> int:
 
 
 def _possible(sizes: Sizes, low: int, align_numel: int) -> Iterator[tuple[int, int | None, int]]:
-    """Where S can be at all: intervals [start, stop) from ``low`` upwards, each with the step it must keep to.
+    """Possible values of S: intervals [start, stop) from ``low`` up, each with the step of which S is a multiple.
 
-    If S is not a whole number of a tensor's blocks b, the tensor touches at most one boundary, with whole
-    blocks before it: it has at most S // b * b + S elements. So every tensor longer than that forces b | S.
-    The last interval has no end.
+    If S is not a whole number of a tensor's blocks b, the tensor crosses at most one boundary, with whole blocks before
+    it: it has at most S // b * b + S elements. So every tensor longer than that forces b | S. The last interval has
+    no end.
     """
     ends = sorted((_least_cut_once(*size), size[1]) for size in set(sizes))
     ends = [(end, block) for end, block in ends if end > low]
-    # forced[i]: the LCM of the blocks of tensors i and up, which all must be cut twice below ends[i].
+    # forced[i]: the LCM of the blocks of tensors i and later, which all cross several boundaries below ends[i].
     forced = list(accumulate((block for _, block in reversed(ends)), math.lcm, initial=align_numel))[::-1]
     for (end, _), step in zip(ends, forced, strict=False):
         if low < end:
@@ -324,7 +334,7 @@ def _least_cut_once(numel: int, block_numel: int) -> int:
 
 
 def _orders(sizes: Sizes) -> Iterable[Sequence[int]]:
-    """Orders worth trying, definition order first: it is kept unless another one is strictly better."""
+    """Orders worth trying, definition order first: it is kept unless another is strictly better."""
     defined = range(len(sizes))
     yield defined
     by_block = sorted(defined, key=lambda index: (-sizes[index][1], -sizes[index][0]))
@@ -333,7 +343,7 @@ def _orders(sizes: Sizes) -> Iterable[Sequence[int]]:
 
 
 def _candidate_steps(sizes: Sizes, align_numel: int) -> list[int]:
-    """Distinct values of which S may have to be a multiple: LCMs of blocks over prefixes of sorted lists."""
+    """Candidates for the step of S: LCMs of blocks over prefixes of sorted lists."""
     distinct = set(sizes)
     steps = {align_numel}
     for key in (0, 1):
@@ -343,39 +353,39 @@ def _candidate_steps(sizes: Sizes, align_numel: int) -> list[int]:
 
 
 def _smallest_shard(
-    sizes: Sizes, place: Callable[[int], Found | None], low: int, below: int, align_numel: int
-) -> tuple[int, Found] | None:
-    """The smallest S in [low, below) found to be feasible, and what ``place`` gives for it.
+    sizes: Sizes, place: Callable[[int], Placed | None], low: int, below: int, align_numel: int
+) -> tuple[int, Placed] | None:
+    """The smallest feasible S in [low, below) that the search finds, and its placement.
 
     Args:
         sizes: the tensors that must be contiguous.
-        place: the placement for one S, or None.
+        place: returns the placement for one S, or None if it is not feasible.
     """
     steps = _candidate_steps(sizes, align_numel)
     for start, stop, forced in _possible(sizes, low, align_numel):
         end = below if stop is None else min(stop, below)
-        first = start + -start % forced  # nothing smaller can be, and mostly this can
+        first = start + -start % forced  # the lower bound, which is mostly feasible
         placed = place(first) if first < end else None
         if placed is not None:
             return first, placed
-        found: tuple[int, Found] | None = None
+        best: tuple[int, Placed] | None = None
         # Coarse steps first: they bound the many multiples of the fine ones.
         for step in sorted({math.lcm(step, forced) for step in steps}, reverse=True):
             better = _smallest_multiple(place, step, start, end)
             if better is not None:
-                found, end = better, better[0]
-        if found is not None or end == below:
-            return found
+                best, end = better, better[0]
+        if best is not None or end == below:
+            return best
     return None
 
 
 def _smallest_multiple(
-    place: Callable[[int], Found | None], step: int, low: int, below: int
-) -> tuple[int, Found] | None:
-    """The smallest multiple of ``step`` in [low, below) that can be placed, and the placement.
+    place: Callable[[int], Placed | None], step: int, low: int, below: int
+) -> tuple[int, Placed] | None:
+    """The smallest feasible multiple of ``step`` in [low, below), and its placement.
 
-    All of a few multiples are tried. Of many, those above a feasible one are taken to be feasible too, and
-    the smallest is found to one part in `PRECISION`.
+    Of a few multiples, all are tried. Of many, those above a feasible one are assumed feasible, and the result is
+    the smallest to one part in `PRECISION`.
     """
     first, last = -(-low // step), (below - 1) // step
     probe, reach = first, 1 if last - first < MAX_SCAN else 1 + (last - first) // PRECISION
@@ -386,7 +396,7 @@ def _smallest_multiple(
             break
         infeasible = probe
         probe = min(probe + reach, last)
-        if last - first >= MAX_SCAN:  # gallop, for what is feasible may be far away
+        if last - first >= MAX_SCAN:  # gallop: the first feasible multiple may be far away
             reach *= 4
     if placed is None:
         return None
@@ -404,73 +414,61 @@ def _smallest_multiple(
 def pack_scattered(
     sizes: Sizes, scattered: frozenset[int], num_shards: int, align_numel: int, below_numel: int
 ) -> Packing | None:
-    """The smallest shard below a limit when some tensors may be scattered, with as few of them as can be.
+    """The smallest shard below a limit if some tensors may be scattered, with as few scattered as possible.
 
     Args:
         sizes: all tensors, non-empty.
-        scattered: indices of those that may be scattered.
-        num_shards, align_numel: as everywhere.
-        below_numel: only shards smaller than this are of interest.
+        scattered: indices of the tensors that may be scattered.
+        num_shards, align_numel: as for `place_in_order`.
+        below_numel: larger shards are rejected.
     """
     kept = tuple(size for index, size in enumerate(sizes) if index not in scattered)
 
-    def place(shard_numel: int) -> _Mixed | None:
+    def place(shard_numel: int) -> tuple[Position, ...] | None:
         return _place_mixed(sizes, scattered, num_shards, shard_numel, align_numel)
 
     low = _volume_bound(sizes, num_shards, align_numel)
-    found = _smallest_shard(kept, place, low, below_numel, align_numel)
-    if found is None:
+    smallest = _smallest_shard(kept, place, low, below_numel, align_numel)
+    if smallest is None:
         return None
-    shard_numel, mixed = found
-    for index in _maybe_whole(sizes, scattered, shard_numel):
-        fewer = _place_mixed(sizes, scattered - {index}, num_shards, shard_numel, align_numel)
-        if fewer is not None:
-            mixed, scattered = fewer, scattered - {index}
-    starts = starts_of(mixed.placed)
-    places = (mixed.pieces[index] if index in scattered else next(starts) for index in range(len(sizes)))
-    return Packing(shard_numel, tuple(places))
-
-
-def _maybe_whole(sizes: Sizes, scattered: Iterable[int], shard_numel: int) -> list[int]:
-    """Scattered tensors that could be contiguous for this S, were there room; the largest few."""
-    possible = [
+    shard_numel, positions = smallest
+    # The largest of the scattered tensors that may be contiguous for this S, if there is room.
+    maybe_whole = [
         index
         for index in scattered
         if shard_numel % sizes[index][1] == 0 or _least_cut_once(*sizes[index]) <= shard_numel
     ]
-    return sorted(possible, key=lambda index: (-sizes[index][0], index))[:MAX_PUT_BACK]
-
-
-class _Mixed(NamedTuple):
-    """A placement with scattered tensors: the contiguous ones, and the pieces of the others by index."""
-
-    placed: list[PlacedSizes]
-    pieces: dict[int, int | tuple[PieceRun, ...]]
+    for index in sorted(maybe_whole, key=lambda index: (-sizes[index][0], index))[:MAX_PUT_BACK]:
+        fewer = _place_mixed(sizes, scattered - {index}, num_shards, shard_numel, align_numel)
+        if fewer is not None:
+            positions, scattered = fewer, scattered - {index}
+    return Packing(shard_numel, positions)
 
 
 def _place_mixed(
     sizes: Sizes, scattered: frozenset[int], num_shards: int, shard_numel: int, align_numel: int
-) -> _Mixed | None:
-    """Contiguous tensors in definition order, then the others, largest block first, into what they leave."""
+) -> tuple[Position, ...] | None:
+    """Positions of contiguous tensors in definition order, then of scattered ones, largest block first, in the gaps."""
     repeated = fold_repeats([size for i, size in enumerate(sizes) if i not in scattered], align_numel)
     placed = place_in_order(repeated, num_shards, shard_numel, align_numel)
-    if placed is None or not scattered:
-        return None if placed is None else _Mixed(placed, {})
+    if placed is None:
+        return None
+    least_numel = min((sizes[index][1] for index in scattered), default=num_shards * shard_numel)
     spans = [(start, stop) for start, stop, _ in placed]
-    least_numel = min(sizes[index][1] for index in scattered)
     gaps = free_gaps(spans, num_shards, shard_numel, align_numel, least_numel)
-    pieces: dict[int, int | tuple[PieceRun, ...]] = {}
+    positions: dict[int, Position] = {}
     for index in sorted(scattered, key=lambda index: (-sizes[index][1], index)):
-        found = place_scattered(*sizes[index], gaps, align_numel)
-        if found is None:
+        pieces_and_gaps = place_scattered(*sizes[index], gaps, align_numel)
+        if pieces_and_gaps is None:
             return None
-        runs, gaps = found
-        pieces[index] = _start_if_contiguous(runs, shard_numel)
-    return _Mixed(placed, pieces)
+        runs, gaps = pieces_and_gaps
+        positions[index] = _start_if_contiguous(runs, shard_numel)
+    starts = starts_of(placed)
+    return tuple(positions[index] if index in scattered else next(starts) for index in range(len(sizes)))
 
 
-def _start_if_contiguous(runs: tuple[PieceRun, ...], shard_numel: int) -> int | tuple[PieceRun, ...]:
-    """The pieces, or the start of the tensor where they happen to leave no hole."""
+def _start_if_contiguous(runs: tuple[PieceRun, ...], shard_numel: int) -> Position:
+    """The pieces, or the tensor's start in the buffer if they leave no hole."""
     start = stop = runs[0].first_rank * shard_numel + runs[0].local_offset
     for run in runs:
         whole_shards = run.num_ranks == 1 or run.piece_numel == shard_numel

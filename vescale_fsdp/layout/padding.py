@@ -1,12 +1,12 @@
-"""Padding policy: how much padding a group may have, and what would cure it. Integers and a warning.
+"""Padding policy: limits of a group's padding, warnings, and remedies. Integers only.
 
-Where a group holds too few blocks for its ranks, every planner pads: a rank holds whole blocks or none. The
-policy says at which padding to warn (once, with the cures) and at which to refuse. The cures are found by
-planning again, never taken by themselves, because each changes something the user asked for:
+Where a group has too few blocks for its ranks, every planner pads: a rank owns whole blocks or none. The policy sets
+the padding at which to warn (once, with remedies) and at which to refuse. Remedies are found by planning again and
+never applied automatically, because each changes the user's request:
 
-    a smaller shard size     HSDP: replicate over the rest of the ranks; shards hold more blocks
-    a larger unit            fully_shard over several layers at once; the group holds more blocks
-    fewer rows               smaller blocks for the tensors that are in the way; a coarser optimizer state
+    a smaller shard size     HSDP: replicate over the other ranks; shards contain more blocks
+    a larger unit            fully_shard over several layers at once; the group contains more blocks
+    fewer rows               smaller blocks for the tensors that cause the padding; a coarser optimizer state
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.errors import LayoutError, some
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import Scatter, TensorSpec, padding_ratio, plan_buffers
 
 MAX_MODULES_PER_UNIT = 64
-MAX_PLANNED_TENSORS = 4_000  # larger units are not tried: planning them would take longer than it helps
+MAX_PLANNED_TENSORS = 4_000  # larger units are not tried: planning them takes too long
 
 
 class PaddingWarning(UserWarning):
-    """A group is padded above the policy's limit.
+    """The padding of a group exceeds the policy's limit.
 
     Examples:
         >>> import warnings
-        >>> warnings.simplefilter("error", PaddingWarning)  # a run with much padding stops
+        >>> warnings.simplefilter("error", PaddingWarning)  # too much padding raises
         >>> warnings.resetwarnings()
     """
 
 
 @dataclass(frozen=True)
 class PaddingPolicy:
-    """What `fully_shard` does about padding.
+    """The limits of padding for `fully_shard`.
 
     Args:
-        scatter: ``"auto"`` lets the planner scatter a few tensors, which are then copied out after each
-            gather, where that is cheaper than the padding it avoids; ``"never"`` forbids it.
-        warn_above: padding, as a fraction of the payload, above which a `PaddingWarning` names the cures.
+        scatter: ``"auto"`` lets the planner scatter a few tensors, which are then copied out after each gather, where
+            that is cheaper than the padding it avoids; ``"never"`` forbids it.
+        warn_above: padding, as a fraction of the payload, above which a `PaddingWarning` names remedies.
         refuse_above: padding above which `LayoutError` is raised; ``math.inf`` accepts any.
-        ignore_below_bytes: padding per rank that is too small to speak of, whatever its ratio.
+        ignore_below_bytes: padding per rank that is never reported, whatever its ratio.
 
     Examples:
         >>> strict = PaddingPolicy(scatter="never", warn_above=0.05, refuse_above=0.5)
@@ -67,18 +67,18 @@ class PaddingPolicy:
                 "The padding policy is not valid.",
                 expected="scatter 'auto' or 'never', and 0 <= warn_above <= refuse_above",
                 got=self,
-                todo="give both limits as fractions of the payload, such as 0.25 and 10.0",
+                todo="pass both limits as fractions of the payload, such as 0.25 and 10.0",
             )
 
 
 @dataclass(frozen=True)
-class Cures:
-    """What would bring a group's padding below a limit; each is None where nothing does. Ratios are paddings.
+class Remedies:
+    """Changes that bring a group's padding below a limit, with the padding each leaves; None where none does.
 
     Attributes:
-        num_shards: the largest divisor of the shards that would do, and its padding.
-        modules_per_unit: how many such modules in one unit would do, and their padding.
-        smaller_blocks: tensors whose blocks, so many times smaller, would do: (names, divisor, padding).
+        num_shards: (shards, padding); the largest suitable divisor of the number of shards.
+        modules_per_unit: (modules, padding); the number of such modules in one unit.
+        smaller_blocks: (names, divisor, padding); tensors, and the divisor of their blocks.
     """
 
     num_shards: tuple[int, float] | None = None
@@ -87,13 +87,13 @@ class Cures:
 
 
 def check_padding(layout: GroupLayout, policy: PaddingPolicy, *, where: str = "", warn: bool = True) -> None:
-    """Warn or raise if a group is padded too much, naming numbers and cures.
+    """Warn or raise if a group has too much padding, with numbers and remedies.
 
     Args:
         layout: the group's layout.
         policy: the limits.
-        where: what the group belongs to, for the error.
-        warn: whether this process is the one that warns (rank 0); raising is for all.
+        where: the module of the group, for the error.
+        warn: whether this process warns (rank 0); all processes raise.
 
     Raises:
         LayoutError: above ``policy.refuse_above``.
@@ -105,18 +105,13 @@ def check_padding(layout: GroupLayout, policy: PaddingPolicy, *, where: str = ""
     if padded * itemsize_of(layout.slots[0].dtype) < policy.ignore_below_bytes:
         return
     if ratio > policy.refuse_above:
-        cures = find_cures(layout, policy.warn_above, policy.scatter)
+        remedies = remedy_texts(find_remedies(layout, policy.warn_above, policy.scatter), layout)
         raise LayoutError(
             "The group would be mostly padding: it has too few blocks for its ranks.",
             expected=f"padding of at most {policy.refuse_above:.0%} of the payload",
             got=_numbers(layout),
             where=where or layout.slots[0].fqn,
-            todo="; ".join(
-                (
-                    *cure_texts(cures, layout),
-                    "or accept it: padding_policy=PaddingPolicy(refuse_above=...)",
-                )
-            ),
+            todo="; ".join((*remedies, "or accept it: padding_policy=PaddingPolicy(refuse_above=...)")),
         )
     if warn:
         _warn_once(layout, policy)
@@ -124,24 +119,18 @@ def check_padding(layout: GroupLayout, policy: PaddingPolicy, *, where: str = ""
 
 @lru_cache(maxsize=256)
 def _warn_once(layout: GroupLayout, policy: PaddingPolicy) -> None:
-    """The warning; cached by what it says, so that the layers of a model warn once."""
-    cures = cure_texts(find_cures(layout, policy.warn_above, policy.scatter), layout)
-    warnings.warn(
-        f"padding is {_numbers(layout)}. What would cure it: {'; '.join(cures)}. "
-        f"PaddingPolicy(warn_above=...) moves this limit.",
-        PaddingWarning,
-        stacklevel=_levels_of_this_package(),
-    )
-
-
-def _levels_of_this_package() -> int:
-    """The ``stacklevel``, for our caller's warning, of the code that called into this package."""
-    frame = inspect.currentframe()
-    level = 0
+    """Warn; cached, so that equal layers of a model warn once."""
+    remedies = remedy_texts(find_remedies(layout, policy.warn_above, policy.scatter), layout)
+    # The warning points at the code that called into this package.
+    frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_globals["__name__"].startswith("vescale_fsdp."):
-        frame = frame.f_back
-        level += 1
-    return level
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"padding is {_numbers(layout)}. Remedies: {'; '.join(remedies)}. "
+        f"PaddingPolicy(warn_above=...) changes this limit.",
+        PaddingWarning,
+        stacklevel=level,
+    )
 
 
 def _numbers(layout: GroupLayout) -> str:
@@ -152,26 +141,25 @@ def _numbers(layout: GroupLayout) -> str:
     )
 
 
-def cure_texts(cures: Cures, layout: GroupLayout) -> Iterator[str]:
-    """The cures as advice, one sentence part each; that of cutting by element always holds."""
-    if cures.num_shards is not None:
-        shards, ratio = cures.num_shards
+def remedy_texts(remedies: Remedies, layout: GroupLayout) -> Iterator[str]:
+    """The remedies in words, with the padding that each leaves. The last one, cutting by element, always applies."""
+    if remedies.num_shards is not None:
+        shards, ratio = remedies.num_shards
         yield f"shard over {shards} ranks (HSDP, {layout.num_shards // shards} replicas): {ratio:.1%}"
-    if cures.modules_per_unit is not None:
-        count, ratio = cures.modules_per_unit
+    if remedies.modules_per_unit is not None:
+        count, ratio = remedies.modules_per_unit
         yield f"fully_shard {count} such modules as one unit: {ratio:.1%}"
-    if cures.smaller_blocks is not None:
-        names, divisor, ratio = cures.smaller_blocks
+    if remedies.smaller_blocks is not None:
+        names, divisor, ratio = remedies.smaller_blocks
         slot = layout.slot(names[0])
         block, row = slot.block_numel // divisor, _row_numel(slot.shape)
         example = f"Rows({block // row})" if row > 1 else f"Flat({block})"
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        yield f"blocks {divisor} times smaller, such as {example}, for {shown}: {ratio:.1%}"
+        yield f"blocks {divisor} times smaller, such as {example}, for {some(names, 3)}: {ratio:.1%}"
     yield "the default granularity, which cuts between any two elements: practically none"
 
 
-def find_cures(layout: GroupLayout, limit: float, scatter: Scatter = "auto") -> Cures:
-    """What would bring the padding of a group to ``limit`` or below, found by planning the same tensors again."""
+def find_remedies(layout: GroupLayout, limit: float, scatter: Scatter = "auto") -> Remedies:
+    """Changes that bring the padding of a group to ``limit`` or below, found by planning its tensors again."""
     specs = [TensorSpec(slot.fqn, slot.shape, slot.dtype, slot.block_numel) for slot in layout.slots]
     shards = layout.num_shards
 
@@ -182,7 +170,7 @@ def find_cures(layout: GroupLayout, limit: float, scatter: Scatter = "auto") -> 
                 return (*change, ratio)
         return None
 
-    return Cures(
+    return Remedies(
         first(((size,), specs, size) for size in range(shards // 2, 1, -1) if shards % size == 0),
         first(((count,), copies, shards) for count, copies in _larger_units(specs)),
         first((cut, changed, shards) for cut, changed in _smaller_blocks(specs)),
@@ -190,7 +178,7 @@ def find_cures(layout: GroupLayout, limit: float, scatter: Scatter = "auto") -> 
 
 
 def _larger_units(specs: Sequence[TensorSpec]) -> Iterator[tuple[int, list[TensorSpec]]]:
-    """Twice, four times, .. the modules in one unit: how many, and their tensors."""
+    """2, 4, .. modules in one unit: (number of modules, their tensors)."""
     count = 2
     while count <= MAX_MODULES_PER_UNIT and count * len(specs) <= MAX_PLANNED_TENSORS:
         yield count, [replace(spec, fqn=f"{copy}.{spec.fqn}") for copy in range(count) for spec in specs]
@@ -200,7 +188,7 @@ def _larger_units(specs: Sequence[TensorSpec]) -> Iterator[tuple[int, list[Tenso
 def _smaller_blocks(
     specs: Sequence[TensorSpec],
 ) -> Iterator[tuple[tuple[tuple[str, ...], int], list[TensorSpec]]]:
-    """Blocks halved again and again: for the tensors that share one, fewest elements first, then for all."""
+    """Blocks halved repeatedly: for the tensors that share a block, fewest elements first, then for all."""
     classes: dict[int, list[TensorSpec]] = {}
     for spec in specs:
         if 1 < spec.block_numel < spec.numel:
@@ -223,7 +211,7 @@ def _row_numel(shape: Sequence[int]) -> int:
 
 
 def _divisors(members: Sequence[TensorSpec]) -> Iterator[int]:
-    """2, 4, .. as long as all blocks stay whole rows."""
+    """2, 4, .. while all blocks remain whole rows."""
     in_rows = all(spec.block_numel % _row_numel(spec.shape) == 0 for spec in members)
     rows = math.gcd(*(spec.block_numel // _row_numel(spec.shape) for spec in members)) if in_rows else 0
     divisor = 2

@@ -1,13 +1,13 @@
-"""Pictures: what each rank holds and where each tensor is cut, and how padding grows with the shards.
+"""Pictures of a layout, and charts of padding over the number of shards, as SVG.
 
 `layout_picture` draws two panels per buffer of one group:
 
-    shards    one lane per rank; bands are the pieces the rank holds, in buffer order; padding is hatched
-    tensors   one bar per tensor, coloured by the ranks that hold it; light ticks are blocks, so one sees
-              that every change of colour falls on a tick
+    shards    one lane per rank; bands are the rank's pieces, in buffer order; padding is hatched
+    tensors   one bar per tensor, colored by the ranks that own its parts; light ticks are ends of blocks, which shows
+              that every change of color is at a tick
 
-Both panels stay of readable size for any layout: only the first and last ranks and the largest tensors
-are drawn, and what is left out is said. Every band carries a tooltip with the exact numbers.
+Both panels have a readable size for any layout: they show the first and last ranks and the largest tensors, and state
+how many are omitted. Every band has a tooltip with the exact numbers. Lengths are pixels, y grows downwards.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PAPER, HATCH_PAPER, HATCH_INK, INK = "#ffffff", "#f8f9fb", "#98a2b3", "#1d2433"
 
 
 class Canvas:
-    """Collects the shapes of one picture, back to front.
+    """The shapes of one picture, back to front.
 
     Args:
-        title: what the picture shows.
-        width_px, height_px: its size; the height may be set when all is drawn.
+        title: of the SVG document.
+        width_px, height_px: its size; the height may be set last.
     """
 
     def __init__(self, title: str, width_px: float, height_px: float = 0) -> None:
@@ -42,7 +42,7 @@ class Canvas:
     def rect(
         self, x: float, y: float, width: float, height: float, fill: str, *, stroke: str = "", tip: str = ""
     ) -> None:
-        """A filled rectangle; ``fill=PADDING`` hatches it. The tip shows in SVG when pointed at."""
+        """A filled rectangle; ``fill=PADDING`` hatches it. ``tip`` is a tooltip."""
         fill = "url(#padding)" if fill == PADDING else fill
         edge = f" stroke='{stroke}' stroke-width='0.8'" if stroke else ""
         self._shapes.append(
@@ -51,13 +51,13 @@ class Canvas:
         )
 
     def line(
-        self, points: Sequence[tuple[float, float]], colour: str, *, width: float = 1.0, dashed: bool = False
+        self, points: Sequence[tuple[float, float]], color: str, *, width: float = 1.0, dashed: bool = False
     ) -> None:
         """An open line through points."""
-        where = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+        vertices = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
         dashes = " stroke-dasharray='5 4'" if dashed else ""
         self._shapes.append(
-            f"<polyline points='{where}' fill='none' stroke='{colour}' stroke-width='{width}' "
+            f"<polyline points='{vertices}' fill='none' stroke='{color}' stroke-width='{width}' "
             f"stroke-linejoin='round'{dashes}/>"
         )
 
@@ -74,14 +74,14 @@ class Canvas:
         content: str,
         *,
         size: float = 11,
-        colour: str = INK,
+        color: str = INK,
         anchor: str = "start",
         bold: bool = False,
     ) -> None:
-        """A line of text whose baseline starts (``"start"``), is centred or ends at a point."""
+        """A line of text; ``anchor``, "start", "middle" or "end", is the part of its baseline at the point."""
         weight = " font-weight='600'" if bold else ""
         self._shapes.append(
-            f"<text x='{x:.2f}' y='{y:.2f}' font-size='{size}' fill='{colour}' "
+            f"<text x='{x:.2f}' y='{y:.2f}' font-size='{size}' fill='{color}' "
             f"text-anchor='{anchor}'{weight}>{escape(content)}</text>"
         )
 
@@ -106,10 +106,10 @@ def _title(tip: str) -> str:
     return f"<title>{escape(tip)}</title>" if tip else ""
 
 
-MAX_LANES = 16  # ranks drawn before the middle is left out
+MAX_LANES = 16  # ranks that are drawn before the middle ones are omitted
 MAX_TENSORS = 14  # tensors drawn in the tensor panel
-MAX_SEGMENTS = 90  # pieces drawn in one tensor bar; more would be a blur
-LABEL_PX = 240  # width of the column of names on the left
+MAX_SEGMENTS = 90  # pieces drawn in one tensor bar; more would not be distinguishable
+LABEL_PX = 240  # width of the left column, which contains names
 BODY_PX = 900
 LANE_PX = 26
 BAR_PX = 16
@@ -117,7 +117,7 @@ GAP_PX = 6
 QUIET, RULE, MANY = "#667085", "#d0d5dd", "#dde3ec"
 CHART_LEFT_PX, CHART_TOP_PX, CHART_WIDTH_PX, CHART_HEIGHT_PX = 130, 80, 800, 340
 LOWEST_POWER = -2  # the chart's lowest line is 10^-2 percent
-CURVE_COLOURS = ("#2e6fdb", "#e07b1a", "#189a6a", "#b03a9f", "#8a6d1f", "#5b5bd6", "#c2373f", "#3a8fa3")
+CURVE_COLORS = ("#2e6fdb", "#e07b1a", "#189a6a", "#b03a9f", "#8a6d1f", "#5b5bd6", "#c2373f", "#3a8fa3")
 
 
 def layout_svg(layout: GroupLayout, title: str = "layout") -> str:
@@ -129,7 +129,7 @@ def layout_picture(layouts: Sequence[GroupLayout], title: str = "layout") -> Can
     """Draw one group, buffer by buffer: a lane per rank, then a bar per tensor.
 
     Args:
-        layouts: of its buffers, at least one; large ones are drawn in part, and the picture says so.
+        layouts: of its buffers, at least one. Large ones are drawn in part.
         title: headline of the picture.
     """
     canvas = Canvas(title, LABEL_PX + BODY_PX + 40)
@@ -138,7 +138,7 @@ def layout_picture(layouts: Sequence[GroupLayout], title: str = "layout") -> Can
     top = 52.0
     for number, layout in enumerate(layouts, 1):
         which = f"buffer {number} of {len(layouts)}: " if len(layouts) > 1 else ""
-        canvas.text(20, top, which + _summary(layout), size=12, colour=QUIET)
+        canvas.text(20, top, which + _summary(layout), size=12, color=QUIET)
         top = _draw_shards(canvas, layout, names, top + 32)
         top = _draw_tensors(canvas, layout, names, top + 30) + 36
     padded = sum(layout.numel - layout.payload_numel for layout in layouts)
@@ -147,17 +147,17 @@ def layout_picture(layouts: Sequence[GroupLayout], title: str = "layout") -> Can
     return canvas
 
 
-def rank_colour(rank: int, num_shards: int, *, shade: bool = False) -> str:
+def rank_color(rank: int, num_shards: int, *, shade: bool = False) -> str:
     """The fill of a rank, in one of two shades: hues spread over at most 16 ranks, then repeat."""
     cycle = min(max(num_shards, 3), 16)
-    # Steps of 3/8 of the circle put clearly different hues on neighbouring ranks.
+    # Steps of 3/8 of the circle give adjacent ranks clearly different hues.
     hue = (0.58 + (rank % cycle) * (1 / cycle if cycle < 7 else 0.381966)) % 1.0
     red, green, blue = colorsys.hls_to_rgb(hue, 0.80 if shade else 0.72, 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
 def short_names(fqns: Sequence[str]) -> dict[str, str]:
-    """Names without the leading parts that all of them share."""
+    """Names without their common leading parts."""
     parts = [fqn.split(".") for fqn in fqns]
     shared = 0
     while len(parts) > 1 and all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
@@ -182,7 +182,7 @@ def _percent(ratio: float) -> str:
 
 
 def _fit(label: str, width_px: float, size: float = 10.5) -> str:
-    """The label if it fits, its start and end if that much fits, else nothing."""
+    """The label if it fits, its start and end if those fit, else nothing."""
     room = int((width_px - 6) / (size * 0.56))
     if len(label) <= room:
         return label
@@ -192,48 +192,52 @@ def _fit(label: str, width_px: float, size: float = 10.5) -> str:
     return f"{label[: room - 1 - tail]}…{label[-tail:]}"
 
 
-def _drawn_ranks(num_shards: int) -> list[int | None]:
-    """Ranks to draw; None stands for those left out."""
-    if num_shards <= MAX_LANES:
-        return list(range(num_shards))
-    return [*range(MAX_LANES - 5), None, *range(num_shards - 3, num_shards)]
+def _draw_band(
+    canvas: Canvas,
+    start: tuple[float, float],
+    size: tuple[float, float],
+    fill: str,
+    label: str,
+    tip: str,
+    *,
+    stroke: str = "",
+) -> None:
+    """A rectangle with as much of its label as fits."""
+    (x, y), (width, height) = start, size
+    canvas.rect(x, y, width, height, fill, tip=tip, stroke=stroke)
+    label = _fit(label, width)
+    if label:
+        canvas.text(x + width / 2, y + height / 2 + 4, label, size=10.5, anchor="middle")
 
 
 def _draw_shards(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top: float) -> float:
-    canvas.text(20, top, "Shards: what each rank holds", size=13, bold=True)
-    y = top + 12
-    for rank in _drawn_ranks(layout.num_shards):
-        if rank is None:
-            left_out = layout.num_shards - MAX_LANES + 2
-            canvas.text(LABEL_PX, y + 12, f"⋮  {left_out:,} more ranks", size=11, colour=QUIET)
+    canvas.text(20, top, "Shards: the pieces of each rank", size=13, bold=True)
+    y, num_shards, scale = top + 12, layout.num_shards, BODY_PX / max(layout.shard_numel, 1)
+    last_ranks = range(num_shards - 3, num_shards) if num_shards > MAX_LANES else range(0)
+    num_first = MAX_LANES - 5 if last_ranks else num_shards
+    for rank in (*range(num_first), *last_ranks):
+        if last_ranks and rank == last_ranks.start:
+            canvas.text(LABEL_PX, y + 12, f"⋮  {rank - num_first:,} more ranks", size=11, color=QUIET)
             y += LANE_PX - 4
-            continue
-        canvas.rect(20, y + 6, 12, 12, rank_colour(rank, layout.num_shards))
+        canvas.rect(20, y + 6, 12, 12, rank_color(rank, num_shards))
         canvas.text(40, y + 16, f"rank {rank:,}", size=11.5)
-        _draw_lane(canvas, layout, names, rank, y)
+        canvas.rect(LABEL_PX, y, BODY_PX, LANE_PX, PADDING, stroke=RULE, tip=f"rank {rank}: padding")
+        for index, (slot, piece) in enumerate(layout.pieces_of(rank)):
+            start, width = (LABEL_PX + piece.local_offset * scale, y), piece.numel * scale
+            # Two alternating shades separate adjacent pieces where no label fits.
+            fill = rank_color(rank, num_shards, shade=index % 2 == 1)
+            tip = (
+                f"{slot.fqn} {list(slot.shape)}: elements [{piece.range.start:,}, {piece.range.stop:,}) of "
+                f"{slot.numel:,} on rank {rank} at {piece.local_offset:,}"
+            )
+            stroke = PAPER if width > 3 else ""
+            _draw_band(canvas, start, (width, LANE_PX), fill, names[slot.fqn], tip, stroke=stroke)
         y += LANE_PX + 4
     return y
 
 
-def _draw_lane(canvas: Canvas, layout: GroupLayout, names: dict[str, str], rank: int, y: float) -> None:
-    scale = BODY_PX / max(layout.shard_numel, 1)
-    canvas.rect(LABEL_PX, y, BODY_PX, LANE_PX, PADDING, stroke=RULE, tip=f"rank {rank}: padding")
-    for index, (slot, piece) in enumerate(layout.pieces_of(rank)):
-        x, width = LABEL_PX + piece.local_offset * scale, piece.numel * scale
-        tip = (
-            f"{slot.fqn} {list(slot.shape)}: elements [{piece.range.start:,}, {piece.range.stop:,}) of "
-            f"{slot.numel:,} on rank {rank} at {piece.local_offset:,}"
-        )
-        # Two shades alternate, so that neighbours stay apart where no label fits.
-        fill = rank_colour(rank, layout.num_shards, shade=index % 2 == 1)
-        canvas.rect(x, y, width, LANE_PX, fill, tip=tip, stroke=PAPER if width > 3 else "")
-        label = _fit(names[slot.fqn], width)
-        if label:
-            canvas.text(x + width / 2, y + LANE_PX / 2 + 4, label, size=10.5, anchor="middle")
-
-
 def _draw_tensors(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top: float) -> float:
-    canvas.text(20, top, "Tensors: which rank holds which part", size=13, bold=True)
+    canvas.text(20, top, "Tensors: the rank of each part", size=13, bold=True)
     filled = [slot for slot in layout.slots if slot.numel]
     largest = sorted(filled, key=lambda slot: -slot.numel)[:MAX_TENSORS]
     y = top + 12
@@ -244,10 +248,10 @@ def _draw_tensors(canvas: Canvas, layout: GroupLayout, names: dict[str, str], to
         shape = " x ".join(map(str, slot.shape)) or "scalar"
         note = f"{shape}, {blocks:,} x block {slot.block_numel:,}"
         note += ", scattered" if slot.is_scattered else ""
-        canvas.text(20, y + 24, note, size=9, colour=QUIET)
+        canvas.text(20, y + 24, note, size=9, color=QUIET)
         y += BAR_PX + 12 + GAP_PX
     if len(filled) > len(largest):
-        canvas.text(LABEL_PX, y + 10, f"⋮  {len(filled) - len(largest):,} smaller tensors", colour=QUIET)
+        canvas.text(LABEL_PX, y + 10, f"⋮  {len(filled) - len(largest):,} smaller tensors", color=QUIET)
         y += 20
     return y
 
@@ -258,18 +262,14 @@ def _draw_bar(canvas: Canvas, layout: GroupLayout, slot: TensorSlot, y: float) -
     if len(holders) > MAX_SEGMENTS:
         runs = layout.runs_of(slot)
         count, last = sum(run.num_ranks for run in runs), runs[-1].first_rank + runs[-1].num_ranks - 1
-        canvas.rect(LABEL_PX, y, BODY_PX, BAR_PX, MANY, tip=f"{slot.fqn}: on {count:,} ranks")
         label = f"on {count:,} ranks, {holders[0]:,} to {last:,}"
-        canvas.text(LABEL_PX + BODY_PX / 2, y + BAR_PX / 2 + 3.5, label, size=10, anchor="middle")
+        _draw_band(canvas, (LABEL_PX, y), (BODY_PX, BAR_PX), MANY, label, f"{slot.fqn}: on {count:,} ranks")
         return
     for rank in holders:
         piece = layout.piece(slot, rank)
-        x, width = LABEL_PX + piece.range.start * scale, piece.numel * scale
+        start, size = (LABEL_PX + piece.range.start * scale, y), (piece.numel * scale, BAR_PX)
         tip = f"{slot.fqn}: rank {rank} holds [{piece.range.start:,}, {piece.range.stop:,})"
-        canvas.rect(x, y, width, BAR_PX, rank_colour(rank, layout.num_shards), tip=tip)
-        label = _fit(f"rank {rank}", width, 10)
-        if label:
-            canvas.text(x + width / 2, y + BAR_PX / 2 + 3.5, label, size=10, anchor="middle")
+        _draw_band(canvas, start, size, rank_color(rank, layout.num_shards), f"rank {rank}", tip)
     block_px = slot.block_numel * scale
     if block_px >= 4:
         for tick in range(1, -(-slot.numel // slot.block_numel)):
@@ -280,16 +280,16 @@ def _draw_bar(canvas: Canvas, layout: GroupLayout, slot: TensorSlot, y: float) -
 
 def _draw_legend(canvas: Canvas, num_shards: int, padded_numel: int, y: float) -> None:
     canvas.rect(LABEL_PX, y, 22, 12, PADDING, stroke=RULE)
-    canvas.text(LABEL_PX + 28, y + 10, f"padding, {padded_numel:,} elements", colour=QUIET)
+    canvas.text(LABEL_PX + 28, y + 10, f"padding, {padded_numel:,} elements", color=QUIET)
     canvas.line([(LABEL_PX + 230, y + 2), (LABEL_PX + 230, y + 12)], INK, width=0.8)
-    canvas.text(LABEL_PX + 238, y + 10, "edge of a block: colours change only there", colour=QUIET)
-    canvas.rect(LABEL_PX + 520, y, 12, 12, rank_colour(0, num_shards))
-    canvas.rect(LABEL_PX + 532, y, 12, 12, rank_colour(0, num_shards, shade=True))
-    canvas.text(LABEL_PX + 550, y + 10, "colour: rank; shades tell neighbouring tensors apart", colour=QUIET)
+    canvas.text(LABEL_PX + 238, y + 10, "end of a block: colors change only there", color=QUIET)
+    canvas.rect(LABEL_PX + 520, y, 12, 12, rank_color(0, num_shards))
+    canvas.rect(LABEL_PX + 532, y, 12, 12, rank_color(0, num_shards, shade=True))
+    canvas.text(LABEL_PX + 550, y + 10, "color: rank; shades separate adjacent tensors", color=QUIET)
 
 
 class Curve(NamedTuple):
-    """Padding and copies of one unit over numbers of shards, as fractions of its payload."""
+    """Padding and copies of one unit over the number of shards, as fractions of its payload."""
 
     name: str
     points: tuple[tuple[int, float, float], ...]  # (shards, padding, copied)
@@ -299,13 +299,13 @@ def padding_picture(curves: Sequence[Curve], title: str, *, limit: float | None 
     """Chart padding over the number of shards; copied elements are dashed.
 
     Args:
-        curves: what to draw; all over the same shards.
+        curves: all over the same numbers of shards.
         title: headline of the picture.
-        limit: a padding to mark, as a fraction.
+        limit: a padding, as a fraction, to be marked by a line.
     """
     canvas = Canvas(title, CHART_LEFT_PX + CHART_WIDTH_PX + 60)
     canvas.text(20, 32, title, size=18, bold=True)
-    canvas.text(20, 52, "padding in % of the payload (dashed: copied after a gather)", size=12, colour=QUIET)
+    canvas.text(20, 52, "padding in % of the payload (dashed: copied after a gather)", size=12, color=QUIET)
     shards = [count for count, _, _ in curves[0].points] if curves else []
     highest = max((max(p, c) for curve in curves for _, p, c in curve.points), default=0.0)
     top_power = max(1, math.ceil(math.log10(max(highest * 100, 1e-9))))
@@ -315,12 +315,12 @@ def padding_picture(curves: Sequence[Curve], title: str, *, limit: float | None 
         canvas.line(
             [(CHART_LEFT_PX, y), (CHART_LEFT_PX + CHART_WIDTH_PX, y)], "#b42318", width=0.8, dashed=True
         )
-        canvas.text(CHART_LEFT_PX + 4, y - 5, f"warned above {limit:.0%}", size=10, colour="#b42318")
+        canvas.text(CHART_LEFT_PX + 4, y - 5, f"warned above {limit:.0%}", size=10, color="#b42318")
     y = CHART_TOP_PX + CHART_HEIGHT_PX + 64
     for index, curve in enumerate(curves):
-        colour = CURVE_COLOURS[index % len(CURVE_COLOURS)]
-        _draw_curve(canvas, curve, colour, top_power)
-        canvas.rect(CHART_LEFT_PX, y - 9, 12, 12, colour)
+        color = CURVE_COLORS[index % len(CURVE_COLORS)]
+        _draw_curve(canvas, curve, color, top_power)
+        canvas.rect(CHART_LEFT_PX, y - 9, 12, 12, color)
         canvas.text(CHART_LEFT_PX + 20, y + 1, curve.name)
         y += 20
     canvas.height_px = y + 10
@@ -333,25 +333,25 @@ def _draw_axes(canvas: Canvas, shards: Sequence[int], top_power: int) -> None:
         y = _chart_y(10.0**power / 100, top_power)
         canvas.line([(CHART_LEFT_PX, y), (right, y)], RULE, width=0.8)
         label = f"{10.0**power:g} %" if power > LOWEST_POWER else f"{10.0**power:g} % or less"
-        canvas.text(CHART_LEFT_PX - 8, y + 4, label, size=10.5, colour=QUIET, anchor="end")
+        canvas.text(CHART_LEFT_PX - 8, y + 4, label, size=10.5, color=QUIET, anchor="end")
     for index, count in enumerate(shards):
         x = _chart_x(index, len(shards))
         bottom = CHART_TOP_PX + CHART_HEIGHT_PX
         canvas.line([(x, bottom), (x, bottom + 5)], QUIET, width=0.8)
-        canvas.text(x, bottom + 20, f"{count:,}", size=10.5, colour=QUIET, anchor="middle")
+        canvas.text(x, bottom + 20, f"{count:,}", size=10.5, color=QUIET, anchor="middle")
     middle = CHART_LEFT_PX + CHART_WIDTH_PX / 2
-    canvas.text(middle, CHART_TOP_PX + CHART_HEIGHT_PX + 40, "shards", colour=QUIET, anchor="middle")
+    canvas.text(middle, CHART_TOP_PX + CHART_HEIGHT_PX + 40, "shards", color=QUIET, anchor="middle")
 
 
-def _draw_curve(canvas: Canvas, curve: Curve, colour: str, top_power: int) -> None:
+def _draw_curve(canvas: Canvas, curve: Curve, color: str, top_power: int) -> None:
     xs = [_chart_x(index, len(curve.points)) for index in range(len(curve.points))]
     copied = [(x, _chart_y(c, top_power)) for x, (_, _, c) in zip(xs, curve.points, strict=True)]
     if any(c for _, _, c in curve.points):
-        canvas.line(copied, colour, width=1.2, dashed=True)
+        canvas.line(copied, color, width=1.2, dashed=True)
     padding = [(x, _chart_y(p, top_power)) for x, (_, p, _) in zip(xs, curve.points, strict=True)]
-    canvas.line(padding, colour, width=2)
+    canvas.line(padding, color, width=2)
     for (x, y), (count, p, c) in zip(padding, curve.points, strict=True):
-        canvas.dot(x, y, 3.5, colour, tip=f"{curve.name}, {count:,} shards: {p:.2%} padding, {c:.2%} copied")
+        canvas.dot(x, y, 3.5, color, tip=f"{curve.name}, {count:,} shards: {p:.2%} padding, {c:.2%} copied")
 
 
 def _chart_x(index: int, count: int) -> float:
@@ -359,6 +359,6 @@ def _chart_x(index: int, count: int) -> float:
 
 
 def _chart_y(ratio: float, top_power: int) -> float:
-    """Logarithmic from 10^LOWEST_POWER percent up; all below lies on the lowest line."""
+    """Logarithmic from 10^LOWEST_POWER percent up; lower values are on the lowest line."""
     power = max(LOWEST_POWER, math.log10(max(ratio * 100, 1e-9)))
     return CHART_TOP_PX + CHART_HEIGHT_PX * (top_power - power) / (top_power - LOWEST_POWER)

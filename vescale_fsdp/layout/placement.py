@@ -1,16 +1,16 @@
-"""RaggedShard: a DTensor placement that gives each rank any number of whole units, also none.
+"""RaggedShard: a DTensor placement that gives each rank any number of whole units, including none.
 
-The published meaning is kept (volcengine/veScale, ``docs/texts/raggedshard.md``): the tensor dims in
-``dims``, a prefix (0, .., i-1), are flattened and cut into ``sum(local_units)`` equal units; rank r of the
-mesh axis owns ``local_units[r]`` of them, contiguous and in rank order. ``dims=()`` leaves the tensor
-uncut on the one rank whose unit is not zero.
+The meaning is the published one (volcengine/veScale, ``docs/texts/raggedshard.md``): the tensor dims in ``dims``, a
+prefix (0, .., i-1), are flattened and cut into ``sum(local_units)`` equal units; rank r of the mesh axis owns
+``local_units[r]`` of them, contiguous and in rank order. ``dims=()`` keeps the tensor whole on the one rank whose
+unit is not zero.
 
     RaggedShard((0,), (1, 2, 0, 1)) on shape (8, 3): 4 units of 2 rows
         rank 0: rows [0, 2)   rank 1: rows [2, 6)   rank 2: nothing   rank 3: rows [6, 8)
 
-What a rank holds is one flat range of the tensor (`RaggedShard.piece`); its local tensor is 1-D, of that
-many elements. A placement is a value: equal by content, hashable, picklable, deep-copyable. It keeps the units as
-runs (`RunLengths`), whose size does not grow with the ranks; ``local_units`` is written out for who asks.
+A rank owns one flat range of the tensor (`RaggedShard.piece`); its local tensor is 1-D and has as many elements. A
+placement is a value: compared by content, hashable, picklable, deep-copyable. It stores the units as runs
+(`RunLengths`), whose size does not grow with the ranks; ``local_units`` is computed on demand.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RaggedShard(Placement):
     local_units: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        # torch's Placement is a C++ class: without this call its methods crash the process.
+        # torch's Placement is a C++ class, whose methods crash the process without this call.
         super().__init__()
         object.__setattr__(self, "dims", tuple(self.dims))
         self.__dict__["units"] = RunLengths.of(self.__dict__.pop("local_units"))
@@ -61,7 +61,7 @@ class RaggedShard(Placement):
             )
         if not self.units or min(self.units.distinct) < 0 or self.units.total == 0:
             raise PlacementError(
-                "The units cannot be shared out.",
+                "The units are not valid.",
                 expected="one unit count >= 0 per rank, at least one of them > 0",
                 got=self.local_units,
                 where="RaggedShard(local_units=...)",
@@ -74,10 +74,10 @@ class RaggedShard(Placement):
                 todo="name the dims to cut, or give one owner",
             )
 
-    if not TYPE_CHECKING:  # a type checker knows the field
+    if not TYPE_CHECKING:  # type checkers see the dataclass field
 
         def __getattr__(self, name: str) -> Any:
-            """``local_units``, which is a field but not kept."""
+            """``local_units``, a field that is not stored."""
             if name == "local_units":
                 return tuple(self.units)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -99,14 +99,17 @@ class RaggedShard(Placement):
         return hash(self._key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RaggedShard, (self.dims, self.local_units)  # as it was published: any version reads it
+        return RaggedShard, (
+            self.dims,
+            self.local_units,
+        )  # the published fields, which every version can read
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
         return self
 
     def __format__(self, spec: str) -> str:
-        # So torch's distribute_tensor puts it into the error by which it refuses foreign placements: it is the one
-        # thing there that a placement is asked.
+        # torch's distribute_tensor formats a foreign placement into its error. No other method of the placement is
+        # called there, so this is the only way to tell the user what to call instead.
         return format(str(self), spec) if spec else f"{self!s} of vescale_fsdp ({_INSTEAD})"
 
     def __str__(self) -> str:
@@ -118,13 +121,13 @@ class RaggedShard(Placement):
     def from_piece_numels(cls, shape: Sequence[int], piece_numels: Sequence[int]) -> RaggedShard:
         """The placement under which rank r holds ``piece_numels[r]`` elements of a tensor of this shape.
 
-        Units are made as large, and dims as few, as the cuts allow.
+        Units are as large, and dims as few, as the cuts allow.
 
         >>> RaggedShard.from_piece_numels((6, 4), [8, 16])
         RaggedShard(dims=(0,), local_units=(1, 2))
 
         Raises:
-            PlacementError: if the pieces do not add up to the tensor.
+            PlacementError: if the sizes of the pieces do not add up to the size of the tensor.
         """
         numel, numels = numel_of(shape), RunLengths.of(piece_numels)
         if numels.total != numel:
@@ -143,28 +146,28 @@ class RaggedShard(Placement):
 
     @classmethod
     def of_runs(cls, dims: tuple[int, ...], units: RunLengths) -> RaggedShard:
-        """The placement with these units, which are not written out."""
-        return RaggedShard(dims, units)  # type: ignore[arg-type]  # the tuple they stand for
+        """The placement with these units, kept as runs."""
+        return RaggedShard(dims, units)  # type: ignore[arg-type]  # instead of the tuple
 
     def with_split_factor(self, split_factor: int) -> RaggedShard:
-        """The same cut beside ``split_factor`` ranks that share dim 0 (1: a plain RaggedShard)."""
+        """The same cut where ``split_factor`` ranks of other axes share dim 0 (1: a plain RaggedShard)."""
         if split_factor == 1:
             return RaggedShard.of_runs(self.dims, self.units)
         return StridedRaggedShard(self.dims, self.units, split_factor)  # type: ignore[arg-type]
 
     @property
     def num_shards(self) -> int:
-        """Ranks of the mesh axis this placement is for."""
+        """Number of ranks of the mesh axis."""
         return len(self.units)
 
     def unit_numel(self, shape: Sequence[int]) -> int:
         """Elements per unit of a tensor of this shape.
 
         Raises:
-            PlacementError: if the shape has fewer dims, or its cut dims do not divide into the units.
+            PlacementError: if the shape has too few dims, or its cut dims do not divide into the units.
         """
         numel, units = numel_of(shape), self.units.total
-        run_numel = numel_of(shape[len(self.dims) :])  # right of the cut dims: never cut (0 if empty)
+        run_numel = numel_of(shape[len(self.dims) :])  # of the dims that are never cut (0 if empty)
         whole_runs = not self.dims or run_numel == 0 or (numel // units) % run_numel == 0
         if len(shape) >= len(self.dims) and numel % units == 0 and whole_runs:
             return numel // units
@@ -177,7 +180,7 @@ class RaggedShard(Placement):
         )
 
     def piece(self, shape: Sequence[int], rank: int) -> FlatRange:
-        """Half-open range of the flattened tensor that ``rank`` of the mesh axis holds."""
+        """Half-open range of the flattened tensor on ``rank`` of the mesh axis."""
         unit = self.unit_numel(shape)
         return FlatRange(self.units.start(rank) * unit, self.units.start(rank + 1) * unit)
 
@@ -187,31 +190,31 @@ class RaggedShard(Placement):
         return self.units.map(lambda units: units * unit)
 
     def piece_numels(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Elements on each rank, in rank order; as long as the ranks."""
+        """Elements on each rank, in rank order: one number per rank."""
         return tuple(self.piece_lengths(shape))
 
     def owners(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Ranks that hold at least one element."""
+        """Ranks that own at least one element."""
         return tuple(self.piece_lengths(shape).holders(0, numel_of(shape)))
 
 
 @dataclass(frozen=True, eq=False)
 class StridedRaggedShard(RaggedShard):
-    """A RaggedShard beside ``Shard(0)`` on other mesh axes, which cut the tensor first.
+    """A RaggedShard combined with ``Shard(0)`` on other mesh axes, which cut the tensor first.
 
-    The other axes cut dim 0 into ``split_factor`` chunks; each chunk is then cut in the same ratio. So in the
-    flat order of the full tensor a rank of this axis holds ``split_factor`` runs, one per chunk, and joining
-    the pieces in rank order alone would permute the rows::
+    The other axes cut dim 0 into ``split_factor`` chunks; each chunk is then cut in the same ratio. So in the flat
+    order of the full tensor a rank of this axis owns ``split_factor`` runs, one per chunk, and concatenating the pieces
+    in rank order would permute the rows::
 
         shape (6,), units (1, 2), split_factor 2:   chunk 0      chunk 1
-            rank 0 holds elements 0 and 3           0 | 1 2      3 | 4 5
-            rank 1 holds elements 1, 2 and 4, 5     r0  r1       r0  r1
+            rank 0 owns elements 0 and 3            0 | 1 2      3 | 4 5
+            rank 1 owns elements 1, 2 and 4, 5      r0  r1       r0  r1
 
-    `vescale_fsdp.dtensor.spec.make_spec` fills it in where it is needed; nobody has to spell it.
+    `vescale_fsdp.dtensor.spec.make_spec` creates it where it is needed; users do not write it.
 
     Args:
         dims, local_units: as for `RaggedShard`; they cut one chunk.
-        split_factor: how many chunks, at least 2.
+        split_factor: number of chunks, at least 2.
 
     Raises:
         PlacementError: if the split factor is below 2, or the dims or units are not valid.
@@ -244,7 +247,7 @@ class StridedRaggedShard(RaggedShard):
         return f"Strided{super().__str__()[:-1]}, split_factor={self.split_factor})"
 
     def runs(self, shape: Sequence[int], rank: int) -> tuple[FlatRange, ...]:
-        """Ranges of the flattened full tensor that ``rank`` holds over all chunks, in flat order.
+        """Ranges of the flattened full tensor on ``rank``, over all chunks, in flat order.
 
         Raises:
             PlacementError: if dim 0 does not divide into the chunks.

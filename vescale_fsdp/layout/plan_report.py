@@ -1,7 +1,7 @@
-"""The plan report: what a layout costs on any number of ranks, and what would cure it. Runs offline.
+"""The plan report: the cost of layouts on any number of ranks, and remedies. Runs offline.
 
-`plan_report` plans every unit of a model for each number of shards and returns a `PlanReport`, a value that
-prints as tables and draws itself. No GPU, no process group and no weights are needed: shapes are enough.
+`plan_report` plans every unit of a model for each number of shards and returns a `PlanReport`, a value that prints as
+tables and draws itself. It needs shapes only: no GPU, no process group and no weights.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.errors import LayoutError, some
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.model_shapes import PlannedUnit, ShapeSource, shapes_of, units_of
-from vescale_fsdp.layout.padding import PaddingPolicy, cure_texts, find_cures
+from vescale_fsdp.layout.padding import PaddingPolicy, find_remedies, remedy_texts
 from vescale_fsdp.layout.pictures import Canvas, Curve, layout_picture, padding_picture
 from vescale_fsdp.layout.planner import TensorSpec, padding_ratio, plan_buffers
 
@@ -28,7 +28,7 @@ ROOT = "(root)"
 
 @dataclass(frozen=True)
 class PlannedParam:
-    """One parameter, its granularity and the block that follows."""
+    """One parameter, its granularity and its block."""
 
     fqn: str  # relative to the unit
     shape: tuple[int, ...]
@@ -38,13 +38,13 @@ class PlannedParam:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """The parameters of a unit that share a dtype, planned for several numbers of shards.
+    """The parameters of a unit with one dtype, planned for several numbers of shards.
 
     Attributes:
-        units: names of the units that are alike; the first one stands for all.
+        units: names of all units with these parameters; the first one represents them.
         dtype: of the parameters.
         params: in definition order.
-        layouts: one tuple per number of shards of the report: one buffer, or two where that costs less.
+        layouts: for each number of shards of the report, the layout of one buffer, or of two where that costs less.
     """
 
     units: tuple[str, ...]
@@ -60,11 +60,11 @@ class PlannedGroup:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """The figures of one group over one number of shards; ratios are fractions of the payload.
+    """The numbers of one group over one number of shards; ratios are fractions of the payload.
 
-    ``shard_bytes`` is what a rank holds of the parameters of one unit. ``blocks_per_rank`` counts the
-    group's largest blocks in a rank's share of the payload: below about 8, rounding to whole blocks rules.
-    ``apart`` names the tensors of the second buffer, where the group has two.
+    ``shard_bytes`` is a rank's share of the parameters of one unit, with padding. ``blocks_per_rank`` is a rank's share
+    of the payload in the group's largest blocks: below about 8, rounding to whole blocks dominates. ``apart`` names
+    the tensors of the second buffer, if there is one.
     """
 
     group: str
@@ -82,7 +82,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Plans of all groups of a model. ``str(report)`` is the tables; `save` writes text and pictures.
+    """Plans of all groups of a model. ``str(report)`` gives the tables; `save` writes text and pictures.
 
     Examples:
         >>> report = plan_report({"w": (100, 30)}, [4])
@@ -103,7 +103,7 @@ class PlanReport:
         return tuple(_row(group, layouts) for group in self.groups for layouts in group.layouts)
 
     def total(self, num_shards: int) -> PlanRow:
-        """All units together, in the figures of a row (bytes and elements are summed over all units)."""
+        """All units as one row (bytes and elements are summed over all units)."""
         rows = [row for row in self.rows if row.num_shards == num_shards]
         payload = sum(row.payload_numel * row.num_units for row in rows)
         weights = [(row, row.payload_numel * row.num_units / max(payload, 1)) for row in rows]
@@ -122,21 +122,21 @@ class PlanReport:
         )
 
     def layout(self, group: str, num_shards: int) -> GroupLayout:
-        """The layout of a group that has one buffer, by the name of any of its units.
+        """The layout of a group with one buffer, by the name of any of its units.
 
         Raises:
             LayoutError: if the report has no such unit or number of shards, or if there are two buffers.
         """
-        found = self.layouts(group, num_shards)
-        if len(found) > 1:
+        layouts = self.layouts(group, num_shards)
+        if len(layouts) > 1:
             raise LayoutError(
-                "The tensors of this group lie in two buffers.",
+                "The tensors of this group are in two buffers.",
                 expected="a group in one buffer",
-                got=f"{len(found)} layouts",
+                got=f"{len(layouts)} layouts",
                 where=f"{group} over {num_shards:,} shards",
-                todo="ask layouts(group, num_shards) for both",
+                todo="call layouts(group, num_shards) for both",
             )
-        return found[0]
+        return layouts[0]
 
     def layouts(self, group: str, num_shards: int) -> tuple[GroupLayout, ...]:
         """The layouts of a group, one per buffer, by the name of any of its units.
@@ -144,25 +144,25 @@ class PlanReport:
         Raises:
             LayoutError: if the report has no such unit or number of shards.
         """
-        for found in self.groups:
-            if group in (found.name, *found.units) and num_shards in self.shards:
-                return found.layouts[self.shards.index(num_shards)]
+        for planned in self.groups:
+            if group in (planned.name, *planned.units) and num_shards in self.shards:
+                return planned.layouts[self.shards.index(num_shards)]
         raise LayoutError(
-            "The report holds no such plan.",
-            expected=f"one of {[found.name for found in self.groups]} over one of {list(self.shards)}",
+            "The report has no such plan.",
+            expected=f"one of {[planned.name for planned in self.groups]} over one of {list(self.shards)}",
             got=f"{group!r} over {num_shards}",
         )
 
     def advice(self) -> Iterator[str]:
-        """For each group padded above the policy's limit, what would cure it."""
+        """Remedies for each group whose padding exceeds the policy's limit."""
         for group in self.groups:
             for layout in (layout for layouts in group.layouts for layout in layouts):
                 if layout.padding_ratio > self.policy.warn_above:
-                    cures = find_cures(layout, self.policy.warn_above, self.policy.scatter)
+                    remedies = find_remedies(layout, self.policy.warn_above, self.policy.scatter)
                     whole = len(layout.slots) == len(group.params)
                     name = group.name if whole else f"{group.name}, the buffer of {layout.slots[0].fqn},"
                     yield f"{name} over {layout.num_shards:,} shards is padded by {layout.padding_ratio:.0%}:"
-                    yield from (f"    {text}" for text in cure_texts(cures, layout))
+                    yield from (f"    {text}" for text in remedy_texts(remedies, layout))
 
     def to_json(self) -> dict[str, Any]:
         """The rows and totals, as plain values."""
@@ -170,7 +170,7 @@ class PlanReport:
         return {"scatter": self.policy.scatter, "rows": [asdict(row) for row in (*self.rows, *totals)]}
 
     def padding_picture(self) -> Canvas:
-        """Padding and copies of every group over the shards."""
+        """A chart of padding and copies of every group over the number of shards."""
         curves = []
         for group in self.groups:
             rows = [_row(group, layouts) for layouts in group.layouts]
@@ -179,7 +179,7 @@ class PlanReport:
         return padding_picture(curves, "Padding over shards", limit=self.policy.warn_above)
 
     def layout_picture(self, group: str, num_shards: int) -> Canvas:
-        """What each rank holds of a group."""
+        """A picture of each rank's pieces of a group."""
         return layout_picture(self.layouts(group, num_shards), f"{group} over {num_shards:,} shards")
 
     def save(self, folder: Path | str) -> tuple[Path, ...]:
@@ -189,11 +189,10 @@ class PlanReport:
             The files written.
         """
         pictures = {"padding": self.padding_picture()}
+        one_dtype = len({group.dtype for group in self.groups}) == 1
         for group in self.groups:
-            for num_shards in self.shards:
-                kind = "" if len({g.dtype for g in self.groups}) == 1 else f"-{group.dtype}"
-                stem = re.sub(r"[^\w.-]", "", group.name) + kind
-                layouts = group.layouts[self.shards.index(num_shards)]
+            stem = re.sub(r"[^\w.-]", "", group.name) + ("" if one_dtype else f"-{group.dtype}")
+            for num_shards, layouts in zip(self.shards, group.layouts, strict=True):
                 title = f"{group.name} over {num_shards:,} shards"
                 pictures[f"layout-{stem}-{num_shards}"] = layout_picture(layouts, title)
         texts = {"plan.txt": f"{self}\n", **{f"{stem}.svg": each.svg() for stem, each in pictures.items()}}
@@ -224,54 +223,49 @@ def plan_report(
         [(2, '3%'), (8, '58%')]
 
     Args:
-        model_or_shapes: a module (the meta device will do), a mapping from name to shape or to
-            ``(shape, dtype name)``, or a Hugging Face folder, of which only headers are read.
+        model_or_shapes: a module (the meta device is enough), a mapping from name to shape or to ``(shape, dtype
+            name)``, or a Hugging Face folder, of which only headers are read.
         shards: sizes of the sharding mesh axis.
         granularity: as for `fully_shard`; names are relative to each unit.
         units: names of the modules to be wrapped (``"model.layers.*"``); None: members of repeated lists.
-            The root always gets what is left.
-        dtype: of shapes in a mapping that come without one.
-        padding_policy: whether to scatter, and from where on advice is given.
+            The root always gets the rest.
+        dtype: for shapes in a mapping without a dtype.
+        padding_policy: whether to scatter, and the padding above which `PlanReport.advice` names remedies.
 
     Raises:
         LayoutError: for shapes, names, patterns or numbers that are not valid.
     """
     if not shards:
         raise LayoutError(
-            "There is nothing to plan for.", expected="numbers of shards", got=f"shards={shards!r}"
+            "There is nothing to plan for.",
+            expected="at least one number of shards",
+            got=f"shards={shards!r}",
         )
-    found = units_of(shapes_of(model_or_shapes, dtype=dtype), units)
-    check_patterns(granularity, [shape.fqn for unit in found for shape in unit.params])
-    alike: dict[tuple[str, tuple[PlannedParam, ...]], list[str]] = {}
-    for unit in found:
+    planned_units = units_of(shapes_of(model_or_shapes, dtype=dtype), units)
+    check_patterns(granularity, [shape.fqn for unit in planned_units for shape in unit.params])
+    names_of: dict[tuple[str, tuple[PlannedParam, ...]], list[str]] = {}  # equal groups are planned once
+    for unit in planned_units:
         for kind, params in _groups(unit, granularity).items():
-            alike.setdefault((kind, params), []).append(unit.name)
-    groups = tuple(
-        PlannedGroup(tuple(names), kind, params, _layouts(params, kind, shards, padding_policy))
-        for (kind, params), names in alike.items()
-    )
-    return PlanReport(tuple(shards), groups, padding_policy)
+            names_of.setdefault((kind, params), []).append(unit.name)
+    groups = []
+    for (kind, params), names in names_of.items():
+        element_type = kind.partition(",")[0]  # without ", frozen"
+        specs = [TensorSpec(param.fqn, param.shape, element_type, param.block_numel) for param in params]
+        layouts = tuple(plan_buffers(specs, count, scatter=padding_policy.scatter) for count in shards)
+        groups.append(PlannedGroup(tuple(names), kind, params, layouts))
+    return PlanReport(tuple(shards), tuple(groups), padding_policy)
 
 
 def _groups(unit: PlannedUnit, granularity: GranularityRule) -> dict[str, tuple[PlannedParam, ...]]:
-    """Planned parameters by dtype; frozen ones form groups of their own, as in `fully_shard`."""
-    groups: dict[tuple[str, bool], list[PlannedParam]] = {}
+    """Planned parameters by dtype; frozen parameters form groups of their own, as in `fully_shard`."""
+    groups: dict[str, list[PlannedParam]] = {}
     for shape in unit.params:
         rule = resolve_granularity(granularity, shape.fqn, shape.param if shape.param is not None else shape)
         planned = PlannedParam(shape.fqn, shape.shape, rule, rule.block_numel(shape.shape))
-        groups.setdefault((shape.dtype, shape.requires_grad), []).append(planned)
-    return {
-        dtype if trainable else f"{dtype}, frozen": tuple(params)
-        for (dtype, trainable), params in groups.items()
-    }
-
-
-def _layouts(
-    params: Sequence[PlannedParam], dtype: str, shards: Sequence[int], policy: PaddingPolicy
-) -> tuple[tuple[GroupLayout, ...], ...]:
-    kind = dtype.partition(",")[0]
-    specs = [TensorSpec(param.fqn, param.shape, kind, param.block_numel) for param in params]
-    return tuple(plan_buffers(specs, count, scatter=policy.scatter) for count in shards)
+        groups.setdefault(shape.dtype if shape.requires_grad else f"{shape.dtype}, frozen", []).append(
+            planned
+        )
+    return {kind: tuple(params) for kind, params in groups.items()}
 
 
 def _row(group: PlannedGroup, layouts: Sequence[GroupLayout]) -> PlanRow:
@@ -285,15 +279,14 @@ def _row(group: PlannedGroup, layouts: Sequence[GroupLayout]) -> PlanRow:
         sum(layout.shard_numel * itemsize_of(layout.slots[0].dtype) for layout in layouts),
         padding_ratio(layouts),
         sum(layout.copied_numel for layout in layouts) / payload if payload else 0.0,
-        min(map(_blocks_per_rank, layouts)),
+        min(
+            layout.payload_numel
+            / layout.num_shards
+            / max((slot.block_numel for slot in layout.slots), default=1)
+            for layout in layouts
+        ),
         tuple(slot.fqn for layout in layouts for slot in layout.slots if slot.is_scattered),
         tuple(slot.fqn for layout in layouts[1:] for slot in layout.slots),
-    )
-
-
-def _blocks_per_rank(layout: GroupLayout) -> float:
-    return (
-        layout.payload_numel / layout.num_shards / max((slot.block_numel for slot in layout.slots), default=1)
     )
 
 
@@ -304,25 +297,15 @@ def _text(report: PlanReport) -> Iterator[str]:
     count = sum(len(group.units) for group in report.groups)
     yield f"{count} groups of {len(report.groups)} kinds, {payload:,} parameters; scatter {report.policy.scatter}"
     yield ""
-    head = (
-        "shards",
-        "group",
-        "x",
-        "padding %",
-        "copied %",
-        "blocks/rank",
-        "MiB/rank",
-        "scattered",
-        "second buffer",
-    )
-    lines: list[tuple[str, ...]] = [head]
+    head = "shards,group,x,padding %,copied %,blocks/rank,MiB/rank,scattered,second buffer"
+    lines: list[tuple[str, ...]] = [tuple(head.split(","))]
     for num_shards in report.shards:
         rows = [row for row in report.rows if row.num_shards == num_shards]
         lines += [_cells(row) for row in rows]
         if len(rows) > 1:
             lines.append(_cells(report.total(num_shards)))
     yield from _table(lines)
-    yield "    MiB/rank: parameters of one unit, of all units in the last line; blocks/rank: the group's largest blocks"
+    yield "    MiB/rank: parameters of one unit, of all units in the last line; blocks/rank: largest blocks per rank"
     for group in report.groups:
         yield ""
         yield f"{group.name}, {len(group.units)} x {group.dtype}:"
@@ -343,17 +326,13 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         f"{100 * row.copied_ratio:.3g}",
         blocks,
         f"{row.shard_bytes / 2**20:,.2f}",
-        _shortened(row.scattered),
-        _shortened(row.apart),
+        some(row.scattered, 2) if row.scattered else "",
+        some(row.apart, 2) if row.apart else "",
     )
 
 
-def _shortened(names: Sequence[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-
-
 def _param_cells(group: PlannedGroup) -> list[tuple[str, ...]]:
-    """One line per name, with numbers in names as *: the experts of a layer are one line."""
+    """One line per name with * for numbers, so that the experts of a layer are one line."""
     counts: Counter[tuple[str, tuple[int, ...], str, int]] = Counter(
         (
             re.sub(r"(?<=\.)\d+(?=\.)", "*", param.fqn),
@@ -370,7 +349,7 @@ def _param_cells(group: PlannedGroup) -> list[tuple[str, ...]]:
 
 
 def _table(lines: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Lines with columns as wide as their widest cell; numbers to the right."""
+    """Lines with aligned columns; numbers are right-aligned."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     right = [all(line[column][:1].isdigit() for line in lines[1:]) for column in range(len(widths))]
     for line in lines:

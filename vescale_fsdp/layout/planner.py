@@ -1,15 +1,23 @@
 """The planner: tensors with blocks in, the smallest shard and every offset out. Integers only.
 
-`plan_group` is the only way to a layout. The search for the smallest shard is in `shard_search`; here are
-the checks of what comes in, the cache (equal lists of sizes, such as the layers of a model, are planned
-once) and the decision whether to scatter. Whether two buffers cost less than one is asked in `buffers`.
+`plan_group` and `plan_buffers` are the only way to a layout. `packing` searches for the smallest shard; this module
+checks the input, caches plans (equal lists of sizes, such as the layers of a model, are planned once) and compares the
+two alternatives to padding by prices.
 
-Scattering. One tensor whose row length is unrelated to the others' can force the LCM far above what the
-payload needs. With ``scatter="auto"`` the planner also tries to take such tensors out, smallest first, and
-to put their pieces wherever the others leave room; they are then copied out after each gather. Whether
-that is worth it is decided by the two prices below. Other cures (fewer rows per block for that tensor, a
-smaller shard size, larger units) change what the user asked for: `padding.check_padding` names them, the
-planner never takes them.
+Scattering. One tensor whose row length is unrelated to the others' can force the LCM of blocks far above what the
+payload needs. With ``scatter="auto"`` the planner also tries to take such tensors out, smallest first, and to put their
+pieces wherever the others leave room; they are then copied out after each gather.
+
+Two buffers. Where two long tensors have blocks with a large common multiple, each may share a buffer with tensors whose
+blocks suit it. Nothing is copied; the price is one more message in the same launch (coalesced)::
+
+    rows of 5,120, 8,192 and 16,384, blocks of 128 rows, 768 shards
+
+    one buffer      S a multiple of 128 * lcm(5,120, 16,384)    48 % padding
+    two buffers     5,120 alone | 8,192 and 16,384               3 % padding, nothing copied
+
+Other ways to less padding (fewer rows per block for a tensor, a smaller shard size, larger units) change the user's
+request: `padding.check_padding` names them, the planner never chooses them.
 """
 
 from __future__ import annotations
@@ -28,25 +36,30 @@ from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.layout.packing import Packing, Sizes, least_shard, pack_contiguous, pack_scattered
 
 ALIGN_BYTES = 128
-"""Shards and tensor starts lie at multiples of this: a cache line, and more than NCCL, TMA or any GEMM wants."""
+"""Shards and tensors start at multiples of this: a cache line, and more than NCCL, TMA or any GEMM requires."""
 
-# Prices per element, in hundredths of "one element moved by a collective" or "one element held in memory"
-# (time and memory weigh the same). They are whole numbers so that every machine decides alike.
-PADDED_WIRE_PRICE = 100  # a padded element travels in every gather and reduction of its group
-PADDED_MEMORY_PRICE = 100  # and lies in the gathered buffer; its share of the sharded states is not counted
+# Prices in hundredths of "one element sent by a collective" or "one element kept in memory": time and memory weigh the
+# same. They are integers, so that every machine makes the same decision.
+PADDED_WIRE_PRICE = 100  # a padded element is sent in every gather and reduction of its group
+PADDED_MEMORY_PRICE = 100  # and occupies the gathered buffer; its share of the sharded states is not counted
 COPIED_TIME_PRICE = 13  # copies take about 13 % of the time of the collective: arXiv 2602.22437, table 1
-COPIED_MEMORY_PRICE = 100  # a copied tensor lies in memory a second time while its unit is unsharded
-MAX_COPIED_TENSORS = 64  # each is a copy kernel of its own
+COPIED_MEMORY_PRICE = 100  # a copied tensor is in memory twice while its unit is unsharded
+MESSAGE_PRICE = (
+    100 << 17
+)  # a second message takes about as long as 128 Ki elements: some 5 us at 50 GB/s in bf16
+LEAST_GAIN_PRICE = (
+    1  # per element of the payload: saving less than half a percent of padding is not worth a search
+)
+MAX_COPIED_TENSORS = 64  # each needs its own copy kernel
 MAX_SCATTERED_CLASSES = 8  # sets of tensors that are tried; layers of transformers have three to five blocks
+MAX_CLASSES = 6  # block classes of which every split is tried, 31 of them; layers have three to five
 
 Scatter = Literal["never", "auto"]
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the planner must know of one tensor.
-
-    ``block_numel`` may exceed the tensor: it then stays whole, as if its one block were its size.
+    """The planner's input for one tensor. If ``block_numel`` exceeds its size, the tensor stays whole.
 
     Examples:
         >>> TensorSpec("w", (6, 4), "float32", block_numel=4).numel
@@ -65,7 +78,7 @@ class TensorSpec:
 
 
 def align_numel_of(dtype: str) -> int:
-    """Elements of this dtype (a name) that make up `ALIGN_BYTES`.
+    """Elements of this dtype (a name) in `ALIGN_BYTES`.
 
     >>> align_numel_of("float8_e4m3fn"), align_numel_of("bfloat16"), align_numel_of("float32")
     (128, 64, 32)
@@ -80,7 +93,7 @@ def plan_group(
     align_numel: int | None = None,
     scatter: Scatter = "auto",
 ) -> GroupLayout:
-    """Lay tensors into ``num_shards`` equal shards without cutting a block; keep the shards small.
+    """Lay out tensors in ``num_shards`` equal shards, as small as possible, without cutting a block.
 
     The same input gives the same layout on every machine: only integers are compared.
 
@@ -90,32 +103,34 @@ def plan_group(
         (128, (128, 64))
 
     Args:
-        tensors: in definition order, all of one dtype. Empty tensors are allowed and take no room.
-        num_shards: ranks the group is sharded over, at least 1.
-        align_numel: shard sizes and tensor starts are multiples of this many elements; None: of as many as
-            make up `ALIGN_BYTES`.
-        scatter: ``"auto"`` scatters tensors where that costs less than the padding it avoids; ``"never"``
-            keeps every tensor one run of the buffer, so that no gather ever copies.
+        tensors: in definition order, all of one dtype. Empty tensors take no room.
+        num_shards: ranks that shard the group, at least 1.
+        align_numel: shard sizes and tensor starts are multiples of this number of elements; None: `ALIGN_BYTES`.
+        scatter: ``"auto"`` scatters tensors where that costs less than the padding it avoids; ``"never"`` keeps every
+            tensor one run of the buffer, so that no gather copies.
 
     Returns:
         The layout; its slots are in the order of ``tensors``.
 
     Raises:
-        LayoutError: for no shards, negative sizes, blocks below one element, names that repeat or dtypes
-            that differ.
+        LayoutError: for no shards, negative sizes, blocks below one element, repeated names or different dtypes.
     """
     align_numel = _check_input(tensors, num_shards, align_numel, scatter)
     numels = [tensor.numel for tensor in tensors]
     blocks = [max(1, min(t.block_numel, numel)) for t, numel in zip(tensors, numels, strict=True)]
     sizes = tuple((numel, block) for numel, block in zip(numels, blocks, strict=True) if numel)
-    found = _plan_sizes(sizes, num_shards, align_numel, scatter)
-    places = iter(found.places)
+    shard_numel, positions = _plan_sizes(sizes, num_shards, align_numel, scatter)
+    remaining = iter(positions)
     slots = []
+    runs: tuple[PieceRun, ...]
     for tensor, numel, block in zip(tensors, numels, blocks, strict=True):
-        place = next(places) if numel else 0
-        start, runs = (place, ()) if isinstance(place, int) else (_offset(place, found.shard_numel), place)
+        position = next(remaining) if numel else 0
+        if isinstance(position, int):
+            start, runs = position, ()
+        else:
+            start, runs = position[0].first_rank * shard_numel + position[0].local_offset, position
         slots.append(TensorSlot(tensor.fqn, tuple(tensor.shape), tensor.dtype, block, start, runs))
-    return GroupLayout(num_shards, found.shard_numel, tuple(slots), align_numel)
+    return GroupLayout(num_shards, shard_numel, tuple(slots), align_numel)
 
 
 def plan_by_rows(
@@ -123,12 +138,12 @@ def plan_by_rows(
 ) -> GroupLayout:
     """Cut every tensor along its first dim as ``torch.chunk`` does, for code that expects FSDP2's shards.
 
-    Rank r holds rows ``[r * c, (r + 1) * c)`` of each tensor, ``c = ceil(rows / num_shards)``; the last ranks
-    fewer or none. Every shard has room for c rows of each, so padding is FSDP2's, and all tensors are scattered.
+    Rank r owns rows ``[r * c, (r + 1) * c)`` of each tensor, ``c = ceil(rows / num_shards)``; the last ranks own fewer
+    or none. Every shard has room for c rows of each, so padding is FSDP2's, and all tensors are scattered.
 
     Args:
         tensors: as for `plan_group`, of at least one dim each.
-        num_shards: ranks the group is sharded over, at least 1.
+        num_shards: ranks that shard the group, at least 1.
         align_numel: shard sizes and pieces are multiples of this many elements; None: as for `plan_group`.
 
     Raises:
@@ -143,7 +158,7 @@ def plan_by_rows(
         block = max(1, min(math.lcm(tensor.block_numel, max(1, row_numel)), numel))
         if chunk < rows and (chunk * row_numel) % block:
             raise LayoutError(
-                "Cutting rows evenly, as all-gather hooks need them, would cut a block.",
+                "Even chunks of rows, which all-gather hooks need, would cut a block.",
                 expected=f"blocks that divide {chunk} rows of {row_numel}, {rows} over {num_shards} ranks",
                 got=f"blocks of {block} elements",
                 where=tensor.fqn,
@@ -161,14 +176,10 @@ def plan_by_rows(
     return GroupLayout(num_shards, end, tuple(slots), align_numel)
 
 
-def _offset(runs: Sequence[PieceRun], shard_numel: int) -> int:
-    return runs[0].first_rank * shard_numel + runs[0].local_offset
-
-
 def _check_input(
     tensors: Sequence[TensorSpec], num_shards: int, align_numel: int | None, scatter: Scatter
 ) -> int:
-    """The alignment, once all is known to be valid."""
+    """Check the planner's arguments; returns the alignment in elements."""
     if num_shards < 1 or (align_numel is not None and align_numel < 1):
         raise LayoutError(
             "There must be at least one shard, and a positive alignment.",
@@ -182,7 +193,7 @@ def _check_input(
             expected="'never' or 'auto'",
             got=repr(scatter),
             where="plan_group(scatter=...)",
-            todo="'auto' lets the planner copy small tensors where that avoids padding",
+            todo="pass 'auto' to let the planner copy small tensors where that avoids padding",
         )
     for tensor in tensors:
         if tensor.block_numel < 1 or (tensor.shape and min(tensor.shape) < 0):
@@ -210,68 +221,41 @@ def _plan_sizes(sizes: Sizes, num_shards: int, align_numel: int, scatter: Scatte
     if not sizes:
         return Packing(0, ())
     best = pack_contiguous(sizes, num_shards, align_numel)
-    return _cheapest_scattered(sizes, num_shards, align_numel, best) if scatter == "auto" else best
+    if scatter == "never":
+        return best
+    payload_numel = sum(numel for numel, _ in sizes)
 
+    def price(packing: Packing) -> int:
+        pairs = zip(sizes, packing.positions, strict=True)
+        copied_numel = sum(numel for (numel, _), position in pairs if isinstance(position, tuple))
+        return _price(num_shards * packing.shard_numel - payload_numel, copied_numel)
 
-def _cheapest_scattered(sizes: Sizes, num_shards: int, align_numel: int, best: Packing) -> Packing:
-    """The packing with scattered tensors that undercuts ``best``, or ``best`` itself.
-
-    Tensors that share a block are scattered together, the smallest such class first; those that fit
-    after all are put back by `pack_scattered`.
-    """
-    payload = sum(numel for numel, _ in sizes)
-    best_price = _price(best, sizes, num_shards, payload)
+    # Tensors that share a block are scattered together, the smallest such class first.
+    by_block: dict[int, list[int]] = {}
+    for index, (numel, block) in enumerate(sizes):
+        if 1 < block < numel:
+            by_block.setdefault(block, []).append(index)
+    classes = [(sum(sizes[index][0] for index in members), members) for members in by_block.values()]
+    classes.sort(key=lambda numel_and_members: (numel_and_members[0], sizes[numel_and_members[1][0]]))
     scattered: set[int] = set()
-    for members in _block_classes(sizes)[:MAX_SCATTERED_CLASSES]:
-        numel = sum(sizes[index][0] for index in members)
+    for numel, members in classes[:MAX_SCATTERED_CLASSES]:
         scattered.update(members)
-        too_many = len(scattered) > MAX_COPIED_TENSORS
-        if too_many or numel * (COPIED_TIME_PRICE + COPIED_MEMORY_PRICE) >= best_price:
-            break  # later classes are larger still
-        found = pack_scattered(sizes, frozenset(scattered), num_shards, align_numel, best.shard_numel)
-        if found is not None:
-            price = _price(found, sizes, num_shards, payload)
-            if price < best_price:
-                best, best_price = found, price
+        if len(scattered) > MAX_COPIED_TENSORS or _price(0, numel) >= price(best):
+            break  # later classes are even larger
+        packing = pack_scattered(sizes, frozenset(scattered), num_shards, align_numel, best.shard_numel)
+        if packing is not None and price(packing) < price(best):
+            best = packing
     return best
 
 
-def _price(packing: Packing, sizes: Sizes, num_shards: int, payload_numel: int) -> int:
-    copied = sum(
-        numel for (numel, _), place in zip(sizes, packing.places, strict=True) if type(place) is tuple
-    )
-    return _price_of(num_shards * packing.shard_numel - payload_numel, copied)
-
-
-def _price_of(padded_numel: int, copied_numel: int) -> int:
-    return padded_numel * (PADDED_WIRE_PRICE + PADDED_MEMORY_PRICE) + copied_numel * (
-        COPIED_TIME_PRICE + COPIED_MEMORY_PRICE
-    )
+def _price(padded_numel: int, copied_numel: int) -> int:
+    padding_price = PADDED_WIRE_PRICE + PADDED_MEMORY_PRICE
+    return padded_numel * padding_price + copied_numel * (COPIED_TIME_PRICE + COPIED_MEMORY_PRICE)
 
 
 def price_of(layout: GroupLayout) -> int:
-    """What a layout costs by the prices above: its padding, and the tensors it scatters."""
-    return _price_of(layout.numel - layout.payload_numel, layout.copied_numel)
-
-
-def _block_classes(sizes: Sizes) -> list[list[int]]:
-    """Indices of tensors that can be cut in blocks larger than an element, by block, smallest class first."""
-    classes: dict[int, list[int]] = {}
-    for index, (numel, block) in enumerate(sizes):
-        if 1 < block < numel:
-            classes.setdefault(block, []).append(index)
-    return sorted(
-        classes.values(), key=lambda members: (sum(sizes[i][0] for i in members), sizes[members[0]])
-    )
-
-
-MESSAGE_PRICE = 100 << 17
-"""Of a second message in a launch, in the planner's hundredths of an element: it takes about as long as 128 Ki
-elements of a running one (some 5 us at 50 GB/s in bf16)."""
-LEAST_GAIN_PRICE = (
-    1  # per element of the payload: what saves less than half a percent of padding is not worth a search
-)
-MAX_CLASSES = 6  # kinds of blocks of which every split is tried, 31 of them; layers have three to five
+    """The cost of a layout's padding and scattered tensors, by the prices above."""
+    return _price(layout.numel - layout.payload_numel, layout.copied_numel)
 
 
 def plan_buffers(
@@ -281,7 +265,7 @@ def plan_buffers(
     align_numel: int | None = None,
     scatter: Scatter = "auto",
 ) -> tuple[GroupLayout, ...]:
-    """Lay tensors into one buffer or two, whichever costs less; the arguments are those of `plan_group`.
+    """Lay out tensors in one buffer or two, whichever costs less; arguments as for `plan_group`.
 
     >>> grouped = [TensorSpec(f"w{row}", (65536, row), "bfloat16", 128 * row) for row in (5120, 8192)]
     >>> [[slot.fqn for slot in layout.slots] for layout in plan_buffers(grouped, 96)]
@@ -296,17 +280,17 @@ def plan_buffers(
         LayoutError: as `plan_group`.
     """
     whole = plan_group(tensors, num_shards, align_numel=align_numel, scatter=scatter)
-    worth = MESSAGE_PRICE + whole.payload_numel * LEAST_GAIN_PRICE
-    if price_of(whole) <= worth:
+    least_gain = MESSAGE_PRICE + whole.payload_numel * LEAST_GAIN_PRICE
+    if price_of(whole) <= least_gain:
         return (whole,)
     filled = [slot for slot in whole.slots if slot.numel]
     sizes = tuple((slot.numel, slot.block_numel) for slot in filled)
-    apart = {filled[index].fqn for index in _best_split(sizes, num_shards, whole.align_numel)}
-    if not apart:
+    second = {filled[index].fqn for index in _best_split(sizes, num_shards, whole.align_numel)}
+    if not second:
         return (whole,)
-    parts = [[tensor for tensor in tensors if (tensor.fqn in apart) is side] for side in (False, True)]
+    parts = [[tensor for tensor in tensors if (tensor.fqn in second) is side] for side in (False, True)]
     split = [plan_group(part, num_shards, align_numel=align_numel, scatter=scatter) for part in parts]
-    return tuple(split) if sum(map(price_of, split)) + worth < price_of(whole) else (whole,)
+    return tuple(split) if sum(map(price_of, split)) + least_gain < price_of(whole) else (whole,)
 
 
 def padding_ratio(layouts: Sequence[GroupLayout]) -> float:
@@ -317,26 +301,26 @@ def padding_ratio(layouts: Sequence[GroupLayout]) -> float:
 
 @lru_cache(maxsize=256)
 def _best_split(sizes: Sizes, num_shards: int, align_numel: int) -> frozenset[int]:
-    """The tensors of the second buffer where two, neither with scattered tensors, are smallest.
+    """The tensors of the second buffer for the smallest two buffers without scattered tensors.
 
-    None where one is as small. Cached, because the layers of a model are alike.
+    Empty if one buffer is as small. Cached, because the layers of a model are alike.
     """
 
-    def total(of_part: Callable[[Sizes, int, int], int], apart: frozenset[int]) -> int:
+    def total(shard_numel_of: Callable[[Sizes, int, int], int], second: frozenset[int]) -> int:
         parts = [
-            tuple(size for i, size in enumerate(sizes) if (i in apart) is side) for side in (False, True)
+            tuple(size for i, size in enumerate(sizes) if (i in second) is side) for side in (False, True)
         ]
-        return sum(of_part(part, num_shards, align_numel) for part in parts if part)
+        return sum(shard_numel_of(part, num_shards, align_numel) for part in parts if part)
 
     best, least_numel = frozenset[int](), _shard_numel(sizes, num_shards, align_numel)
-    # What no packing can undercut is mostly met, so few splits are packed before the others are out.
-    bounds = [(total(least_shard, apart), apart) for apart in _splits(sizes)]
-    for bound, apart in sorted(bounds, key=itemgetter(0)):
+    # Lower bounds are mostly reached: few splits are packed before the bounds exclude the others.
+    bounds = [(total(least_shard, second), second) for second in _splits(sizes)]
+    for bound, second in sorted(bounds, key=itemgetter(0)):
         if bound >= least_numel:
             break
-        numel = total(_shard_numel, apart)
+        numel = total(_shard_numel, second)
         if numel < least_numel:
-            best, least_numel = apart, numel
+            best, least_numel = second, numel
     return best
 
 
@@ -345,11 +329,11 @@ def _shard_numel(sizes: Sizes, num_shards: int, align_numel: int) -> int:
 
 
 def _splits(sizes: Sizes) -> Iterator[frozenset[int]]:
-    """Every way to keep tensors of some kinds of blocks apart from the first one's."""
-    kinds: dict[int, list[int]] = {}
+    """Every choice of block classes for the second buffer; the first tensor's class stays in the first buffer."""
+    by_block: dict[int, list[int]] = {}
     for index, (numel, block) in enumerate(sizes):
-        kinds.setdefault(block if 1 < block < numel else 1, []).append(index)
-    largest = sorted(kinds.values(), key=lambda members: (-sum(sizes[i][0] for i in members), members))
+        by_block.setdefault(block if 1 < block < numel else 1, []).append(index)
+    largest = sorted(by_block.values(), key=lambda members: (-sum(sizes[i][0] for i in members), members))
     movable = [members for members in largest[:MAX_CLASSES] if 0 not in members]
     for choice in range(1, 1 << len(movable)):
-        yield frozenset(i for place, members in enumerate(movable) if choice >> place & 1 for i in members)
+        yield frozenset(i for bit, members in enumerate(movable) if choice >> bit & 1 for i in members)

@@ -1,10 +1,9 @@
-"""The header of a safetensors file, read and proven: which tensors lie where. No data is touched, no torch imported.
+"""Read and verify the header of a safetensors file: the position of each tensor. Reads no data, imports no torch.
 
     u64 little-endian N | N bytes of JSON, padded with spaces | data, tensor after tensor, without gaps
 
-Whoever reads such a file comes here: the converter, and plans that are made from a folder of weights. Files come from
-anywhere, so nothing in them is believed: sizes, offsets, names that occur twice, values of another type than the
-format has, nesting. Format: README of huggingface/safetensors.
+The converter and plans of a folder of weights use it. Files are untrusted, so everything is checked: sizes, offsets,
+repeated names, types of values, nesting. Format: README of huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ def read_header(
     """The tensors of a file, in the order of its header, and its ``__metadata__``.
 
     Args:
-        read: gives the file's bytes, as ``read(offset, nbytes)``.
+        read: returns bytes of the file, as ``read(offset, nbytes)``.
         file_bytes: size of the file.
         where: the file, for messages.
-        whole: whether the file must hold its data too, and nothing behind it.
+        whole: whether the file must contain its data too, and nothing after it.
 
     Raises:
         CorruptCheckpointError: if it is not a safetensors file, or tensors do not tile its data exactly.
@@ -45,7 +44,7 @@ def read_header(
     """
     header_bytes = int.from_bytes(read(0, 8), "little") if file_bytes >= 8 else -1
     base = 8 + header_bytes
-    # Asked before anything is allocated: the length may be any number.
+    # Checked before anything is allocated: the length may be any number.
     if not 0 < header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
         got = f"length {header_bytes} in a file of {file_bytes} bytes"
         raise _corrupt("8 bytes of length, then that much JSON", got, where)
@@ -54,7 +53,8 @@ def read_header(
         metadata = _strings(table.pop("__metadata__", {}))
         entries = {name: _entry(fields, base) for name, fields in table.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _corrupt("a header of names, types, shapes and offsets", _told(error), where) from error
+        got = f"{type(error).__name__}: {error!s:.200}"
+        raise _corrupt("a header of names, types, shapes and offsets", got, where) from error
     end = base
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start_bytes, item[1].nbytes)):
         if entry.start_bytes != end:
@@ -83,15 +83,11 @@ def _strings(values: Any) -> dict[str, str]:
     return values
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error!s:.200}"
-
-
 def _corrupt(expected: str, got: str, where: object) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         "The safetensors file is damaged or incomplete.",
         expected=expected,
         got=got,
         where=where,
-        todo="copy the file again from where it was made",
+        todo="copy the file again from its source",
     )

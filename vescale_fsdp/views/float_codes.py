@@ -1,14 +1,20 @@
-"""Codes of quantised weights: what the bytes of each format stand for, and how floats become such bytes. No torch.
+"""Raw bits of floats: casts between float types, and the codes of quantized weights. No torch import.
 
-    table of     bytes are                      value
+Casts (`cast_array`, `cast_into`) round bit for bit as torch's ``.to(dtype)``. The converter starts without torch, which
+takes a second and 200 MiB to import; where torch is already loaded, as next to live shards, it casts: several times as
+fast. bfloat16, which numpy lacks, is the upper half of a float32 and is computed by integer arithmetic.
+
+Codes of quantized weights, by table of `code_table` and `nibble_table`:
+
+    table        bytes                          value
     e4m3, e5m2   8-bit floats                   itself
     int8         -128 .. 127                    itself
     e8m0         exponents of scales            2^(byte - 127)
     e2m1         two 4-bit floats, low first    0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
     nibbles(t)   two indices, high first        t[index], as bitsandbytes packs nf4 and fp4
 
-Making codes is bit for bit what transformers' reference does for fp8 blocks, and what the OCP's microscaling formats
-say for mxfp4 (scales rounded up, so that nothing is cut off; values to nearest, ties to even).
+Encoding (`Fp8Encoding`, `Mxfp4Encoding`) is bit for bit that of transformers' reference for fp8 blocks, and of the
+OCP's microscaling formats for mxfp4 (scales rounded up, so that no value is clipped; values to nearest, ties to even).
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from vescale_fsdp.layout.dtypes import DType
 _E4M3_MAX = np.float32(448.0)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MAX = np.float32(6.0)
-# Halfway between neighbours: a value there gets the code whose last bit is 0.
+# Midpoints between adjacent values; a value at a midpoint gets the code whose last bit is 0.
 _E2M1_BOUNDS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=np.float32)
 _E8M0_BIAS = 127
 
@@ -38,7 +44,7 @@ def code_table(kind: str) -> np.ndarray:
     if kind == "int8":
         return codes.astype(np.uint8).view(np.int8).astype(np.float32)[:, None]
     if kind == "e8m0":
-        with np.errstate(over="ignore"):  # 255 is no number; loaders that compute take it for infinity
+        with np.errstate(over="ignore"):  # 255 is NaN, but loaders that compute the power get infinity
             return np.ldexp(np.float32(1), codes - _E8M0_BIAS).astype(np.float32)[:, None]
     if kind == "e5m2":  # the upper half of a float16
         return (codes.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float32)[:, None]
@@ -71,9 +77,9 @@ class Fp8Encoding:
     scale_name = "float32"
 
     def scales(self, amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What values are multiplied by, and what is stored, for the largest magnitudes of blocks (float32)."""
-        is_plain = amax > 0  # not of zeros, and not of what is no number
-        # Two roundings, as torch divides a number by a tensor: its reciprocal times the number.
+        """(factors to multiply values by, scales to store) for the largest magnitudes of blocks (float32)."""
+        is_plain = amax > 0  # False for blocks of zeros and of NaN
+        # Two roundings, because torch divides a number by a tensor as the number times the reciprocal.
         inverse = np.float32(1) / np.where(is_plain, amax, np.float32(1))
         factors = np.where(is_plain, inverse * _E4M3_MAX, np.float32(1))
         return factors, np.float32(1) / factors
@@ -83,14 +89,14 @@ class Fp8Encoding:
         bits = np.clip(scaled, -_E4M3_MAX, _E4M3_MAX).view(np.uint32)
         sign = ((bits >> np.uint32(24)) & np.uint32(0x80)).astype(np.uint8)
         bits = bits & np.uint32(0x7FFFFFFF)
-        # Below 2^-6 a sum with 2^14 leaves the code in the last bits: float addition rounds as is wanted.
+        # Below 2^-6 the sum with 2^14 has the code in its last bits, rounded to nearest even by float addition.
         small = (bits.view(np.float32) + np.float32(2**14)).view(np.uint32) - np.float32(2**14).view(
             np.uint32
         )
         odd = (bits >> np.uint32(20)) & np.uint32(1)
         large = ((bits + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32((127 - 7) << 3)
-        found = np.where(bits < np.uint32((127 - 6) << 23), small, large).astype(np.uint8)
-        return np.where(bits > np.uint32(0x7F800000), np.uint8(0x7F), found) | sign
+        codes = np.where(bits < np.uint32((127 - 6) << 23), small, large).astype(np.uint8)
+        return np.where(bits > np.uint32(0x7F800000), np.uint8(0x7F), codes) | sign
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ class Mxfp4Encoding:
     scale_name = "uint8"
 
     def scales(self, amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `Fp8Encoding.scales`: the least power of two that leaves nothing above 6."""
+        """As `Fp8Encoding.scales`: the smallest power of two for which no value exceeds 6."""
         bits = (amax / _E2M1_MAX).astype(np.float32).view(np.uint32)
         biased = np.minimum((bits + np.uint32(0x7FFFFF)) >> np.uint32(23), np.uint32(254))
         biased = np.where(np.isfinite(amax), biased, np.uint32(255)).astype(np.uint8)
@@ -113,7 +119,7 @@ class Mxfp4Encoding:
         return factors, biased
 
     def codes(self, scaled: np.ndarray) -> np.ndarray:
-        """Bytes of neighbours in the last dim."""
+        """Bytes of two values each, adjacent in the last dim."""
         sizes = np.abs(scaled)
         index = np.searchsorted(_E2M1_BOUNDS, sizes, side="left").astype(np.uint8)
         is_tie = sizes == _E2M1_BOUNDS[np.minimum(index, 6)]
@@ -130,12 +136,12 @@ _INFINITIES: dict[str, np.unsignedinteger[Any]] = {
     "float32": np.uint32(0x7F800000),
     "float64": np.uint64(0x7FF0000000000000),
 }
-_NARROWER_THAN = {  # types that lack some value of these
+_NARROWER_THAN = {  # types that lack some finite values of the key
     "float64": ("float32", "bfloat16", "float16"),
     "float32": ("bfloat16", "float16"),
     "bfloat16": ("float16",),
 }
-_BLOCK_ITEMS = 1 << 15  # intermediate values of so many stay in a core's cache
+_BLOCK_ITEMS = 1 << 15  # the intermediate values of a block stay in a core's cache
 
 
 def cast_array(raw: np.ndarray, source: DType, target: DType) -> np.ndarray:
@@ -148,18 +154,20 @@ def cast_array(raw: np.ndarray, source: DType, target: DType) -> np.ndarray:
 
 
 def cast_into(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> int:
-    """`cast_array`, written to ``out`` of the same shape; returns how many finite items became infinite."""
-    lost = 0
+    """`cast_array` into ``out`` of the same shape; returns the number of finite items that became infinite."""
+    overflows = 0
     cast = _by_torch if _torch_has(source, target) and raw.flags.writeable else _by_numpy
-    with np.errstate(over="ignore", invalid="ignore"):  # too large for the target is infinity, as in torch
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # values too large for the target become infinity, as in torch
         for items, into in _blocks(raw, out):
             cast(items, source, into, target)
-            lost += _new_infinities(items, source, into, target)
-    return lost
+            overflows += _new_infinities(items, source, into, target)
+    return overflows
 
 
 def _new_infinities(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> int:
-    """How many items are infinite as ``target`` and were finite."""
+    """Number of finite items that are infinite in ``out``."""
     if target.name not in _NARROWER_THAN.get(source.name, ()):
         return 0
     infinite = _is_infinite(out, target)
@@ -168,7 +176,7 @@ def _new_infinities(raw: np.ndarray, source: DType, out: np.ndarray, target: DTy
 
 def _is_infinite(raw: np.ndarray, dtype: DType) -> np.ndarray:
     infinity = _INFINITIES[dtype.name]
-    return (raw << infinity.dtype.type(1)) == infinity << infinity.dtype.type(1)  # the sign falls off
+    return (raw << infinity.dtype.type(1)) == infinity << infinity.dtype.type(1)  # the shift drops the sign
 
 
 def _by_numpy(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> None:
@@ -182,7 +190,7 @@ def _by_numpy(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) ->
 
 
 def _torch_has(source: DType, target: DType) -> bool:
-    """Whether torch is loaded and gives the very same bits: of float16, NaNs come out otherwise."""
+    """Whether torch is loaded and gives exactly the same bits; for float16 its NaNs differ."""
     return "torch" in sys.modules and {source.name, target.name} == {"bfloat16", "float32"}
 
 
@@ -192,12 +200,12 @@ def _by_torch(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) ->
     torch.from_numpy(out).view(getattr(torch, target.name)).copy_(values)
     if target.name == "bfloat16":
         is_nan = values.isnan()
-        if is_nan.any():  # of which torch makes one value or another, by where in its vectors they lie
+        if is_nan.any():  # torch's NaN bits depend on the position in its vectors
             out[is_nan.numpy()] = _BF16_NAN
 
 
 def _blocks(raw: np.ndarray, out: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Both in small parts, where they are runs of memory."""
+    """Both arrays in small parts, if they are contiguous."""
     if not (raw.flags.c_contiguous and out.flags.c_contiguous):
         yield raw, out
         return
@@ -211,30 +219,28 @@ def _from_bf16(raw: np.ndarray) -> np.ndarray:
 
 
 def _to_bf16(values: np.ndarray) -> np.ndarray:
-    """Keep the upper half of each float32, rounded to nearest even; any NaN becomes the one torch makes."""
+    """The upper half of each float32, rounded to nearest even; every NaN becomes torch's."""
     bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
     rounded += bits
     rounded += np.uint32(0x7FFF)
     rounded >>= np.uint32(16)
-    kept = rounded.astype(np.uint16)
-    kept[np.isnan(values)] = _BF16_NAN
-    return kept
+    upper = rounded.astype(np.uint16)
+    upper[np.isnan(values)] = _BF16_NAN
+    return upper
 
 
 def _to_f16(values: np.ndarray) -> np.ndarray:
-    """As numpy rounds each float32; but numpy raises a processor flag for each that is tiny: 4 million a second."""
+    """Rounds as numpy, which casts only 4 million tiny values per second: each raises a processor flag."""
     bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
     size = bits & np.uint32(0x7FFFFFFF)
     half = size >> np.uint32(13)
     half &= np.uint32(1)
     half += size
-    half += np.uint32(
-        0xC8000FFF
-    )  # another bias of the exponent, less than half of the last place: modulo 2^32
+    half += np.uint32(0xC8000FFF)  # changes the bias of the exponent, and rounds: modulo 2^32
     half >>= np.uint32(13)
-    # Below 2^-14 places no longer follow the exponent: they are those of a float32 beside 0.5, which rounds as it adds.
+    # Below 2^-14 the spacing is constant: that of a float32 next to 0.5, so adding 0.5 rounds.
     small = size < 0x38800000
     half[small] = (size[small].view(np.float32) + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
     large = size >= 0x47800000  # 2^16 and more, infinity, NaN

@@ -1,9 +1,9 @@
-"""Maps that only move items: joined, cut, stacked, permuted, reshaped, interleaved, padded tensors.
+"""Maps that only move items: concatenation, slices, stacks, permutations, reshapes, interleaving and padding.
 
-Each says which boxes of its inputs an output box needs and where their items go, and reads nothing itself. Each is
+A map tells which boxes of its inputs an output box needs and where their items go; it reads nothing itself. Each map is
 the inverse of another:
 
-    Concat - Slice     Stack - Index     Permute, Reshape: themselves, the other way
+    Concat - Slice     Stack - Index     Permute, Reshape: of the same kind
     Interleave - the same with ``back=True``          Pad - Slice
 """
 
@@ -20,15 +20,15 @@ Shape = tuple[int, ...]
 
 
 class InputPiece(NamedTuple):
-    """Items of an input that go into an output box.
+    """Items of an input that become items of an output box.
 
     Attributes:
         input: number of the input.
-        box: the part of it that is read.
-        offset: where the first item goes, in items of the row-major output box.
-        strides: how far apart items go there, one number per dim of the box (or of ``shape``).
-        shape: the items of the box, row-major, in this shape; None for that of the box.
-        take: the part of that shape that is wanted; None for all.
+        box: the part of the input to read.
+        offset: position of the first item in the row-major output box.
+        strides: distances of items in the output box, one number per dim of the box (or of ``shape``).
+        shape: the shape in which the items of the box, row-major, are viewed; None for that of the box.
+        take: the part of that view that is used; None for all.
     """
 
     input: int
@@ -40,14 +40,14 @@ class InputPiece(NamedTuple):
 
 
 class IndexMap(ABC):
-    """A tensor whose items are those of others, in other places."""
+    """A tensor whose items are items of other tensors."""
 
-    problem: ClassVar[str]  # what an error says if inputs do not fit
-    has_gaps: ClassVar[bool] = False  # whether items that no piece brings are zeros
+    problem: ClassVar[str]  # the error's sentence for inputs that do not fit
+    has_gaps: ClassVar[bool] = False  # whether items without a piece are zeros
 
     @abstractmethod
     def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
-        """(number of an input that does not fit, what was expected of it)."""
+        """(number of an input that does not fit, the expected shape); None if all fit."""
 
     @abstractmethod
     def shape(self, shapes: Sequence[Shape]) -> Shape:
@@ -55,7 +55,7 @@ class IndexMap(ABC):
 
     @abstractmethod
     def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
-        """What an output box is made of. Pieces of one input box follow each other."""
+        """The pieces of an output box. Pieces of one input box are consecutive."""
 
 
 def _replace(values: Shape, dim: int, *new: int) -> Shape:
@@ -63,7 +63,7 @@ def _replace(values: Shape, dim: int, *new: int) -> Shape:
 
 
 def _along(box: Box, dim: int, start: int, size: int) -> Box:
-    """The box with another range of one dim."""
+    """The box with another range in one dim."""
     return Box(_replace(box.offsets, dim, start), _replace(box.sizes, dim, size))
 
 
@@ -75,10 +75,10 @@ def _misfit_in_dim(
 
 @dataclass(frozen=True)
 class Concat(IndexMap):
-    """Tensors one after the other along a dim."""
+    """Tensors concatenated along a dim."""
 
     dim: int
-    problem = "Tensors cannot be joined."
+    problem = "Tensors cannot be concatenated."
 
     def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
         if self.dim >= len(shapes[0]):
@@ -108,7 +108,7 @@ class Slice(IndexMap):
     dim: int
     start: int
     size: int
-    problem = "A tensor is too small to be cut."
+    problem = "A tensor is too small for this slice."
 
     def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
         stop = self.start + self.size
@@ -141,18 +141,18 @@ class Stack(IndexMap):
     def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
         strides = contiguous_strides(box.sizes)
         part = Box(_replace(box.offsets, self.dim), _replace(box.sizes, self.dim))
-        for place in range(box.sizes[self.dim]):
-            offset = place * strides[self.dim]
-            yield InputPiece(box.offsets[self.dim] + place, part, offset, _replace(strides, self.dim))
+        for index in range(box.sizes[self.dim]):
+            offset = index * strides[self.dim]
+            yield InputPiece(box.offsets[self.dim] + index, part, offset, _replace(strides, self.dim))
 
 
 @dataclass(frozen=True)
 class Index(IndexMap):
-    """One index of a dim, which is gone."""
+    """One index of a dim, which is removed."""
 
     dim: int
     index: int
-    problem = "A tensor is too small to be taken apart."
+    problem = "A tensor is too small for this index."
 
     def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
         return _misfit_in_dim(shapes[0], self.dim, lambda n: n > self.index, f"at least {self.index + 1}")
@@ -173,11 +173,11 @@ class Permute(IndexMap):
     """Dims in another order: dim i of the result is dim ``dims[i]`` of the input."""
 
     dims: Shape
-    problem = "Dims cannot be put in this order."
+    problem = "Dims cannot be permuted in this way."
 
     def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
         fits = sorted(self.dims) == list(range(len(shapes[0])))
-        return None if fits else (0, f"a tensor whose dims are put in the order {self.dims}")
+        return None if fits else (0, f"{len(self.dims)} dims, to be permuted as {self.dims}")
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return tuple(shapes[0][dim] for dim in self.dims)
@@ -204,12 +204,12 @@ class Reshape(IndexMap):
 
     def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
         start = run_start(self.new, box)
-        if start is None:  # not one run of items: index by index of the first dim that has several
+        if start is None:  # not one run of items: split along the first dim of size > 1
             dim = next(d for d, size in enumerate(box.sizes) if size > 1)
             step = contiguous_strides(box.sizes)[dim]
-            for place in range(box.sizes[dim]):
-                for piece in self.pieces(shapes, _along(box, dim, box.offsets[dim] + place, 1)):
-                    yield piece._replace(offset=piece.offset + place * step)
+            for index in range(box.sizes[dim]):
+                for piece in self.pieces(shapes, _along(box, dim, box.offsets[dim] + index, 1)):
+                    yield piece._replace(offset=piece.offset + index * step)
             return
         position = 0
         for part in boxes_of_range(tuple(shapes[0]), start, start + box.numel):
@@ -221,7 +221,7 @@ class Reshape(IndexMap):
 class Interleave(IndexMap):
     """Within each of ``groups`` equal groups of a dim, ``parts`` runs become interleaved items.
 
-        groups 1, parts 2:  a0 a1 a2 b0 b1 b2  ->  a0 b0 a1 b1 a2 b2      (``back``: the other way)
+        groups 1, parts 2:  a0 a1 a2 b0 b1 b2  ->  a0 b0 a1 b1 a2 b2      (``back``: the inverse)
 
     With one group per head this turns rotary halves into rotary pairs.
     """
@@ -249,13 +249,15 @@ class Interleave(IndexMap):
             size = group - inside if inside or stop - position < group else (stop - position) // group * group
             part = _along(box, self.dim, position, min(size, stop - position))
             is_whole = part.sizes[self.dim] % group == 0
-            found = self._groups(part, group, strides) if is_whole else in_group(part, inside, group, strides)
-            for piece in found:
+            pieces = (
+                self._groups(part, group, strides) if is_whole else in_group(part, inside, group, strides)
+            )
+            for piece in pieces:
                 yield piece._replace(offset=piece.offset + (position - start) * strides[self.dim])
             position += part.sizes[self.dim]
 
     def _groups(self, box: Box, group: int, strides: Shape) -> Iterator[InputPiece]:
-        """Whole groups: as many items of the input, in another order."""
+        """Whole groups: the same items of the input, in another order."""
         dim, run = self.dim, group // self.parts
         runs, apart = ((run, self.parts), (1, run)) if self.back else ((self.parts, run), (1, self.parts))
         shape = _replace(box.sizes, dim, box.sizes[dim] // group, *runs)
@@ -264,7 +266,7 @@ class Interleave(IndexMap):
         )
 
     def _in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[InputPiece]:
-        """Items from ``low`` on of one group. Never the whole group, which may be the whole tensor."""
+        """Items from ``low`` of one group. Reads only these: a group may be the whole tensor."""
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
         for p in range(parts):
@@ -275,7 +277,7 @@ class Interleave(IndexMap):
                 yield InputPiece(0, inner, offset, _replace(strides, dim, parts * strides[dim]))
 
     def _back_in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[InputPiece]:
-        """The same the other way; reads at most ``parts`` times as many items as are wanted."""
+        """The inverse; reads at most ``parts`` times the items that it needs."""
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
         within_one = low // run == (high - 1) // run

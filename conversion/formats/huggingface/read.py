@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
@@ -91,7 +92,36 @@ def open_hf_folder(store: Storage) -> Source:
     tensors, notes = joined_files(store, files, mapped, read, index)
     metadata = joined_metadata(headers, store.where)
     facts = {"weight files": str(len(files))}
-    return Source("hf", store, tensors, facts=facts, file_metadata=metadata, warnings=notes)
+    problems = partial(_folder_problems, store, tensors)
+    return Source(
+        "hf",
+        store,
+        tensors,
+        facts=facts,
+        file_metadata=metadata,
+        warnings=notes,
+        folder_problems=problems,
+    )
+
+
+def _folder_problems(store: Storage, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """What loaders of a folder would fail on although every file is good."""
+    problems = []
+    listed = store.list_files()
+    index_file = index_of(stem_in(listed))
+    used = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks} | {index_file}
+    # Weights for other loaders may be there too (pytorch_model.bin, Mistral's consolidated.safetensors).
+    others = [file for file in listed if file.endswith(".safetensors") and "/" not in file]
+    stale = [file for file in others if file not in used and not file.startswith("consolidated")]
+    if stale:
+        problems.append(f"weight files that are not part of the model: {', '.join(stale)}; remove them")
+    if store.size(index_file) is not None:
+        metadata = parse_json(store.read(index_file)).get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        nbytes = sum(tensor.info.nbytes for tensor in tensors.values())
+        if total != nbytes:
+            problems.append(f"{index_file} says total_size {total}, the files hold {nbytes}; write it again")
+    return problems
 
 
 def open_shards(store: Storage) -> Source:

@@ -17,7 +17,7 @@ from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
-from vescale_fsdp.checkpoint.manifest.state_tree import decode, split_name
+from vescale_fsdp.checkpoint.manifest.state_tree import decode
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, chunk_file, clipped
 from vescale_fsdp.checkpoint.moves.checked_ranges import CheckedRange
@@ -169,7 +169,7 @@ def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile])
         for box in chunk_boxes(entry.shape, sizes):
             name = chunk_file(manifest, places[0], box)
             store.prove_size(name, nbytes + CRC_BYTES)
-            where = f"tensor {name_of(split_name(entry.name))} in {store.where}/{name}"
+            where = f"tensor {entry.label} in {store.where}/{name}"
             saved = partial(_saved_crc, tables, store, Chunk(places[0], box), nbytes)
             checked_range = CheckedRange(name, 0, nbytes, CRC32C, saved, where)
             strides = contiguous_strides(sizes)

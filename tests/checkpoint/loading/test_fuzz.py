@@ -90,7 +90,7 @@ def _assert_old_or_saved(path: Path, mode: Verify) -> None:
     for name in overwritten:
         assert mode == "while"
         for each in (expected, state):
-            del each["model"][name.removeprefix("model/")]
+            del each["model"][name.removeprefix("model.")]
     assert_equal(expected["model"], state["model"])
     assert (expected["step"], expected["betas"]) == (state["step"], state["betas"])
     assert_equal(expected["loader"].value, state["loader"].value)

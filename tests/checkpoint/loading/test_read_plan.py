@@ -123,7 +123,7 @@ def test_every_mode_brings_the_same_values(tmp_path: Path, mapped: bool, verify:
     for name, value in state["model"].items():
         assert torch.equal(expected[name], value), name
     assert state["model"]["strided"].stride() == (1, 50)
-    box = read_state(tmp_path / "c")["model/large"].read(Box((3, 500), (1000, 7)), verify=verify != "never")
+    box = read_state(tmp_path / "c")["model.large"].read(Box((3, 500), (1000, 7)), verify=verify != "never")
     assert torch.equal(expected["large"][3:1003, 500:507], box)
 
 
@@ -139,7 +139,7 @@ def _flip(folder: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "stripe_mib, names", [(1, "model/large"), (4, "model/large, model/half")]
+    "stripe_mib, names", [(1, "model.large"), (4, "model.large, model.half")]
 )  # today's stripes, and those of older checkpoints
 @pytest.mark.parametrize("verify", ["before", "while"])
 def test_damage_names_its_tensor(
@@ -162,9 +162,9 @@ def test_damage_names_its_tensor(
     overwritten = caught.value.overwritten if isinstance(caught.value, PartialLoadError) else ()
     assert verify == "while" or not overwritten
     for name, value in _tensors(1)["model"].items():
-        assert f"model/{name}" in overwritten or torch.equal(value, state["model"][name])
+        assert f"model.{name}" in overwritten or torch.equal(value, state["model"][name])
     t0 = (
-        "model/t0" in overwritten
+        "model.t0" in overwritten
     )  # of a file that is not at hand nothing is taken before all of a job is proven
     assert torch.equal(_tensors(0 if t0 else 1)["model"]["t0"], state["model"]["t0"])
 

@@ -104,9 +104,9 @@ def test_shared_tensors_are_stored_once(tmp_path: Path) -> None:
 
     reader = read_state(tmp_path / "c")
 
-    assert "stock/plain" in reader.names() and "stock/shared" not in reader.names()
+    assert "stock.plain" in reader.names() and "stock.shared" not in reader.names()
     assert torch.equal(reader["stock/shared"].read(), reader["stock/plain"].read())
-    assert "stock/neither" not in reader
+    assert "stock.neither" not in reader
     assert reader.tree()["stock"]["shared"] == reader.tree()["stock"]["plain"]
 
 
@@ -194,7 +194,7 @@ def _flattened(path: Path) -> tuple[list[float], str]:
         with pytest.raises(CheckpointError, match="not ranges of its dims") as caught:
             act(path / "c", {"flat": flat})
         messages.append(str(caught.value))
-        save(path / "c", {"flat": columns}, overwrite=True)
+        save(path / "c", {"flat": columns.full_tensor().flatten()}, overwrite=True)
     return flat.to_local().tolist(), messages[0]
 
 
@@ -228,7 +228,7 @@ def test_pipeline_stages_hold_different_state(tmp_path: Path) -> None:
 
     reader = read_state(tmp_path / "c")
 
-    assert sorted(reader) == ["layers/layer0", "layers/layer1", "layers/layer2", "layers/layer3", "step"]
+    assert sorted(reader) == ["layers.layer0", "layers.layer1", "layers.layer2", "layers.layer3", "step"]
     for stage in range(4):
         assert torch.equal(full(f"layer{stage}", (9, 5)), reader[f"layers/layer{stage}"].read())
     for found in run_ranks(4, _stages, tmp_path / "c", False):

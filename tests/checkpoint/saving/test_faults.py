@@ -214,7 +214,7 @@ def _disagree(path: Path, kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [("layout", "model/"), ("value", "step"), ("dtype", "stock/plain"), ("form", "the argument `format`")],
+    [("layout", "model."), ("value", "step"), ("dtype", "stock.plain"), ("form", "the argument `format`")],
 )
 def test_ranks_that_disagree_are_told_where(kind: str, names: str, tmp_path: Path) -> None:
     """Ranks with different layouts, values or arguments get an error that names the first difference."""

@@ -76,7 +76,7 @@ def _drifted(name: str) -> tuple[Any, str]:
         leaf = "0.weight" if name == "hsdp" else "1.bias"
         if rank >= 2:
             local_of(dict(model.named_parameters())[leaf].data).add_(1e-3)
-        return {"model": model}, f"model/{leaf}"
+        return {"model": model}, f"model.{leaf}"
     if name in ("seeds", "small"):
         size = (300, 301) if name == "seeds" else (3,)
         torch.manual_seed(rank)

@@ -188,7 +188,7 @@ def _exchange(a: Path, b: Path) -> None:
 
 def _assert_found(path: Path, saved: Path) -> None:
     """verify names the file; a load raises and leaves the state alone, or did not need the file."""
-    names = {problem.file for problem in verify(path).problems}
+    names = {problem.where for problem in verify(path).problems}
     assert str(saved.relative_to(path)) in names
     state = {
         stored.name: torch.full(stored.shape, 7, dtype=stored.dtype) for stored in read_state(path).values()

@@ -74,10 +74,10 @@ def _every_ending(root: Path) -> str:
     state = {"model": model, "other": torch.zeros(3)}
     with pytest.raises(DamagedLoadError) as caught:
         load(root / "step-00000002", state, include="model/*")
-    assert {*caught.value.overwritten} == {f"model/{name}" for name in _held(model)}
+    assert {*caught.value.overwritten} == {f"model.{name}" for name in _held(model)}
     assert len(_held(model)) < 5
     refused = _refuses(model)
-    assert "model/3.weight" in _refuses(model[3])  # of which this rank may hold nothing
+    assert "model.3.weight" in _refuses(model[3])  # of which this rank may hold nothing
     load(root / "step-00000001", state, include="other")
     assert _refuses(model) == refused  # what it had overwritten is still there
     load(root / "step-00000001", state)
@@ -104,7 +104,7 @@ def _every_ending(root: Path) -> str:
 def test_a_half_loaded_model_is_refused(tmp_path: Path) -> None:
     """On all ranks, those with sound or empty pieces too, until a load has filled all of it."""
     for refused in run_ranks(2, _every_ending, tmp_path):
-        assert "model/0." in refused
+        assert "model.0." in refused
 
 
 def _nothing_of_ours(root: Path) -> None:

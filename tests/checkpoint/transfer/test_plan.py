@@ -108,7 +108,7 @@ def test_all_that_does_not_meet_is_listed_at_once() -> None:
         "'gone': the source has no tensor 'gone'",
         "'a': shape (4, 5), but the source makes (4, 4)",
         "'narrow': dtype bfloat16, but the source makes float32",
-        "'misfit': Tensors cannot be joined.",
+        "'misfit': Tensors cannot be concatenated.",
         "'torn': A transfer does not support this map.",
         "'nowhere' is linked, but the target has no such tensor",
         "'lost': no rank of the source has the part at [2] of [3]",

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from tests.support.dtype_zoo import zoo
+from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.conversion.checks.diff import Tolerance, diff
-from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.cli.main import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
@@ -35,8 +35,17 @@ def test_verify_accepts_what_torch_and_we_write(tmp_path: Path) -> None:
         convert(open_source(str(source)), str(tmp_path / target), kind)
     for name in ("dcp", "again", "theirs.pt", "ours.pt", "zarr", "hf"):
         report = verify(open_source(str(tmp_path / name)))
-        assert report.problems == () and report.nbytes == total, name
-        assert (report.checksums > 80) == (name != "hf"), name
+        assert report.problems == () and report.num_bytes == total, name
+        assert (report.num_checksums > 80) == (name != "hf"), name
+        assert verify(tmp_path / name) == report, name
+        assert verify(tmp_path / name, deep=False).num_bytes == 0, name
+
+
+def test_verify_reports_what_cannot_be_opened(tmp_path: Path) -> None:
+    """A damaged header and a path without a checkpoint are problems of the report, not exceptions."""
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    for path in (tmp_path, tmp_path / "model.safetensors", tmp_path / "absent"):
+        assert len(verify(path).problems) == 1, path
 
 
 def test_verify_finds_every_flipped_bit_of_the_data(tmp_path: Path) -> None:
@@ -51,7 +60,7 @@ def test_verify_finds_every_flipped_bit_of_the_data(tmp_path: Path) -> None:
         file.write_bytes(bad)
         report = verify(open_source(str(source)))
         assert len(report.problems) == 1
-        assert "model.w" in report.problems[0] and "__0_0.distcp" in report.problems[0]
+        assert "model.w" in report.problems[0].where and "__0_0.distcp" in report.problems[0].text
         assert verify(open_source(str(source)), deep=False).problems == ()
 
 
@@ -71,7 +80,7 @@ def test_verify_finds_stale_weights_and_a_wrong_total(tmp_path: Path) -> None:
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
     problems = verify(open_source(str(out))).problems
     assert len(problems) == 2
-    assert "00009-of-00009" in problems[0] and "total_size 7" in problems[1]
+    assert "00009-of-00009" in problems[0].text and "total_size 7" in problems[1].text
 
 
 def test_diff_across_formats(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from tests.conversion.foreign.zero_folders import ZeroState, some_state, write_universal, write_zero
 from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp import load_from
-from vescale_fsdp.conversion import ConvertOptions, convert, diff, open_source, verify
+from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.conversion import ConvertOptions, convert, diff, open_source
 from vescale_fsdp.conversion.formats.deepspeed.flat_partitions import runs_of_groups, runs_of_parameters
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.dtype_zoo import same_bytes
-from vescale_fsdp.conversion import ConvertOptions, convert, open_source, verify
+from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 LAYERS, HIDDEN, HEADS, KV, SIZE, WIDTH, VOCAB, EXPERTS = 3, 12, 6, 2, 4, 10, 11, 3

@@ -18,8 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.support.checkpoint_states import assert_equal, erase, mixed_state, plain
 from tests.support.distributed import run_ranks
 from tests.support.dtype_zoo import make_tensor, same_bytes
-from vescale_fsdp.checkpoint import PerRank, load, read_state
-from vescale_fsdp.checkpoint import verify as engine_verify
+from vescale_fsdp.checkpoint import PerRank, load, read_state, verify
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, read_range
@@ -30,7 +29,6 @@ from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.checks.describe import describe
 from vescale_fsdp.conversion.checks.diff import diff
-from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 
@@ -133,7 +131,7 @@ def test_the_converter_opens_what_anybody_wrote(written: Written, writer: str) -
     _assert_same(written.tensors, _read(source))
     assert {name: value() for name, value in source.values.items()} == written.values
     report = verify(source)
-    assert report.problems == () and report.nbytes > 3000
+    assert report.problems == () and report.num_bytes > 3000
     found, compared = diff(source, open_source(written.path("native")))
     assert found == () and compared == len(written.tensors)
 
@@ -196,7 +194,7 @@ def _load_saved(paths: list[str]) -> None:
 @pytest.mark.parametrize("writer", ENGINE)
 def test_the_engine_verifies_what_anybody_wrote(written: Written, writer: str) -> None:
     """Its own folders and the converter's: every byte hashed, nothing wrong, names and values as saved."""
-    report = engine_verify(written.path(writer))
+    report = verify(written.path(writer))
     found = {
         stored.name.replace("/", "."): stored.read() for stored in read_state(written.path(writer)).values()
     }
@@ -272,7 +270,7 @@ def test_the_converter_finds_damage_in_zarr(
     (chunk,) = (tmp_path / form).glob("data-*/model/b/c/0/0")
     damage(chunk)
     problems = verify(open_source(str(tmp_path / form))).problems
-    assert len(problems) == 1 and "model/b/c/0/0" in problems[0]
+    assert len(problems) == 1 and "model/b/c/0/0" in problems[0].where
     for target in ("hf", "zarr", "native"):
         with pytest.raises(Exception, match=r"not what was saved(.|\n)*model\.b"):
             convert(open_source(str(tmp_path / form)), str(tmp_path / "out"), target)

@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from vescale_fsdp.checkpoint import save as save_native
+from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.conversion.checks.describe import describe
-from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import CorruptCheckpointError, VescaleError
 

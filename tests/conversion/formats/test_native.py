@@ -17,10 +17,8 @@ from torch.distributed.tensor import DTensor
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
 from vescale_fsdp import Rows, fully_shard
-from vescale_fsdp.checkpoint import PerRank, load, read_state, save
-from vescale_fsdp.checkpoint import verify as native_verify
+from vescale_fsdp.checkpoint import PerRank, load, read_state, save, verify
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits
-from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.cli.main import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
@@ -103,7 +101,7 @@ def test_through_dcp_to_native_and_into_training(tmp_path: Path, ranks: int) -> 
     full = run_ranks(2, _train_and_save, str(tmp_path / "a"))[0]
     _convert(tmp_path / "a", tmp_path / "dcp", "dcp")
     _convert(tmp_path / "dcp", tmp_path / "b", "native", ranks=ranks, granularity=["rows:2"])
-    assert native_verify(tmp_path / "b").ok
+    assert verify(tmp_path / "b").ok
     for found in run_ranks(ranks, _load, str(tmp_path / "b")):
         assert _same(found, full)
 
@@ -158,7 +156,7 @@ def test_zoo_through_native(tmp_path: Path, ranks: int) -> None:
     extra = {"big": make_tensor((1700, 1000), torch.float32), "nested": {"list": [1, (2, "x")], "none": None}}
     torch.save({"model": {**zoo()}, "extra": extra, 5: "five"}, tmp_path / "a.pt")
     _convert(tmp_path / "a.pt", tmp_path / "native", "native", ranks=ranks)
-    assert native_verify(tmp_path / "native").ok
+    assert verify(tmp_path / "native").ok
     _convert(tmp_path / "native", tmp_path / "b.pt", "torch")
     loaded = torch.load(tmp_path / "b.pt", weights_only=True)
     assert _same(loaded["model"], zoo()) and loaded[5] == "five"
@@ -186,7 +184,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     bad = bytearray(good)
     bad[len(good) // 2] ^= 4
     file.write_bytes(bad)
-    assert any("00001" in problem for problem in verify(open_source(str(tmp_path / "b"))).problems)
+    assert any("00001" in problem.where for problem in verify(open_source(str(tmp_path / "b"))).problems)
     file.write_bytes(good[:-3])
     with pytest.raises(CorruptCheckpointError, match="wrong size"):
         open_source(str(tmp_path / "b"))

@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoint_states import full
 from tests.support.dtype_zoo import same_bytes, zoo
-from vescale_fsdp.checkpoint import verify as native_verify
+from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.checks.diff import diff
-from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.formats.zarr import write as to_zarr
@@ -265,6 +264,6 @@ def test_an_interrupted_run_and_parts_know_all_checksums(tmp_path: Path, small_c
         options = ConvertOptions(run=RunOptions(part=Part(index, 3)))
         convert(open_source(source), str(tmp_path / "parts"), "zarr", options)
     for path in (out, tmp_path / "parts"):
-        assert native_verify(path).ok and verify(open_source(str(path))).problems == ()
+        assert verify(path).ok and verify(open_source(str(path))).problems == ()
         found, compared = diff(open_source(source), open_source(str(path)))
         assert found == () and compared == 2

@@ -94,7 +94,7 @@ def _misuse(folder: Path) -> None:
         dist.barrier()
 
     mine = HuggingFace(assets=assets, dtype="bfloat16" if rank else ())
-    refused(state, mine, "disagree", "`format/dtype`", "bfloat16")
+    refused(state, mine, "disagree", "`format.dtype`", "bfloat16")
     refused(state, HuggingFace(assets=folder / "nowhere"), "no settings files", "nowhere")
     refused(state, HuggingFace(assets=assets / "tokenizer"), "lack config.json")
     refused(state, HuggingFace(assets=assets, rules=str(folder / "none.toml")), "none.toml")

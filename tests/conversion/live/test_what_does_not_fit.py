@@ -63,7 +63,7 @@ def test_names_and_shapes(tmp_path: Path) -> None:
     good = _weights()
     odd = _folder(tmp_path / "odd", {"a.weight": good["a.weight"], "c.weight": torch.ones(2)})
     text = _refused(Small(), odd)
-    assert "missing in the source: b.weight" in text and "only in the source: c.weight" in text
+    assert "missing in the checkpoint: b.weight" in text and "only in the checkpoint: c.weight" in text
     model = Small()
     report = load_from(odd, model, strict=False)
     assert (report.missing, report.unexpected) == (("b.weight",), ("c.weight",))

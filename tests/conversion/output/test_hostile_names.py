@@ -17,7 +17,6 @@ from vescale_fsdp.checkpoint.manifest.array_names import array_paths
 from vescale_fsdp.checkpoint.manifest.state_tree import join_name
 from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.conversion.checks.verify import verify as converter_verify
 from vescale_fsdp.conversion.convert import convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import VescaleError
@@ -135,7 +134,7 @@ def _convert_named(
         return "refused"
     assert _outside(before, folder) == set()
     again = open_source(str(out))
-    assert converter_verify(again).problems == ()
+    assert verify(again).problems == ()
     (folder / "back").mkdir()
     convert(again, str(folder / "back" / "back.pt"), "torch")
     found = torch.load(folder / "back" / "back.pt", weights_only=True)
@@ -189,7 +188,7 @@ def _saved(state: dict[str, Any], folder: Path, form: str) -> str:
         assert files == [] and _outside(before, folder) == set()
         return "refused"
     assert _outside(before, folder) == set()
-    assert verify(out).ok and converter_verify(open_source(str(out))).problems == ()
+    assert verify(out).ok and verify(open_source(str(out))).problems == ()
     assert len(read_state(out).names()) == len(leaves)
     empty = _zeroed(state)
     load(out, empty)

@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from vescale_fsdp.checkpoint import save
+from vescale_fsdp.checkpoint import save, verify
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
-from vescale_fsdp.conversion import diff, verify
+from vescale_fsdp.conversion import diff
 from vescale_fsdp.conversion.cli.summary import summary
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert, plan_conversion
 from vescale_fsdp.conversion.formats.detect import open_source

@@ -14,9 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.support.dtype_zoo import same_bytes
+from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.checks.diff import diff
-from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.run_plan import RunOptions

@@ -11,7 +11,8 @@ import pytest
 import torch
 import zarr
 
-from vescale_fsdp.conversion import ConvertOptions, RunOptions, convert, diff, open_source, verify
+from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.conversion import ConvertOptions, RunOptions, convert, diff, open_source
 from vescale_fsdp.conversion.checks.describe import describe
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report

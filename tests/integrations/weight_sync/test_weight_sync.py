@@ -99,7 +99,7 @@ def wrong_calls() -> None:
         PlacementError,
         lambda: WholeTensors(state, links={"a": "gone", "b": concatenate("q", "norm"), "c": "q"}),
     )
-    assert "2 problems" in said and "no tensor 'gone'" in said and "cannot be joined" in said
+    assert "2 problems" in said and "no tensor 'gone'" in said and "cannot be concatenated" in said
     for receivers in ((2,), (), (0, 0)):
         assert "cannot receive" in met(PlacementError, lambda: WholeTensors(state, receivers=receivers))  # noqa: B023
     rank = dist.get_rank()

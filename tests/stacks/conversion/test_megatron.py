@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.dtype_zoo import same_bytes
 from tools.torchrun_job import Job
-from vescale_fsdp.conversion import ConvertOptions, convert, open_source, verify
+from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 
 SIZES = {
     "vocab_size": 61,

@@ -1,8 +1,8 @@
-"""How an operator's arguments become this rank's pieces, and how its result becomes a tensor again.
+"""From an operator's arguments to this rank's pieces, and from its result to a tensor.
 
-Every rule in `operators.dispatch_table` goes through these functions, so each check stands in one place: ragged
-arguments must be cut alike, replicated ones are cut to match, plain ones are refused unless they are
-0-d, and what an operator writes to must be ragged itself.
+All rules of `operators.dispatch_table` use these functions, so each check has one home: ragged arguments must be cut
+alike, replicated ones are cut to match, plain ones are refused unless they are 0-d, and an operator may write only to
+ragged tensors.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.dtensor.spec import boxes_of, spec_with
+from vescale_fsdp.dtensor.spec import boxes_of, make_spec, spec_with
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
-from vescale_fsdp.torch_private import DTensorSpec, local_of
+from vescale_fsdp.torch_private import local_of
 
 OUTSIDE_FORWARD = (
     "in a method of a sharded module other than forward: vescale_fsdp.register_fsdp_forward_method(module, name), or "
@@ -27,22 +27,29 @@ OUTSIDE_FORWARD = (
 
 
 def refuse(
-    func: torch._ops.OpOverload, spec: DTensorSpec | None, why: str, todo: str | None = None
+    func: torch._ops.OpOverload, tensor: RaggedDTensor | None, why: str, todo: str | None = None
 ) -> UnsupportedOpError:
-    """The error for an operator that has no right answer here: raise what this returns."""
-    placement = ", ".join(map(str, spec.placements)) if spec is not None else "RaggedShard"
+    """The error for an operator that cannot be computed on this tensor; the caller raises it."""
+    where = "a ragged tensor"
+    if tensor is not None:
+        where = f"tensor of shape {tuple(tensor.shape)} placed ({', '.join(map(str, tensor.placements))})"
     return UnsupportedOpError(
         f"{func} cannot be computed on ragged pieces: {why}.",
         expected="an operator of the table in vescale_fsdp/dtensor/operators/OPERATORS.md",
         got=str(func),
-        where=f"tensor of shape {tuple(spec.shape) if spec is not None else '?'} placed ({placement})",
+        where=where,
         todo=todo
         or f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece",
     )
 
 
+def name_of(func: torch._ops.OpOverload) -> str:
+    """An operator's name without namespace and overload, such as ``add_``."""
+    return func._schema.name.partition("::")[2]
+
+
 def bind(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that were given, by their names in the operator's schema."""
+    """The passed arguments by their names in the operator's schema."""
     return {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
 
 
@@ -64,32 +71,39 @@ def first_ragged(values: Iterable[Any]) -> RaggedDTensor | None:
         if isinstance(value, RaggedDTensor):
             return value
         if isinstance(value, (list, tuple)):
-            found = first_ragged(value)
-            if found is not None:
-                return found
+            nested = first_ragged(value)
+            if nested is not None:
+                return nested
     return None
 
 
-_sums = methodcaller("is_partial")  # asked for every tensor of every step
+_placement_is_partial = methodcaller("is_partial")  # runs in C: it is called for every tensor of every step
 
 
 def is_partial(tensor: DTensor) -> bool:
-    """Whether some mesh axis still has to be summed."""
-    return any(map(_sums, tensor._spec.placements))
+    """Whether sums over a mesh axis are pending."""
+    return any(map(_placement_is_partial, tensor._spec.placements))
 
 
 def summed(value: Any) -> Any:
-    """A ragged tensor whose sums are done, by an all-reduce of the pieces; anything else as it is."""
+    """A ragged tensor with pending sums all-reduced; any other value unchanged."""
     if not isinstance(value, RaggedDTensor) or not is_partial(value):
         return value
     return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
 
 
+def replicated(full: torch.Tensor, like: RaggedDTensor) -> DTensor:
+    """A stock DTensor of a tensor that is the same on all ranks of the mesh of ``like``."""
+    mesh = like.device_mesh
+    spec = make_spec(mesh, [Replicate()] * mesh.ndim, full.shape, full.dtype)
+    return DTensor(full.contiguous(), spec, requires_grad=False)  # type: ignore[call-arg]
+
+
 def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: RaggedDTensor) -> None:
-    """Refuse an operator that would write ragged values into a tensor that is not cut the same way.
+    """Check that an operator writes only to ragged tensors without pending sums.
 
     Raises:
-        UnsupportedOpError: if a written argument is not a ragged tensor or holds unreduced sums.
+        UnsupportedOpError: if it writes to another tensor.
     """
     for name in written_names(func):
         if name not in named:
@@ -99,28 +113,29 @@ def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: Ragg
             if not isinstance(written, RaggedDTensor):
                 raise refuse(
                     func,
-                    like._spec,
+                    like,
                     f"it writes to {name!r}, which is not ragged",
-                    todo=f"{OUTSIDE_FORWARD}. In an optimizer's step: it was given full moments, which "
-                    "vescale_fsdp.checkpoint.load and set_optimizer_state_dict(full_state_dict=True) cut. Elsewhere: "
+                    todo=f"{OUTSIDE_FORWARD}. In an optimizer's step: its moments are full tensors, which "
+                    "vescale_fsdp.checkpoint.load and set_optimizer_state_dict(full_state_dict=True) shard. Elsewhere: "
                     "write to a ragged tensor cut the same way, or gather first with .full_tensor()",
                 )
             if is_partial(written):
-                raise refuse(func, written._spec, f"it writes to {name!r}, whose sums are not done")
+                raise refuse(func, written, f"it writes to {name!r}, which has pending sums")
 
 
 @cache
-def _has_out(func: torch._ops.OpOverload) -> bool:
+def has_out(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator is an ``out=`` form."""
     return any(argument.is_out for argument in func._schema.arguments)
 
 
 def check_not_resized(func: torch._ops.OpOverload, named: dict[str, Any], like: RaggedDTensor) -> None:
-    """Refuse an ``out=`` form whose result has another shape than the ragged tensor it is written to.
+    """Check that the result of an ``out=`` form has the shape of the ragged tensor it is written to.
 
     Raises:
-        UnsupportedOpError: torch would resize the tensor, and pieces would take what broadcasts to their shape.
+        UnsupportedOpError: if not: torch would resize the tensor, while pieces would silently broadcast.
     """
-    if not _has_out(func):
+    if not has_out(func):
         return
     written = written_names(func)
     read = [
@@ -130,21 +145,21 @@ def check_not_resized(func: torch._ops.OpOverload, named: dict[str, Any], like: 
     ]
     if read and torch.broadcast_shapes(*read) != like.shape:
         raise refuse(
-            func, like._spec, f"its result of shape {tuple(torch.broadcast_shapes(*read))} would resize it"
+            func, like, f"its result of shape {tuple(torch.broadcast_shapes(*read))} would resize it"
         )
 
 
 def localise(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> Any:
-    """An argument as the piece-wise operator wants it, checked against the ragged tensor beside it.
+    """An argument as this rank's piece, to be combined with the piece of ``like``.
 
     Raises:
-        UnsupportedOpError: if its pieces do not lie where those of ``like`` do.
+        UnsupportedOpError: if its pieces do not correspond to those of ``like``.
         PlacementError: if it has the same shape, but is cut differently.
     """
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, RaggedDTensor):
-        _check_same_cut(func, value._spec, like._spec)
+        _check_same_cut(func, value, like)
         return local_of(value)
     if isinstance(value, DTensor):
         if value.ndim == 0 or is_partial(value):
@@ -152,7 +167,7 @@ def localise(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> An
         if not all(p.is_replicate() for p in value.placements):
             raise refuse(
                 func,
-                like._spec,
+                like,
                 f"it is combined with a DTensor placed {value.placements}",
                 todo="bring both to the same placements: vescale_fsdp.redistribute(dtensor, placements)",
             )
@@ -160,19 +175,20 @@ def localise(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> An
     elif value.ndim > 0:
         raise refuse(
             func,
-            like._spec,
-            f"the plain tensor of shape {tuple(value.shape)} beside it may differ between ranks",
+            like,
+            f"it is combined with a plain tensor of shape {tuple(value.shape)}, which may differ between ranks",
             todo=f"{OUTSIDE_FORWARD}. Elsewhere: vescale_fsdp.distribute_tensor(tensor, mesh, placements) makes it "
             "ragged",
         )
     return value if value.ndim == 0 else _cut(func, value, like)
 
 
-def _check_same_cut(func: torch._ops.OpOverload, have: DTensorSpec, want: DTensorSpec) -> None:
-    if have is want:  # the usual case: a gradient bears its parameter's spec, optimizer state too
+def _check_same_cut(func: torch._ops.OpOverload, tensor: RaggedDTensor, like: RaggedDTensor) -> None:
+    have, want = tensor._spec, like._spec
+    if have is want:  # the usual case: a gradient and optimizer state share the spec of their parameter
         return
     if have.shape != want.shape:
-        raise refuse(func, want, f"it is combined with a ragged tensor of shape {tuple(have.shape)}")
+        raise refuse(func, like, f"it is combined with a ragged tensor of shape {tuple(have.shape)}")
     if have.placements != want.placements or have.mesh != want.mesh:
         raise PlacementError(
             f"{func} met two ragged tensors that are cut differently.",
@@ -187,7 +203,7 @@ def _cut(func: torch._ops.OpOverload, full: torch.Tensor, like: RaggedDTensor) -
     shape, local = like.shape, like._local_tensor
     pairs = zip(reversed(full.shape), reversed(shape), strict=False)
     if full.ndim > len(shape) or any(n not in (1, m) for n, m in pairs):
-        raise refuse(func, like._spec, f"shape {tuple(full.shape)} does not broadcast to it")
+        raise refuse(func, like, f"shape {tuple(full.shape)} does not broadcast to it")
     expanded = full.expand(shape)
     parts = [expanded[box.slices()].reshape(-1) for box in boxes_of(like._spec)]
     if not parts:
@@ -196,7 +212,7 @@ def _cut(func: torch._ops.OpOverload, full: torch.Tensor, like: RaggedDTensor) -
 
 
 def wrap_result(func: torch._ops.OpOverload, result: Any, like: RaggedDTensor) -> Any:
-    """What a piece-wise operator returned, as ragged tensors cut like ``like``.
+    """The result of an operator on pieces, as ragged tensors cut like ``like``.
 
     Raises:
         UnsupportedOpError: if the result has another number of elements than the piece.
@@ -206,5 +222,5 @@ def wrap_result(func: torch._ops.OpOverload, result: Any, like: RaggedDTensor) -
     if not isinstance(result, torch.Tensor):
         return result
     if result.shape != local_of(like).shape:
-        raise refuse(func, like._spec, "its result has another shape than the tensor")
+        raise refuse(func, like, "its result has another shape than the tensor")
     return RaggedDTensor.wrap(result, spec_with(like._spec, dtype=result.dtype), layout_ref=like.layout_ref)

@@ -1,20 +1,20 @@
-"""Which rule carries out which operator on ragged tensors: the dispatch table, and the document made from it.
+"""The dispatch table: the rule of each operator on ragged tensors, and the document made from it.
 
-`rule_of` decides for one operator; `FAMILIES` says what each rule promises. The table in OPERATORS.md is
-written by ``python tools/operators_table.py`` from the very functions that dispatch uses, so it cannot
-promise what the code does not do (tests/dtensor/test_operator_table.py compares them).
+`rule_of` selects the rule of an operator; `FAMILIES` describes each rule. ``python tools/operators_table.py`` writes
+OPERATORS.md from `rule_of` itself, and tests/dtensor/test_operator_table.py compares the two, so the document cannot
+differ from the code.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vescale_fsdp.dtensor.operators import elementwise, reductions, whole_tensors
 from vescale_fsdp.dtensor.operators import random_values as random
-from vescale_fsdp.dtensor.operators.arguments import first_ragged, refuse
+from vescale_fsdp.dtensor.operators.arguments import first_ragged, has_out, name_of, refuse
 from vescale_fsdp.dtensor.ragged_dtensor import Rule, set_rules
 from vescale_fsdp.torch_private import operator_names
 
@@ -22,158 +22,130 @@ aten = torch.ops.aten
 
 
 def _unsupported(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like = first_ragged((*args, *kwargs.values()))
-    raise refuse(func, like._spec if like is not None else None, "it has no rule")
+    raise refuse(func, first_ragged((*args, *kwargs.values())), "it has no rule")
 
 
 def _decomposed(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch takes apart before it comes here, unless autograd is out of the way, as in inference mode."""
+    """A composite operator. torch decomposes these before dispatch, except without autograd, as in inference mode."""
     return func.decompose(*args, **kwargs)
 
 
 def _on_local(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Questions about storage, answered by the piece."""
+    """A query about storage, answered for the piece."""
     tensor, *rest = args
     return func(tensor._local_tensor, *rest, **kwargs)
 
 
-FAMILIES: dict[Rule, tuple[str, str]] = {
-    elementwise.elementwise: (
+class Family(NamedTuple):
+    """A rule's row in OPERATORS.md, and the operators that have this rule whatever their tags and schemas."""
+
+    title: str
+    support: str
+    names: str = ""  # separated by spaces
+
+
+FAMILIES: dict[Rule, Family] = {
+    elementwise.elementwise: Family(
         "elementwise",
-        "Runs on the pieces, beside scalars, 0-d tensors, ragged tensors cut alike, replicated DTensors.",
+        "Runs on the pieces, with scalars, 0-d tensors, ragged tensors cut alike, replicated DTensors.",
+        # elementwise, though torch does not tag them as pointwise
+        "alias complex copy_ detach detach_ elu_backward fill_ floor_divide floor_divide_ hardsigmoid_backward "
+        "hardswish hardswish_ hardswish_backward hardtanh_backward huber_loss_backward leaky_relu_backward lift_fresh "
+        "log_sigmoid_backward mish_backward polar softplus_backward softshrink_backward zero_",
     ),
-    elementwise.foreach: (
+    elementwise.foreach: Family(
         "lists and fused optimizer steps",
         "As elementwise, on every tensor of a list; lists may mix ragged and plain tensors.",
+        "_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_",
     ),
-    elementwise.like_factory: ("copies and tensors like it", "The result is cut like the input."),
-    elementwise.new_factory: (
+    elementwise.like_factory: Family(
+        "copies and tensors like it",
+        "The result is cut like the input.",
+        "_pin_memory _to_copy clone empty_like full_like ones_like zeros_like",
+    ),
+    elementwise.new_factory: Family(
         "new tensors of a given shape",
         "Ragged for the tensor's own shape, replicated for others (new_empty: then zeros).",
+        "new_empty new_empty_strided new_full new_ones new_zeros",
     ),
-    elementwise.flat_view: (
+    elementwise.flat_view: Family(
         "views",
-        (
-            "One run of the tensor's elements: another shape, `x[2]`, `x[2:5]`, `x.chunk(3)`; writes reach it. Not "
-            "`x.t()`, `x[:, 2]`, nor any but its own shape where another mesh axis cuts it too."
-        ),
+        "One run of the tensor's elements: another shape, `x[2]`, `x[2:5]`, `x.chunk(3)`; a write to the view writes "
+        "the tensor. Not `x.t()` or `x[:, 2]`. Its own shape only, if another mesh axis cuts the tensor too.",
+        "_unsafe_view",
     ),
-    elementwise.masked_put: ("indexing", "`x[mask] = number`, with a mask of x's shape and cut."),
-    elementwise.non_finite_check: ("gradient scaler", "The verdict is agreed over the mesh."),
-    reductions.reduction: (
+    elementwise.masked_put: Family(
+        "indexing", "`x[mask] = number`, with a mask of x's shape and cut.", "index_put_"
+    ),
+    elementwise.non_finite_check: Family(
+        "gradient scaler",
+        "All ranks of the mesh agree on the result.",
+        "_amp_foreach_non_finite_check_and_unscale_",
+    ),
+    reductions.reduction: Family(
         "reductions",
-        (
-            "Over all dims, or over dims that every piece holds whole (ragged then). Over others: sum, mean, norm "
-            "by one all-reduce, the rest gathered."
-        ),
+        "Over all dims, or over dims that every piece contains whole (then ragged). Over others: sum, mean, norm by "
+        "one all-reduce, the rest gathered.",
+        # max and min have elementwise overloads: see `_BY_OVERLOAD`
+        " ".join(reductions.TOTALS.keys() - {"max", "min"}),
     ),
-    reductions.foreach_norm: ("norms of lists", "One replicated DTensor per tensor, all by one collective."),
-    reductions.along_dims: (
+    reductions.foreach_norm: Family(
+        "norms of lists", "One replicated DTensor per tensor, all by one collective.", "_foreach_norm"
+    ),
+    reductions.along_dims: Family(
         "along one dim",
-        "Ragged if every piece holds that dim whole; else gathered, and replicated.",
+        "Ragged if every piece contains that dim whole; else gathered, and replicated.",
+        "_log_softmax _softmax cumprod cumsum logcumsumexp sort topk",
     ),
-    reductions.equal: ("equality", "One answer, agreed over the mesh."),
-    reductions.all_close: ("closeness", "One answer, agreed over the mesh."),
-    whole_tensors.gathered: (
+    reductions.equal: Family("equality", "One answer, the same on all ranks of the mesh.", "equal"),
+    reductions.all_close: Family("closeness", "One answer, the same on all ranks of the mesh.", "allclose"),
+    whole_tensors.gathered: Family(
         "whole tensors",
-        (
-            "All others that give new tensors and draw no random numbers, such as `mm` and `cat`: gathered "
-            "first, replicated afterwards. Refused beside plain tensors."
-        ),
+        "All others that return new tensors and draw no random numbers, such as `mm` and `cat`: gathered first, the "
+        "result replicated. Refused in combination with plain tensors.",
     ),
-    whole_tensors.written_back: (
+    whole_tensors.written_back: Family(
         "whole tensors in place",
-        "All others that write to their first argument alone, such as `triu_`: gathered, then each keeps its piece.",
+        "All others that write to their first argument only, such as `triu_`: gathered, then each rank keeps its part.",
     ),
-    _decomposed: (
-        "made of others",
-        "In inference mode, such as `chunk` and `linear`: as the operators they are made of.",
+    _decomposed: Family(
+        "composite",
+        "In inference mode, such as `chunk` and `linear`: as the operators they consist of.",
     ),
-    whole_tensors.eye: ("the unit matrix", "Into a ragged tensor of its shape."),
-    whole_tensors.rewritten: ("said in others", "As the operators they are made of; nothing is gathered."),
-    random.random_fill: (
+    whole_tensors.eye: Family("identity matrix", "Into a ragged tensor of its shape."),
+    whole_tensors.rewritten: Family(
+        "rewritten",
+        "As an expression of other operators; nothing is gathered.",
+        " ".join(whole_tensors.REWRITTEN),
+    ),
+    random.random_fill: Family(
         "random values in place",
         "The same for any number of ranks and any cut, under vescale_fsdp.manual_seed.",
+        "bernoulli_ normal_ uniform_",
     ),
-    random.random_like: ("random tensors like it", "As random values in place."),
-    _on_local: ("questions about storage", "Answered for this rank's piece."),
+    random.random_like: Family(
+        "random tensors like it", "As random values in place.", "rand_like randn_like"
+    ),
+    _on_local: Family("queries about storage", "Answered for this rank's piece.", "is_pinned record_stream"),
 }
-
-# Elementwise, though torch's tags do not say so.
-_ELEMENTWISE = (
-    "alias",
-    "complex",
-    "copy_",
-    "detach",
-    "detach_",
-    "elu_backward",
-    "fill_",
-    "floor_divide",
-    "floor_divide_",
-    "hardsigmoid_backward",
-    "hardswish",
-    "hardswish_",
-    "hardswish_backward",
-    "hardtanh_backward",
-    "huber_loss_backward",
-    "leaky_relu_backward",
-    "lift_fresh",
-    "log_sigmoid_backward",
-    "mish_backward",
-    "polar",
-    "softplus_backward",
-    "softshrink_backward",
-    "zero_",
-)
-_BY_NAME: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, elementwise.elementwise),
-    **dict.fromkeys(
-        ("_pin_memory", "_to_copy", "clone", "empty_like", "full_like", "ones_like", "zeros_like"),
-        elementwise.like_factory,
-    ),
-    **dict.fromkeys(
-        ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"), elementwise.new_factory
-    ),
-    "_unsafe_view": elementwise.flat_view,
-    "index_put_": elementwise.masked_put,
-    **dict.fromkeys(("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"), elementwise.foreach),
-    "_amp_foreach_non_finite_check_and_unscale_": elementwise.non_finite_check,
-    # max and min may also mean an elementwise operator: see `_BY_OVERLOAD`
-    **dict.fromkeys(reductions.TOTALS.keys() - {"max", "min"}, reductions.reduction),
-    "_foreach_norm": reductions.foreach_norm,
-    **dict.fromkeys(
-        ("_log_softmax", "_softmax", "cumprod", "cumsum", "logcumsumexp", "sort", "topk"),
-        reductions.along_dims,
-    ),
-    **dict.fromkeys(whole_tensors.REWRITTEN, whole_tensors.rewritten),
-    "equal": reductions.equal,
-    "allclose": reductions.all_close,
-    **dict.fromkeys(("bernoulli_", "normal_", "uniform_"), random.random_fill),
-    **dict.fromkeys(("rand_like", "randn_like"), random.random_like),
-    **dict.fromkeys(("is_pinned", "record_stream"), _on_local),
-}
-# Names that mean an elementwise operator with two tensors, and a reduction with one.
+_BY_NAME = {name: rule for rule, family in FAMILIES.items() for name in family.names.split()}
+# Names that are elementwise with two tensors, and reductions with one.
 _BY_OVERLOAD: dict[torch._ops.OpOverload, Rule] = dict.fromkeys(
     (aten.max.default, aten.max.dim, aten.min.default, aten.min.dim), reductions.reduction
 ) | dict.fromkeys((aten.eye.out, aten.eye.m_out), whole_tensors.eye)
 _REFUSED_OVERLOADS = (aten.bernoulli_.Tensor,)
-# Families of what is not named above; the document does not list their hundreds of operators.
+# Rules of operators that are not named above; the document does not list these hundreds.
 _OPEN = (elementwise.flat_view, whole_tensors.gathered, whole_tensors.written_back, _decomposed)
 _FOREACH_OF_WHOLES = ("_foreach_mm", "_foreach_powsum")
 
 
-def _is_out(func: torch._ops.OpOverload) -> bool:
-    return any(argument.is_out for argument in func._schema.arguments)
-
-
-@cache
 def _is_elementwise(func: torch._ops.OpOverload) -> bool:
-    """Whether torch's tags call it pointwise; in-place forms count if their functional form does."""
+    """Whether torch tags it, or the functional form of an in-place operator, as pointwise."""
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     if torch.Tag.pointwise in func.tags:
         return True
-    name = func._schema.name.removeprefix("aten::")
+    name = name_of(func)
     if not name.endswith("_") or name.endswith("__"):
         return False
     packet = getattr(aten, name.removesuffix("_"), None)
@@ -183,7 +155,7 @@ def _is_elementwise(func: torch._ops.OpOverload) -> bool:
 
 @cache
 def rule_of(func: torch._ops.OpOverload) -> Rule:
-    """The function that carries out an operator on ragged tensors; one that raises if there is none."""
+    """The function that runs an operator on ragged tensors; one that raises if no rule applies."""
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten" or func in _REFUSED_OVERLOADS:
         return _unsupported
@@ -191,15 +163,15 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
         return _BY_OVERLOAD[func]
     if name in _BY_NAME:
         rule = _BY_NAME[name]
-        elementwise_out = rule is elementwise.elementwise or not _is_out(func)
+        elementwise_out = rule is elementwise.elementwise or not has_out(func)
         return rule if elementwise_out else _unsupported
-    if name.startswith("_foreach_") and name not in _FOREACH_OF_WHOLES and not _is_out(func):
+    if name.startswith("_foreach_") and name not in _FOREACH_OF_WHOLES and not has_out(func):
         return elementwise.foreach
     return elementwise.elementwise if _is_elementwise(func) else _open_rule(func)
 
 
 def _open_rule(func: torch._ops.OpOverload) -> Rule:
-    """The rule of an operator that is not named, from what its schema says."""
+    """The rule of an operator that is not named, from its schema."""
     arguments = func._schema.arguments
     if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd):
         return _decomposed
@@ -210,20 +182,20 @@ def _open_rule(func: torch._ops.OpOverload) -> Rule:
         return elementwise.flat_view if single else _unsupported
     written = [argument for argument in arguments if argument.alias_info is not None]
     if not written:
-        # Schemas of batch norms do not say that they write to these.
-        secret = any(argument.name in ("running_mean", "running_var") for argument in arguments)
-        return _unsupported if secret else whole_tensors.gathered
-    own = written == arguments[:1] and not _is_out(func) and torch.Tag.inplace_view not in func.tags
-    return whole_tensors.written_back if own else _unsupported
+        # Batch norms write to these, but their schemas do not declare it.
+        writes_statistics = any(argument.name in ("running_mean", "running_var") for argument in arguments)
+        return _unsupported if writes_statistics else whole_tensors.gathered
+    writes_first = written == arguments[:1] and not has_out(func) and torch.Tag.inplace_view not in func.tags
+    return whole_tensors.written_back if writes_first else _unsupported
 
 
 set_rules(rule_of)
 
 
 def is_supported(func: torch._ops.OpOverload) -> bool:
-    """Whether an operator, such as ``torch.ops.aten.add.Tensor``, can run on ragged tensors at all.
+    """Whether an operator, such as ``torch.ops.aten.add.Tensor``, has a rule for ragged tensors.
 
-    Some then still depend on the arguments, such as a sum along a dim that must be whole on every rank.
+    A rule may still refuse some arguments.
 
     Examples:
         >>> is_supported(torch.ops.aten.add.Tensor)
@@ -233,7 +205,7 @@ def is_supported(func: torch._ops.OpOverload) -> bool:
 
 
 def operator_table() -> str:
-    """OPERATORS.md: every family, what it promises, and the operators of this torch that it covers."""
+    """OPERATORS.md: every family, what it supports, and its operators in this torch."""
     names: dict[Rule, set[str]] = {}
     for full_name in operator_names():
         namespace, _, rest = full_name.partition("::")
@@ -246,13 +218,13 @@ def operator_table() -> str:
         "# Operators on ragged tensors",
         "",
         "Written by `python tools/operators_table.py` from the dispatch table; a test compares the two.",
-        f"Operators are those of torch {torch.__version__.split('+')[0]}. What none of the families holds raises",
-        "`UnsupportedOpError`, a `NotImplementedError` that names operator, placement and the way out.",
+        f"Operators are those of torch {torch.__version__.split('+')[0]}. Any other operator raises",
+        "`UnsupportedOpError`, a `NotImplementedError` that names the operator, the placement and what to do instead.",
         "",
-        "| family | what holds | operators |",
+        "| family | support | operators |",
         "|---|---|---|",
     ]
-    for rule, (family, promise) in FAMILIES.items():
+    for rule, family in FAMILIES.items():
         listed = "" if rule in _OPEN else ", ".join(f"`{name}`" for name in sorted(names.get(rule, ())))
-        lines.append(f"| {family} | {promise} | {listed} |")
+        lines.append(f"| {family.title} | {family.support} | {listed} |")
     return "\n".join(lines) + "\n"

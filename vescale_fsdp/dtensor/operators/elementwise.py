@@ -1,12 +1,23 @@
-"""Rules of operators that need each element alone: on single tensors, on lists, and as fused optimizer steps.
+"""Rules of operators that need no elements of other ranks: elementwise ones, lists of tensors, copies and views.
 
-They run on the flat pieces, and the result is cut like the input. Sums that are not done yet (Partial on
-another mesh axis) are done first, because most elementwise operators are not linear.
+They run on the flat pieces, and the result is cut like the input. Pending sums (Partial on another mesh axis) are
+reduced first, because most elementwise operators are not linear.
+
+A view that is one run of the tensor's flat order is cut where the tensor is cut, and shares the piece's memory: a write
+to the view is a write to the tensor::
+
+    shape (4, 3), pieces [0, 5) [5, 12)     x.view(2, 6)   elements [0, 12)   pieces of 5, 7
+                                            x[1]           elements [3, 6)    pieces of 2, 1
+                                            x[2:4]         elements [6, 12)   pieces of 0, 6
+
+torch itself tells the run: the operator runs on a tensor without values, and the result's storage offset is the start.
+Other views, such as columns and transposes, correspond to no memory on any rank and are refused.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -14,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.collectives import all_reduce_in_place, wait_for
 from vescale_fsdp.dtensor.operators.arguments import (
@@ -25,12 +36,13 @@ from vescale_fsdp.dtensor.operators.arguments import (
     is_partial,
     localise,
     refuse,
+    replicated,
     summed,
     wrap_result,
     written_names,
 )
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.dtensor.spec import inner_box, make_spec, piece_of, ragged_axis
+from vescale_fsdp.dtensor.spec import inner_box, make_spec, piece_of, ragged_axis, replaced
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import local_of, piece_in
 
@@ -41,7 +53,7 @@ def elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     """Run an operator on the pieces; the result keeps the placement."""
     like = first_ragged((*args, *kwargs.values()))
     assert like is not None
-    if func._schema.is_mutable:  # in-place and ``out=`` forms: what was written comes back itself
+    if func._schema.is_mutable:  # in-place and ``out=`` forms return what they wrote
         named = bind(func, args, kwargs)
         check_written(func, named, like)
         check_not_resized(func, named, like)
@@ -66,59 +78,123 @@ def _on_pieces(
 
 
 def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copies and zeros_like's family: a piece of the same size, in the one memory format a flat piece has."""
+    """Copies and the family of zeros_like: a piece of the same size, contiguous."""
     tensor: RaggedDTensor = args[0]
     kwargs = {**kwargs, "memory_format": torch.contiguous_format} if "memory_format" in kwargs else kwargs
     return wrap_result(func, func(tensor._local_tensor, *args[1:], **kwargs), tensor)
 
 
-def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[mask] = value`` with a mask of x's own shape and cut, and one value for all."""
-    named = bind(func, args, kwargs)
-    tensor, indices, value = named["self"], named["indices"], named["values"]
-    mask = indices[0] if len(indices) == 1 else None
-    whole = isinstance(mask, RaggedDTensor) and mask.dtype == torch.bool and mask.shape == tensor.shape
-    if not whole or value.ndim or named.get("accumulate", False) or not isinstance(tensor, RaggedDTensor):
-        like = first_ragged((tensor, *indices, value))
-        raise refuse(func, like._spec if like is not None else None, "indexing other than x[mask] = number")
-    return elementwise(aten.masked_fill_.Tensor, (tensor, mask, value), {})
-
-
 def new_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """new_zeros and its family: ragged for the tensor's own shape, replicated for others."""
+    """new_zeros and its family: ragged for the tensor's own shape, replicated for other shapes."""
     tensor: RaggedDTensor = args[0]
     shape, local = torch.Size(args[1]), tensor._local_tensor
-    if func is aten.new_empty_strided.default:  # a piece is flat, and what is replicated may lie as it likes
+    if func is aten.new_empty_strided.default:  # strides mean nothing for a flat piece
         func, args = aten.new_empty.default, (*args[:2], *args[3:])
     if shape == tensor.shape:
         return wrap_result(func, func(local, list(local.shape), *args[2:], **kwargs), tensor)
     if func is aten.new_empty.default:
-        func = aten.new_zeros.default  # what happens to lie in memory would differ between the ranks
-    full = func(local, list(shape), *args[2:], **kwargs)
-    mesh = tensor.device_mesh
-    return DTensor(full, make_spec(mesh, [Replicate()] * mesh.ndim, shape, full.dtype), requires_grad=False)  # type: ignore[call-arg]
+        func = aten.new_zeros.default  # uninitialized memory would differ between ranks
+    return replicated(func(local, list(shape), *args[2:], **kwargs), tensor)
+
+
+def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[mask] = value`` with one value, and a mask of x's own shape and cut."""
+    named = bind(func, args, kwargs)
+    tensor, indices, value = named["self"], named["indices"], named["values"]
+    mask = indices[0] if len(indices) == 1 else None
+    is_mask = isinstance(mask, RaggedDTensor) and mask.dtype == torch.bool and mask.shape == tensor.shape
+    if not is_mask or value.ndim or named.get("accumulate", False) or not isinstance(tensor, RaggedDTensor):
+        raise refuse(func, first_ragged((tensor, *indices, value)), "indexing other than x[mask] = number")
+    return elementwise(aten.masked_fill_.Tensor, (tensor, mask, value), {})
+
+
+def flat_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view, or several as from ``split``, each of one run of the tensor's flat order."""
+    tensor: RaggedDTensor = args[0]
+    views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
+    if isinstance(views, (list, tuple)):
+        return type(views)(_view_of(func, tensor, view) for view in views)
+    return _view_of(func, tensor, views)
+
+
+def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Tensor) -> RaggedDTensor:
+    """The ragged counterpart of ``view``, a view without values of a contiguous tensor of the global shape.
+
+    Raises:
+        UnsupportedOpError: if the view is not one run of the tensor's elements.
+    """
+    if view.is_conj() or view.is_neg() or view.dtype != tensor.dtype:
+        raise refuse(func, tensor, "the values of such a view differ from the stored ones")
+    if view.shape == tensor.shape and view.is_contiguous():
+        local = tensor._local_tensor
+        return wrap_result(func, local.view_as(local), tensor)  # type: ignore[no-any-return]
+    why = todo = None
+    if not view.ndim:
+        why, todo = "0-d tensors are not ragged", "take a range of one element, x[i : i + 1]"
+    elif not view.is_contiguous():
+        why = "its elements are not adjacent, as those of whole rows are"
+    elif inner_box(tensor._spec).sizes != tuple(tensor.shape):
+        why = "another mesh axis cuts the tensor's dims"
+    if why is not None:
+        raise refuse(func, tensor, f"a view of shape {tuple(view.shape)}: {why}", todo)
+    start = int(view.storage_offset())
+    stop = start + view.numel()
+    axis, placement = ragged_axis(tensor.placements)
+    cut = RaggedShard.from_piece_numels(view.shape, placement.piece_lengths(tensor.shape).within(start, stop))
+    own = piece_of(tensor._spec)
+    first, last = (min(max(edge, own.start), own.stop) - own.start for edge in (start, stop))
+    return RaggedDTensor.wrap(
+        tensor._local_tensor.view(-1)[first:last],
+        make_spec(tensor.device_mesh, replaced(tensor.placements, axis, cut), view.shape, tensor.dtype),
+    )
+
+
+# -- lists ----------------------------------------------------------------------------------------------
+
+# Evaluated for every tensor of every call in an optimizer's step: running in C takes a tenth of the time.
+_RAGGED = {RaggedDTensor}
+_spec, _placements, _is_partial = (
+    attrgetter("_spec"),
+    attrgetter("_spec.placements"),
+    methodcaller("is_partial"),
+)
 
 
 def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a foreach or fused optimizer operator on lists of pieces; lists may mix ragged and others."""
+    """Run a foreach or fused optimizer operator on lists of pieces; lists may mix ragged and other tensors."""
     named = bind(func, args, kwargs)
-    lists = [v for v in named.values() if isinstance(v, (list, tuple)) and v and _is_tensor(v[0])]
+    lists = [
+        v for v in named.values() if isinstance(v, (list, tuple)) and v and isinstance(v[0], torch.Tensor)
+    ]
     length = len(lists[0])
-    likes = _likes(lists, length)
+
+    def column(index: int) -> Iterator[Any]:
+        return (values[index] for values in lists if len(values) == length)
+
+    # For every index in the lists a ragged tensor there, if any: usually all parameters, or their gradients, are.
+    likes: list[RaggedDTensor | None]
+    if set(map(type, lists[0])) == _RAGGED:
+        likes = list(lists[0])
+    else:
+        likes = [first_ragged(column(index)) for index in range(length)]
     stock = {
-        i for i, like in enumerate(likes) if like is None and any(map(_is_dtensor, _at(lists, length, i)))
+        index
+        for index, like in enumerate(likes)
+        if like is None and any(isinstance(value, DTensor) for value in column(index))
     }
     if stock:
-        return _apart(func, args, kwargs, stock, length)
+        return _separate_calls(func, args, kwargs, stock, length)
     _check_lists_written(func, named, likes)
-    some = first_ragged(likes)
+    some_ragged = first_ragged(likes)
 
     def local(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) == length:
             return _local_list(func, value, likes)
         if isinstance(value, RaggedDTensor):
-            raise refuse(func, value._spec, "one ragged tensor stands beside a list of tensors")
-        return localise(func, value, some) if isinstance(value, DTensor) and some is not None else value
+            raise refuse(func, value, "one ragged tensor is combined with a list of tensors")
+        if isinstance(value, DTensor) and some_ragged is not None:
+            return localise(func, value, some_ragged)
+        return value
 
     result = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
     if not isinstance(result, (list, tuple)):
@@ -129,61 +205,36 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     ]
 
 
-# Asked for every tensor of every call of an optimizer's step: what runs in C takes a tenth of the time.
-_RAGGED = {RaggedDTensor}
-_spec, _placements, _sums = attrgetter("_spec"), attrgetter("_spec.placements"), methodcaller("is_partial")
-
-
-def _apart(
+def _separate_calls(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], stock: set[int], length: int
 ) -> Any:
-    """A call on lists in which some tensors are torch's own DTensors: torch does these, beside ours."""
+    """A call on lists that contain torch's own DTensors: torch runs those, and a second call runs the rest."""
 
-    def of(places: list[int]) -> Any:
+    def call_on(indices: list[int]) -> Any:
         def some(value: Any) -> Any:
             is_list = isinstance(value, (list, tuple)) and len(value) == length
-            return [value[place] for place in places] if is_list else value
+            return [value[index] for index in indices] if is_list else value
 
         return func(*map(some, args), **{name: some(value) for name, value in kwargs.items()})
 
-    order = [*sorted(stock), *(place for place in range(length) if place not in stock)]
-    results = [of(order[: len(stock)]), of(order[len(stock) :])]
+    order = [*sorted(stock), *(index for index in range(length) if index not in stock)]
+    results = [call_on(order[: len(stock)]), call_on(order[len(stock) :])]
     if not all(isinstance(result, (list, tuple)) for result in results):
         return results[0]
-    found = dict(zip(order, [*results[0], *results[1]], strict=True))
-    return [found[place] for place in range(length)]
+    by_index = dict(zip(order, [*results[0], *results[1]], strict=True))
+    return [by_index[index] for index in range(length)]
 
 
 def _local_list(func: torch._ops.OpOverload, values: Any, likes: list[RaggedDTensor | None]) -> list[Any]:
-    if values and not _is_tensor(values[0]):  # a scalar for each
+    if values and not isinstance(values[0], torch.Tensor):  # one scalar per tensor
         return values  # type: ignore[no-any-return]
-    # The usual case: gradients and states bear their parameters' very specs.
-    ragged = set(map(type, values)) == _RAGGED == set(map(type, likes))
-    if ragged and all(map(operator.is_, map(_spec, values), map(_spec, likes))):
+    # The usual case: gradients and states share the spec objects of their parameters.
+    all_ragged = set(map(type, values)) == _RAGGED == set(map(type, likes))
+    if all_ragged and all(map(operator.is_, map(_spec, values), map(_spec, likes))):
         return list(map(piece_in, values))
     return [
         item if like is None else localise(func, item, like) for item, like in zip(values, likes, strict=True)
     ]
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _is_dtensor(value: object) -> bool:
-    return isinstance(value, DTensor)
-
-
-def _at(lists: list[Any], length: int, place: int) -> Any:
-    return (values[place] for values in lists if len(values) == length)
-
-
-def _likes(lists: list[Any], length: int) -> list[RaggedDTensor | None]:
-    """For every place in the lists, a ragged tensor that stands there, if any does."""
-    first = lists[0]
-    if set(map(type, first)) == _RAGGED:  # the usual case: parameters' own, or their gradients, come first
-        return list(first)
-    return [first_ragged(_at(lists, length, place)) for place in range(length)]
 
 
 def _check_lists_written(
@@ -191,9 +242,8 @@ def _check_lists_written(
 ) -> None:
     """Refuse lists in which a ragged value would be written to a tensor that is not ragged."""
     ragged = [like for like in likes if like is not None]
-    if any(map(_sums, chain.from_iterable(map(_placements, ragged)))):
-        unsummed = next(filter(is_partial, ragged))
-        raise refuse(func, unsummed._spec, "a tensor of the list holds sums that are not done")
+    if any(map(_is_partial, chain.from_iterable(map(_placements, ragged)))):
+        raise refuse(func, next(filter(is_partial, ragged)), "a tensor of the list has pending sums")
     for name in written_names(func):
         written = named.get(name)
         if not isinstance(written, (list, tuple)) or len(written) != len(likes):
@@ -201,14 +251,14 @@ def _check_lists_written(
         if all(map(operator.is_, written, likes)):
             continue
         for item, like in zip(written, likes, strict=True):
-            # Step counters are 0-d and plain on every rank; each rank counts for itself.
-            plain_scalar = _is_tensor(item) and item.ndim == 0 and not isinstance(item, DTensor)
-            if like is not None and not plain_scalar and (item is not like):
+            # Step counters are plain 0-d tensors that each rank updates itself.
+            is_counter = isinstance(item, torch.Tensor) and item.ndim == 0 and not isinstance(item, DTensor)
+            if like is not None and not is_counter and item is not like:
                 check_written(func, {name: item}, like)
 
 
 def non_finite_check(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """GradScaler's check: unscale the pieces, and let all ranks know if any of them met inf or nan."""
+    """GradScaler's check: unscale the pieces, and agree among all ranks whether any contained inf or nan."""
     tensors, found_inf, inverse_scale = args
     func([local_of(t) for t in tensors], found_inf, inverse_scale)
     cut_axes: dict[DeviceMesh, set[int]] = {}
@@ -219,46 +269,3 @@ def non_finite_check(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
     for mesh, axes in cut_axes.items():
         for axis in sorted(axes):
             wait_for(all_reduce_in_place(found_inf, dist.ReduceOp.MAX, mesh.get_group(axis)))
-
-
-def flat_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view, or several as of ``split``, each of one run of the tensor's flat order."""
-    tensor: RaggedDTensor = args[0]
-    found = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
-    if isinstance(found, (list, tuple)):
-        return type(found)(_view_of(func, tensor, view) for view in found)
-    return _view_of(func, tensor, found)
-
-
-def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Tensor) -> RaggedDTensor:
-    """The view that lies in a contiguous tensor of the global shape as ``view``, which has no values, does."""
-    if view.is_conj() or view.is_neg() or view.dtype != tensor.dtype:
-        raise refuse(func, tensor._spec, "such a view shows other values than those that are stored")
-    if view.shape == tensor.shape and view.is_contiguous():
-        local = tensor._local_tensor
-        return wrap_result(func, local.view_as(local), tensor)  # type: ignore[no-any-return]
-    _check_run(func, tensor, view)
-    start = int(view.storage_offset())
-    stop = start + view.numel()
-    axis, placement = ragged_axis(tensor.placements)
-    cut = RaggedShard.from_piece_numels(view.shape, placement.piece_lengths(tensor.shape).within(start, stop))
-    placements = [cut if other == axis else p for other, p in enumerate(tensor.placements)]
-    own = piece_of(tensor._spec)
-    first, last = (min(max(edge, own.start), own.stop) - own.start for edge in (start, stop))
-    return RaggedDTensor.wrap(
-        tensor._local_tensor.view(-1)[first:last],
-        make_spec(tensor.device_mesh, placements, view.shape, tensor.dtype),
-    )
-
-
-def _check_run(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Tensor) -> None:
-    """Refuse a view that is not one run of the tensor's elements."""
-    if not view.ndim:
-        why, todo = "0-d tensors are not ragged", "take a range of one element, x[i : i + 1]"
-    elif not view.is_contiguous():
-        why, todo = "its elements do not lie side by side, as those of whole rows do", None
-    elif inner_box(tensor._spec).sizes != tuple(tensor.shape):
-        why, todo = "another mesh axis cuts the tensor's dims", None
-    else:
-        return
-    raise refuse(func, tensor._spec, f"a view of shape {tuple(view.shape)}: {why}", todo)

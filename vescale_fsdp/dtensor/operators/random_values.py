@@ -1,16 +1,22 @@
 """Random values of ragged tensors that depend on the seed alone, not on ranks, cuts or granularity.
 
-Element i of a tensor gets number i of a stream (`philox`); every random call on a ragged tensor takes the next
-stream. So a model that is initialised by the same calls is bit for bit the same on 1, 2 or 7 ranks. Calls on
-ragged tensors are collective in this one sense: all ranks make them in the same order.
+Element i of a tensor gets number i of a stream (`philox`), and every random call on a ragged tensor takes the next
+stream. So a model initialized by the same calls is bit for bit the same on 1, 2 or 7 ranks. All ranks must make their
+random calls on ragged tensors in the same order.
 
     vescale_fsdp.manual_seed(0)           # the same on all ranks
     model = fully_shard(...)              # on the meta device
     model.to_empty(device="cuda"); model.apply(reset)     # torch.nn.init, tensor.normal_(), ...
 
-Without `manual_seed`, the seed is `torch.initial_seed()` of the mesh's first rank, agreed by one broadcast.
-Random operators on other tensors (dropout, activations, data) stay torch's, with torch's generators, which
-cannot do this: they draw for the elements a rank holds, in the order in which it holds them.
+Without `manual_seed`, the seed is `torch.initial_seed()` of the mesh's first rank, sent by one broadcast. Random
+operators on other tensors (dropout, activations, data) use torch's generators, which draw for a rank's elements in
+their local order.
+
+Generator: Philox-4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011),
+section 3.3; its test vectors are in tests/dtensor/test_random_values.py. Word i of a stream is a pure function of (key,
+stream, i), so any rank can draw any range. Values are computed with additions, multiplications, divisions and square
+roots in float64 only. IEEE 754 rounds these correctly, so they are bit for bit the same in every lane of a vector
+register, in every thread and on every device. torch.log, sin and cos do not guarantee this, hence the series below.
 """
 
 from __future__ import annotations
@@ -23,14 +29,21 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.collectives import broadcast_in_place, wait_for
-from vescale_fsdp.dtensor.operators.arguments import bind, check_written, refuse, wrap_result
+from vescale_fsdp.dtensor.operators.arguments import (
+    bind,
+    check_written,
+    is_partial,
+    name_of,
+    refuse,
+    wrap_result,
+)
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import boxes_of
 from vescale_fsdp.layout.geometry import Box, FlatRange, run_start
 
 
 class _StreamCounter:
-    """The seed, and the number of the next stream. One per process, as torch's default generator is."""
+    """The seed and the number of the next stream. One per process, like torch's default generator."""
 
     def __init__(self) -> None:
         self.seed: int | None = None
@@ -39,7 +52,11 @@ class _StreamCounter:
     def take(self, mesh: DeviceMesh) -> tuple[int, int]:
         """(seed, stream) for one random call."""
         if self.seed is None:
-            self.seed = _agreed_seed(mesh)
+            initial = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF
+            seed = torch.tensor(initial, dtype=torch.int64, device=mesh.device_type)
+            for axis in range(mesh.ndim):
+                wait_for(broadcast_in_place(seed, mesh.get_group(axis), 0))
+            self.seed = int(seed.item())
         self.next_stream += 1
         return self.seed, self.next_stream - 1
 
@@ -51,7 +68,7 @@ def manual_seed(seed: int) -> None:
     """Seed the random values of ragged tensors. Call it with the same seed on every rank.
 
     Args:
-        seed: any int; its lowest 64 bits count.
+        seed: any int; only its lowest 64 bits are used.
 
     Examples:
         >>> manual_seed(0)
@@ -62,7 +79,7 @@ def manual_seed(seed: int) -> None:
 
 
 def get_rng_state() -> tuple[int | None, int]:
-    """(seed, streams used so far), to be stored with a checkpoint.
+    """(seed, number of streams used), to be stored with a checkpoint.
 
     Examples:
         >>> manual_seed(7)
@@ -82,15 +99,8 @@ def set_rng_state(state: tuple[int | None, int]) -> None:
     _streams.seed, _streams.next_stream = state
 
 
-def _agreed_seed(mesh: DeviceMesh) -> int:
-    seed = torch.tensor(torch.initial_seed() & 0x7FFFFFFFFFFFFFFF, dtype=torch.int64, device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        wait_for(broadcast_in_place(seed, mesh.get_group(axis), 0))
-    return int(seed.item())
-
-
 def _spans(tensor: RaggedDTensor) -> list[FlatRange]:
-    """Flat ranges of the global tensor that this rank holds, in the order of its local elements."""
+    """This rank's flat ranges of the global tensor, in the order of its local elements."""
     shape = tuple(tensor.shape)
     spans: list[FlatRange] = []
     for box in boxes_of(tensor._spec):
@@ -103,7 +113,7 @@ def _spans(tensor: RaggedDTensor) -> list[FlatRange]:
 
 
 def _runs(shape: tuple[int, ...], box: Box) -> list[FlatRange]:
-    """The contiguous runs of a box. One, unless another mesh axis cuts a dim that is not the first."""
+    """The contiguous runs of a box: one, unless another mesh axis cuts a dim that is not the first."""
     start = run_start(shape, box)
     if start is not None:
         return [FlatRange(start, start + box.numel)]
@@ -113,7 +123,7 @@ def _runs(shape: tuple[int, ...], box: Box) -> list[FlatRange]:
     ]
 
 
-# Bits of a uniform value on [0, 1) that a dtype keeps without rounding.
+# Bits of a uniform value on [0, 1) that a dtype represents without rounding.
 _SIGNIFICAND_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -128,7 +138,7 @@ def _draw(kind: str, tensor: RaggedDTensor, a: float, b: float) -> torch.Tensor:
         values = (uniforms(spans, seed, stream, 32, device) < a).to(torch.float64)
     else:
         values = uniforms(spans, seed, stream, _SIGNIFICAND_BITS[local.dtype], device) * (b - a) + a
-        # Rounding to the dtype may reach b, which is not in [a, b).
+        # Rounding to the dtype may return b, which is outside [a, b).
         rounded = values.to(local.dtype).to(torch.float64)
         values = torch.where((rounded >= b) & (b > a), torch.full_like(values, a), values)
     return values.to(local.dtype).view(local.shape)
@@ -138,13 +148,13 @@ def _check(func: torch._ops.OpOverload, tensor: RaggedDTensor, named: dict[str, 
     if named.get("generator") is not None:
         raise refuse(
             func,
-            tensor._spec,
+            tensor,
             "a torch.Generator draws for the elements of one rank",
             todo="leave generator=None and seed with vescale_fsdp.manual_seed",
         )
     dtype = named.get("dtype") or tensor.dtype
     if dtype not in _SIGNIFICAND_BITS:
-        raise refuse(func, tensor._spec, f"random values of {dtype} are not drawn by position")
+        raise refuse(func, tensor, f"random values of {dtype} are not supported")
 
 
 def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedDTensor:
@@ -153,7 +163,7 @@ def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     tensor: RaggedDTensor = named["self"]
     _check(func, tensor, named)
     check_written(func, named, tensor)
-    kind = func._schema.name.removeprefix("aten::").rstrip("_")
+    kind = name_of(func).rstrip("_")
     if kind == "normal":
         a, b = named.get("mean", 0.0), named.get("std", 1.0)
         if b < 0:
@@ -173,14 +183,16 @@ def random_like(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     named = bind(func, args, kwargs)
     tensor: RaggedDTensor = named["self"]
     _check(func, tensor, named)
-    if any(p.is_partial() for p in tensor.placements):
-        raise refuse(func, tensor._spec, "its sums are not done")
+    if is_partial(tensor):
+        raise refuse(func, tensor, "it has pending sums")
     empty = torch.empty_like(tensor._local_tensor, dtype=named.get("dtype"), device=named.get("device"))
     like = wrap_result(func, empty, tensor)
-    kind = "normal" if "randn" in func._schema.name else "uniform"
+    kind = "normal" if "randn" in name_of(func) else "uniform"
     like._local_tensor.copy_(_draw(kind, like, 0.0, 1.0))
     return like
 
+
+# -- Philox ---------------------------------------------------------------------------------------------
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -202,7 +214,7 @@ def philox(counters: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[to
     c0, c1, c2, c3 = counters
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # int64 products wrap, but their 64 bits are right, and that is all that is read of them.
+        # int64 products overflow, but only their lowest 64 bits are read, and those are right.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((p1 >> 32) & _MASK) ^ c1 ^ k0,
@@ -224,7 +236,7 @@ def _words(counters: torch.Tensor, seed: int, stream: int) -> torch.Tensor:
 def _pick(
     spans: Sequence[FlatRange], per_counter: int, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs (counters, index of the wanted values among those the counters give), span after span."""
+    """Batches of (counters, index of the wanted values among those that the counters produce), in span order."""
     group: list[FlatRange] = []
     room = _COUNTERS_AT_ONCE
     for span in spans:
@@ -234,7 +246,7 @@ def _pick(
             group.append(FlatRange(start, stop))
             room -= -(-stop // per_counter) - start // per_counter
             start = stop
-            if room <= 1:  # a run that starts inside a counter may need one more than its length says
+            if room <= 1:  # a run that starts inside a counter's values may need one counter more
                 yield _address(group, per_counter, device)
                 group, room = [], _COUNTERS_AT_ONCE
     if group:
@@ -248,7 +260,7 @@ def _address(
     stops = torch.tensor([span.stop for span in group], dtype=torch.int64, device=device)
     first, last = starts // per_counter, (stops + per_counter - 1) // per_counter
     counts, lengths = last - first, stops - starts
-    before = counts.cumsum(0) - counts  # counters of the spans before this one
+    before = counts.cumsum(0) - counts  # number of counters of earlier spans
     counters = _ramp(first, counts)
     return counters, _ramp(before * per_counter + starts - first * per_counter, lengths)
 
@@ -266,7 +278,7 @@ def uniforms(
     """Values of a uniform stream on [0, 1), multiples of 2**-bits.
 
     Args:
-        spans: which values.
+        spans: positions of the values.
         seed: 64-bit key.
         stream: 64-bit number of the stream; streams are independent.
         bits: up to 32 (one word per value) or up to 53 (two words).
@@ -304,7 +316,7 @@ def normals(spans: Sequence[FlatRange], seed: int, stream: int, device: torch.de
 
 
 def _series(x: torch.Tensor, coefficients: list[float]) -> torch.Tensor:
-    """Horner's rule; multiplication and addition in separate kernels, so that nothing is fused."""
+    """Horner's rule; separate kernels for multiplication and addition rule out a fused multiply-add."""
     total = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         total = total * x + coefficient

@@ -1,14 +1,14 @@
-"""Rules of operators that have an answer only for whole tensors: gather, and let torch compute.
+"""Rules of operators that need whole tensors: gather, then let torch compute.
 
     matmul, sort, qr ..    every DTensor among the arguments is gathered; the result is a replicated DTensor
-    triu_, index_fill_ ..  the same, and then each rank keeps its piece of what was written
+    triu_, index_fill_ ..  the same, and then each rank keeps its piece of the written tensor
     eye (out=)             the matrix is made whole, each rank keeps its piece
-    dot, dist, mse_loss    said in operators that have rules of their own; nothing is gathered
+    dot, dist, mse_loss    rewritten as operators that have rules of their own; nothing is gathered
     foreach max            the maximum of each tensor
 
-Collectives, as norms are: all ranks call them. Plain tensors beside a ragged one are refused: they may differ between
-ranks, and are most often the inputs of a module whose parameters nobody gathered. What returns a view is not here: a
-write to a view of what was gathered would be lost (see `flat_views`).
+These are collectives, as norms are: all ranks call them. A plain tensor next to a ragged one is refused: it may differ
+between ranks, and is most often the input of a module whose parameters were not gathered. Operators that return views
+are not here: a write to a view of a gathered copy would be lost (see `elementwise.flat_view`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from vescale_fsdp.dtensor.operators.arguments import (
     bind,
     check_written,
     first_ragged,
+    name_of,
     refuse,
+    replicated,
 )
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
-from vescale_fsdp.dtensor.spec import make_spec
 from vescale_fsdp.torch_private import local_of, pytree
-
-aten = torch.ops.aten
 
 
 def gathered(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -38,20 +37,20 @@ def gathered(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     like = first_ragged((*args, *kwargs.values()))
     assert like is not None
     result = func(*_whole(func, args, like), **_whole(func, kwargs, like))
-    return pytree.tree_map_only(torch.Tensor, lambda whole: _replicated(whole, like), result)
+    return pytree.tree_map_only(torch.Tensor, lambda full: replicated(full, like), result)
 
 
 def written_back(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that writes to its first argument on the whole tensor; each rank keeps its piece of it."""
+    """Run an operator that writes to its first argument on the whole tensors; each rank keeps its piece."""
     written, *rest = args
     check_written(func, bind(func, args, kwargs), written)
     full = _whole(func, written, written).clone()
     func(full, *_whole(func, rest, written), **_whole(func, kwargs, written))
-    return written.copy_(_replicated(full, written))
+    return written.copy_(replicated(full, written))
 
 
-def _whole(func: torch._ops.OpOverload, given: Any, like: RaggedDTensor) -> Any:
-    """Arguments as plain tensors that all ranks hold alike.
+def _whole(func: torch._ops.OpOverload, values: Any, like: RaggedDTensor) -> Any:
+    """Arguments, nested or not, as plain tensors that are the same on all ranks.
 
     Raises:
         UnsupportedOpError: for a plain tensor, which may differ between ranks, and for one on another mesh.
@@ -59,24 +58,16 @@ def _whole(func: torch._ops.OpOverload, given: Any, like: RaggedDTensor) -> Any:
 
     def whole(value: torch.Tensor) -> torch.Tensor:
         if isinstance(value, DTensor):
-            if value.device_mesh != like.device_mesh:
-                raise refuse(
-                    func, like._spec, f"a DTensor on another mesh, {value.device_mesh}, is beside it"
-                )
-            return local_of(redistribute(value, [Replicate()] * value.device_mesh.ndim))
+            mesh = value.device_mesh
+            if mesh != like.device_mesh:
+                raise refuse(func, like, f"it is combined with a DTensor on another mesh, {mesh}")
+            return local_of(redistribute(value, [Replicate()] * mesh.ndim))
         if value.ndim == 0:
             return value
-        raise refuse(
-            func, like._spec, f"a plain tensor of shape {tuple(value.shape)} is beside it", OUTSIDE_FORWARD
-        )
+        why = f"it is combined with a plain tensor of shape {tuple(value.shape)}"
+        raise refuse(func, like, why, OUTSIDE_FORWARD)
 
-    return pytree.tree_map_only(torch.Tensor, whole, given)
-
-
-def _replicated(full: torch.Tensor, like: RaggedDTensor) -> DTensor:
-    mesh = like.device_mesh
-    spec = make_spec(mesh, [Replicate()] * mesh.ndim, full.shape, full.dtype)
-    return DTensor(full.contiguous(), spec, requires_grad=False)  # type: ignore[call-arg]
+    return pytree.tree_map_only(torch.Tensor, whole, values)
 
 
 def eye(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,17 +77,17 @@ def eye(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     check_written(func, named, out)
     full = torch.eye(named["n"], named.get("m", named["n"]), dtype=out.dtype, device=out._local_tensor.device)
     if full.shape != out.shape:
-        raise refuse(func, out._spec, f"a matrix of shape {tuple(full.shape)} would resize it")
-    return out.copy_(_replicated(full, out))
+        raise refuse(func, out, f"a matrix of shape {tuple(full.shape)} would resize it")
+    return out.copy_(replicated(full, out))
 
 
 def rewritten(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator as others that mean the same."""
-    return REWRITTEN[func._schema.name.removeprefix("aten::")](*args, **kwargs)
+    """Run an operator as an equivalent expression of others."""
+    return REWRITTEN[name_of(func)](*args, **kwargs)
 
 
-def _mse_loss(given: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
-    squares = (given - target).square()
+def _mse_loss(values: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
+    squares = (values - target).square()
     return (lambda x: x, torch.mean, torch.sum)[reduction](squares)
 
 

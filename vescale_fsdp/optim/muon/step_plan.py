@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.collectives import new_group
 from vescale_fsdp.dtensor.piece_map import PieceMap
-from vescale_fsdp.dtensor.spec import ranks_by_place
+from vescale_fsdp.dtensor.spec import ranks_by_group_rank
 from vescale_fsdp.optim.muon.bucket_exchange import WIRE_DTYPE, Bucket, Ranks, Travel
 from vescale_fsdp.optim.muon.matrices import Matrix
 
@@ -126,7 +126,7 @@ def _buckets(
 
 def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     """The ranks of a mesh whose ``axis`` shards and whose other axes replicate."""
-    table = ranks_by_place(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()  # global ranks
+    table = ranks_by_group_rank(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()  # global ranks
     if len(table) == 1:
         group: dist.ProcessGroup | None = mesh.get_group(axis)
     elif sorted(rank for row in table for rank in row) == list(range(dist.get_world_size())):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale_fsdp.dtensor.spec import ranks_by_place
+from vescale_fsdp.dtensor.spec import ranks_by_group_rank
 from vescale_fsdp.errors import LifecycleError, PlacementError
 from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import (
@@ -70,7 +70,7 @@ class DataMesh:
     spmd: SpmdAxes | None = None
 
     def __post_init__(self) -> None:
-        ranks_by_place(self.mesh)
+        ranks_by_group_rank(self.mesh)
 
     @property
     def num_shards(self) -> int:

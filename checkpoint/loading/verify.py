@@ -1,0 +1,223 @@
+"""`verify`: all problems of a checkpoint of any format, found offline, without touching any state.
+
+    this package's own forms     every stripe and chunk is compared with its checksum (`file_checks`)
+    other formats                every range with a checksum is compared with it; other bytes are read once, so that
+                                 a disk that cannot read them says so
+
+Opening a checkpoint already checks that metadata, file sizes, headers and index agree and that chunks tile every
+tensor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, is_inflated
+from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, pieces_of
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError
+from vescale_fsdp.formats import open_foreign
+
+if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.loading.file_checks import Check
+
+_READ_BYTES = 4 * 2**20  # 4 MiB
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        where: the file; in formats that are checked tensor by tensor, the tensor.
+        text: the error that a load would raise.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp.checkpoint import save
+        >>> save("to_damage", {"w": torch.ones(4)})
+        >>> from pathlib import Path
+        >>> (file,) = Path("to_damage").glob("data-*/*.safetensors")
+        >>> data = bytearray(file.read_bytes())
+        >>> data[-100] ^= 1
+        >>> _ = file.write_bytes(data)
+        >>> (problem,) = verify("to_damage").problems
+        >>> problem.where.endswith(file.name)
+        True
+    """
+
+    where: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The result of `verify`.
+
+    Attributes:
+        problems: all of them; empty if the checkpoint is good.
+        num_tensors: tensors of the checkpoint.
+        num_checksums: stripes, chunks and records whose checksum was compared.
+        num_bytes: bytes of tensors that were read.
+
+    Examples:
+        >>> VerifyReport((), num_tensors=4, num_checksums=1, num_bytes=1 << 20).ok
+        True
+    """
+
+    problems: tuple[Problem, ...]
+    num_tensors: int = 0
+    num_checksums: int = 0
+    num_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def verify(
+    path: str | os.PathLike[str] | Storage | Source,
+    *,
+    deep: bool = True,
+    progress: Callable[[int], object] = lambda _: None,
+) -> VerifyReport:
+    """Read a checkpoint and compare all its checksums; problems are collected, not raised.
+
+    Args:
+        path: folder, file or URL of a checkpoint in any format; or one that is open.
+        deep: read all data, not just metadata and headers.
+        progress: called with the bytes of tensors read since the last call, from several threads.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp.checkpoint import save
+        >>> save("to_verify", {"w": torch.ones(4)})
+        >>> report = verify("to_verify")
+        >>> report.ok, report.problems
+        (True, ())
+        >>> torch.save({"w": torch.ones(4)}, "to_verify.pt")
+        >>> verify("to_verify.pt").ok
+        True
+    """
+    if isinstance(path, Source):
+        if path.kind == "native" and deep:
+            manifest = Manifest.from_bytes(
+                path.store.read(MANIFEST_NAME), where=f"{path.store.where}/{MANIFEST_NAME}"
+            )
+            return _verify_own(path.store, manifest, progress)
+        return _verify_source(path, deep, progress)
+    from vescale_fsdp.checkpoint.loading.read_state import read_manifest  # torch, which no source needs
+    from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
+
+    storage = open_storage(path, neighbours=num_neighbours())
+    try:
+        manifest = read_manifest(storage)
+    except NoCheckpointError as error:
+        if isinstance(path, Storage):
+            return VerifyReport((Problem(MANIFEST_NAME, str(error)),))
+        try:
+            source = open_foreign(path)
+        except CorruptCheckpointError as damage:
+            return VerifyReport((Problem(storage.where, str(damage)),))
+        except VescaleError:  # of no known format
+            return VerifyReport((Problem(MANIFEST_NAME, str(error)),))
+        return _verify_source(source, deep, progress)
+    except (CheckpointError, OSError) as error:
+        return VerifyReport((Problem(MANIFEST_NAME, str(error)),))
+    if not deep:
+        return verify(open_foreign(path), deep=False)
+    return _verify_own(storage, manifest, progress)
+
+
+def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], object]) -> VerifyReport:
+    """Every stripe of every rank's file and every chunk of an array."""
+    from vescale_fsdp.checkpoint.loading.file_checks import check_files  # numpy
+
+    problems: list[Problem] = []
+    done: list[int] = []  # bytes of each stripe and chunk of tensors
+
+    def note(check: Check) -> None:
+        if check.problem is not None:
+            problems.append(Problem(check.file, check.problem))
+        if check.holds_tensors and check.num_bytes:
+            done.append(check.num_bytes)
+            progress(check.num_bytes)
+
+    check_files(storage, manifest, note, threads=storage.read_threads)
+    problems.sort(key=lambda problem: (problem.where, problem.text))
+    unsaved = [
+        Problem(MANIFEST_NAME, f"tensor {entry.label}: no rank stores place {missing}")
+        for place, entry in enumerate(manifest.entries)
+        if entry.numel and (missing := manifest.holders_of(place).missing_place()) is not None
+    ]
+    return VerifyReport((*unsaved, *problems), len(manifest.places_by_name), len(done), sum(done))
+
+
+def _verify_source(source: Source, deep: bool, progress: Callable[[int], object]) -> VerifyReport:
+    """Every tensor and every value of a checkpoint that is open."""
+    problems: list[Problem] = []
+    read: list[int] = []
+    num_checksums = 0
+
+    def count(nbytes: int) -> None:
+        read.append(nbytes)
+        progress(nbytes)
+
+    for name, tensor in source.tensors.items():
+        with _noting(problems, name):
+            chunks = [source.located(tensor.info, chunk) for chunk in tensor.chunks if chunk.file]
+            if deep:
+                num_checksums += sum(chunk.checked is not None for chunk in chunks)
+                _read_tensor(source, tensor, chunks, problems, count)
+    for name, value in source.values.items():
+        with _noting(problems, name):
+            value()
+    problems += (Problem(source.url, text) for text in source.folder_problems())
+    return VerifyReport(tuple(problems), len(source.tensors), num_checksums, sum(read))
+
+
+def _read_tensor(
+    source: Source,
+    tensor: StoredTensor,
+    chunks: Sequence[StoredChunk],
+    problems: list[Problem],
+    count: Callable[[int], None],
+) -> None:
+    """Ranges with a checksum are compared with it; where some bytes have none, the tensor is read."""
+    info = tensor.info
+    for chunk in chunks:
+        if chunk.checked is not None:
+            with _noting(problems, info.name):
+                source.prove_range(chunk.checked)
+            count(chunk.checked.nbytes)
+    if is_inflated(info.nbytes, tensor.stored_nbytes):  # the stored bytes, not the items they are repeated as
+        for chunk in chunks:
+            stop = chunk.offset + (0 if chunk.checked else chunk.stored_nbytes(info.dtype.itemsize))
+            for start in range(chunk.offset, stop, _READ_BYTES):
+                nbytes = min(_READ_BYTES, stop - start)
+                source.read_bytes(chunk.file, start, memoryview(bytearray(nbytes)))
+                count(nbytes)
+    elif not chunks or any(chunk.checked is None for chunk in chunks):
+        for piece in pieces_of(SourceView(source, info.name, info.name), _READ_BYTES):
+            count(piece.nbytes)
+
+
+@contextmanager
+def _noting(problems: list[Problem], where: str) -> Iterator[None]:
+    """An error inside becomes a problem of the report."""
+    try:
+        yield
+    except VescaleError as error:
+        problems.append(Problem(where, str(error)))
