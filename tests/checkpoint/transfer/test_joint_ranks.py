@@ -81,7 +81,7 @@ def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
         setattr(dist, name, pickler)
     with pytest.raises(PlacementError, match="not among those"):
         joint_ranks(rendezvous[0], first_rank=2, num_ranks=2)
-    with pytest.raises(PlacementError, match="no place to meet"):
+    with pytest.raises(PlacementError, match="not a rendezvous"):
         joint_ranks("http://here", first_rank=0, num_ranks=2)
     return sent
 
