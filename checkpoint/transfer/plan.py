@@ -359,7 +359,7 @@ def equal_shares(nbytes: int, count: int) -> tuple[int, ...]:
 def balanced_shares(wanted: Mapping[Ranks, int]) -> dict[Ranks, tuple[int, ...]]:
     """Bytes that each rank of each set sends, such that the ranks' loads are as equal as possible.
 
-    Each set in turn is divided anew, given the loads that the other sets put on its ranks, until nothing changes. This
+    Each set in turn is divided again, given the loads that the other sets put on its ranks, until nothing changes. This
     is a descent on the sum of squared loads, which is convex.
 
     Args:
