@@ -133,15 +133,15 @@ def shares_between(
                 strides, target_strides = contiguous_strides(stored.sizes), contiguous_strides(wanted.sizes)
                 along_target = tuple(0 if dim < 0 else strides[dim] for dim in leaf.dims)
                 sizes, steps, target_steps = _joined(into.sizes, along_target, target_strides)
-                first = base + start + _index_within(shared_box, stored)
-                target_first = target_start + _index_within(into, wanted)
+                first = base + start + _index_within(shared_box, stored, strides)
+                target_first = target_start + _index_within(into, wanted, target_strides)
                 yield Share(number, itemsize, sizes, first, steps, target_first, target_steps)
 
 
-def _index_within(box: Box, outer: Box) -> int:
-    """Index of a box's first item among the items of a box that contains it."""
+def _index_within(box: Box, outer: Box, strides: Shape) -> int:
+    """Index of a box's first item among the items of a box that contains it and has these strides."""
     offsets = (inner - start for inner, start in zip(box.offsets, outer.offsets, strict=True))
-    return _flat_index(offsets, contiguous_strides(outer.sizes))
+    return _flat_index(offsets, strides)
 
 
 class ShareStream:
