@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
     from vescale_fsdp.checkpoint.formats.dcp.form import DCP
+    from vescale_fsdp.checkpoint.transfer.description import StateDescription, describe_states
     from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
-    from vescale_fsdp.checkpoint.transfer.planning.description import StateDescription
-    from vescale_fsdp.checkpoint.transfer.planning.report import TransferReport, transfer_report
-    from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
-    from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle, describe_states
+    from vescale_fsdp.checkpoint.transfer.plan import TransferPlan, plan_transfer
+    from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle
     from vescale_fsdp.conversion.live.hf_form import HuggingFace
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
     from vescale_fsdp.dtensor.operators.dispatch_table import is_supported
@@ -88,7 +87,6 @@ __all__ = [
     "Transfer",
     "TransferHandle",
     "TransferPlan",
-    "TransferReport",
     "UnshardHandle",
     "Whole",
     "check_storage_writer",
@@ -108,7 +106,6 @@ __all__ = [
     "register_fsdp_forward_method",
     "set_rng_state",
     "share_comm_ctx",
-    "transfer_report",
 ]
 
 __version__ = (
@@ -144,9 +141,8 @@ lazily_export(
         "vescale_fsdp.dtensor.operators.random_values": "get_rng_state manual_seed set_rng_state",
         "vescale_fsdp.layout.plan_report": "PlanReport plan_report",
         "vescale_fsdp.checkpoint.transfer.joint_ranks": "joint_ranks",
-        "vescale_fsdp.checkpoint.transfer.planning.description": "StateDescription",
-        "vescale_fsdp.checkpoint.transfer.planning.transfer_plan": "TransferPlan plan_transfer",
-        "vescale_fsdp.checkpoint.transfer.planning.report": "TransferReport transfer_report",
-        "vescale_fsdp.checkpoint.transfer.transfer": "Transfer TransferHandle describe_states",
+        "vescale_fsdp.checkpoint.transfer.description": "StateDescription describe_states",
+        "vescale_fsdp.checkpoint.transfer.plan": "TransferPlan plan_transfer",
+        "vescale_fsdp.checkpoint.transfer.transfer": "Transfer TransferHandle",
     },
 )

@@ -38,7 +38,6 @@ LEVELS = (
         "runtime",
         "checkpoint.formats.form",
         "checkpoint.steps",
-        "checkpoint.transfer.planning",
         "conversion.state",
         "conversion.run_plan",
     ),
