@@ -152,7 +152,7 @@ def load(
         state: nested like the state that was saved; for other formats a module, or a dict such as
             ``{"model": model, "optimizer": optimizer, "step": 0}``. Tensors of modules on the meta device get memory.
         strict: raise if leaves are missing, unexpected or mismatched, or a name pattern fits none; False reports
-            them and loads the rest.
+            them, warns of mismatched tensors, and loads the rest.
         include: name patterns (fnmatch, such as ``"model.*"``); only leaves that fit one are loaded. Keys may be joined
             by ``/`` too.
         dtype: ``"state"`` casts floats to the dtypes that the state has. Casts as for ``vescale-convert --dtype``,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -111,6 +112,13 @@ class Match:
                 got=own,
                 where=f"{name} in {where}",
                 todo="build the state as it was when it was saved",
+            )
+        if not strict and self.mismatched:
+            # strict=False is passed for the sake of names; another shape may be a mistake.
+            warnings.warn(
+                f"{len(self.mismatched)} tensors keep their values, since {where} has them in another shape or dtype: "
+                f"{some(self.mismatched)}",
+                stacklevel=2,
             )
         if not strict:
             return

@@ -29,7 +29,8 @@ def test_what_a_report_says_of_either(tmp_path: Path) -> None:
     for path, metadata in ((tmp_path / "native", {"loss": 1}), (tmp_path / "one.safetensors", None)):
         report = load(path, _linear(), strict=False)
         assert (report.missing, report.unexpected, report.metadata) == ((), ("bias",), metadata)
-        wide = load(path, nn.Linear(4, 2, bias=False), strict=False)
+        with pytest.warns(UserWarning, match="weight"):
+            wide = load(path, nn.Linear(4, 2, bias=False), strict=False)
         assert wide.mismatched == {"weight": ("float32 [2, 3]", "float32 [2, 4]")}
     half = _linear().bfloat16()
     assert load(tmp_path / "native", half, dtype="state", strict=False).metadata == {"loss": 1}
