@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, Read, Verify, partial_load
-from vescale_fsdp.checkpoint.loading.read_state import read_manifest
+from vescale_fsdp.checkpoint.formats.read_state import read_manifest
+from vescale_fsdp.checkpoint.load import Loader, LoadReport, Read, Verify, partial_load
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.memory.peer_memory import DiskTwin, HeldPart, LostPartError, PeerMemory, is_whole

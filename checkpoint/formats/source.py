@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vescale_fsdp.checkpoint.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.formats.zarr.arrays import stored_crc
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
@@ -25,6 +24,7 @@ from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTenso
 from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
 from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 

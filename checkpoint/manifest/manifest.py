@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
-from vescale_fsdp.checkpoint.checksums import RunningDigest, hex_digest_of
 from vescale_fsdp.checkpoint.manifest.distribution import (
     Axis,
     Cut,
@@ -42,6 +41,7 @@ from vescale_fsdp.checkpoint.manifest.structure import (
     merge_structures,
 )
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
+from vescale_fsdp.checkpoint.storage.checksums import RunningDigest, hex_digest_of
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import FlatRange

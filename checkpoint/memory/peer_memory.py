@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from vescale_fsdp.checkpoint.formats.native.write import FileImage, write_rank_file
-from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
+from vescale_fsdp.checkpoint.formats.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile

@@ -33,9 +33,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp.checkpoint.async_save import SaveHandle
+from vescale_fsdp.checkpoint.formats.check import rank_file_problem
 from vescale_fsdp.checkpoint.formats.form import lock_errors
-from vescale_fsdp.checkpoint.loading.file_checks import rank_file_problem
-from vescale_fsdp.checkpoint.loading.read_state import read_manifest
+from vescale_fsdp.checkpoint.formats.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_rank_file_name, step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
@@ -46,12 +47,11 @@ from vescale_fsdp.checkpoint.memory.partners import (
     plan_copies,
 )
 from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart
+from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.ranks.background import BackgroundThread
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, is_interrupt, is_of_storage
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove, move_files
-from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
-from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
-from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.steps.retention import remove_chosen, surplus_steps
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.steps.step_folders import (

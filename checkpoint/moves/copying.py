@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from vescale_fsdp.checkpoint.checksums import checksum_of, hex_checksum_of
 from vescale_fsdp.checkpoint.moves.copy_jobs import (
     Job,
     Segment,
@@ -44,6 +43,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.checkpoint.moves.verified_reads import Begun
 from vescale_fsdp.checkpoint.storage.base import FileWriter, reading_source
+from vescale_fsdp.checkpoint.storage.checksums import checksum_of, hex_checksum_of
 from vescale_fsdp.errors import ConversionError
 
 Progress = Callable[[int], None]  # called with tensor bytes done since the last call

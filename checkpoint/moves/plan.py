@@ -14,12 +14,12 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from vescale_fsdp.checkpoint.checksums import RunningDigest
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.storage.base import FileWriter
+from vescale_fsdp.checkpoint.storage.checksums import RunningDigest
 
 if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint.checksums import Crc
+    from vescale_fsdp.checkpoint.storage.checksums import Crc
 
 Written = Callable[[str, int, int], bytes]
 """Bytes of a data file of the plan by its name, offset and number, once it is written."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vescale_fsdp.checkpoint.checksums import hex_checksum_of
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.moves.verified_reads import StripedFile, VerifiedReads
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, run_start
 

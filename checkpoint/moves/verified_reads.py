@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from vescale_fsdp.checkpoint.checksums import Crc, RunningChecksum
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.checksums import Crc, RunningChecksum
 from vescale_fsdp.errors import CorruptCheckpointError
 
 _SCRATCH_BYTES = 2**20  # 1 MiB: hashed while in the cache

@@ -27,7 +27,6 @@ from typing import NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.checksums import checksum_of, digest_of, hex_checksum_of
 from vescale_fsdp.checkpoint.manifest.distribution import RankSet
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
@@ -35,6 +34,7 @@ from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
 from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, within
 from vescale_fsdp.checkpoint.storage.base import StorageError
+from vescale_fsdp.checkpoint.storage.checksums import checksum_of, digest_of, hex_checksum_of
 from vescale_fsdp.collectives import new_group
 from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, VescaleError
 from vescale_fsdp.layout.foreign_json import parse_json

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from vescale_fsdp.checkpoint.checksums import hex_digest_of
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, step_name
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.checksums import hex_digest_of
 
 RUN_FILE_NAME = "run.json"
 BRANCH_DIGITS = 8  # hex digits of a save_id that name the branch

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.checksums import checksum_of
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
+from vescale_fsdp.checkpoint.storage.checksums import checksum_of
 from vescale_fsdp.checkpoint.transfer.memory import Destination, Origin
 from vescale_fsdp.checkpoint.transfer.plan import IN_FLIGHT, TransferPlan
 from vescale_fsdp.checkpoint.transfer.rank_transfers import Message, Share

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from vescale_fsdp.checkpoint.checksums import checksum_of
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
+from vescale_fsdp.checkpoint.storage.checksums import checksum_of
 from vescale_fsdp.checkpoint.transfer.coding import Codec
 from vescale_fsdp.checkpoint.transfer.demand import Demand, demand_of
 from vescale_fsdp.checkpoint.transfer.description import StateDescription

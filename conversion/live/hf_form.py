@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vescale_fsdp.checkpoint.checksums import hex_checksum_of
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.formats.held_shards import HeldShards
 from vescale_fsdp.checkpoint.formats.source import NativeLeaves
@@ -31,6 +30,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
 from vescale_fsdp.conversion.checks.class_check import check_planned
 from vescale_fsdp.conversion.convert import ConvertReport, plan_conversion
 from vescale_fsdp.conversion.formats.convert_options import ConvertOptions

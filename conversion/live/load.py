@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from vescale_fsdp.checkpoint.checksums import RunningDigest
 from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
-from vescale_fsdp.checkpoint.loading.load import LoadReport, Overwriting, SourceOptions
+from vescale_fsdp.checkpoint.load import LoadReport, Overwriting, SourceOptions
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.moves.source import Source
@@ -33,6 +32,7 @@ from vescale_fsdp.checkpoint.moves.verified_reads import SeenPieces
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, num_neighbours
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
+from vescale_fsdp.checkpoint.storage.checksums import RunningDigest
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.live.live_state import LiveState, is_meta

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp.checkpoint.formats.native.tree import native_tree
-from vescale_fsdp.checkpoint.loading.load import SourceOptions
+from vescale_fsdp.checkpoint.load import SourceOptions
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.checkpoint.moves.carried_state import (
     CarriedState,

@@ -24,7 +24,7 @@ FOLDERS = {
 # `checkpoint` and `conversion` stand for the files directly in them that have no entry of their own.
 LEVELS = (
     ("errors", "lazy", "formats", "pickled_paths", "torch_modes", "torch_private", "collectives"),
-    ("layout", "checkpoint.storage", "checkpoint.checksums", "conversion.rules.shipped"),
+    ("layout", "checkpoint.storage", "conversion.rules.shipped"),
     ("dtensor", "views", "runtime.comm", "checkpoint.manifest"),
     (
         "dtensor.operators",
@@ -43,7 +43,9 @@ LEVELS = (
     ),
     ("checkpoint.formats.native",),
     ("checkpoint.formats.zarr", "checkpoint.formats.torch_save"),
-    ("checkpoint.formats", "checkpoint.saving", "checkpoint.loading"),
+    ("checkpoint.formats",),
+    ("checkpoint.save", "checkpoint.load", "checkpoint.verify"),
+    ("checkpoint.async_save",),
     ("checkpoint.memory",),
     (
         "optim",
@@ -289,8 +291,7 @@ def test_no_folder_is_crowded() -> None:
             if entry.name != "__init__.py":
                 held.setdefault(entry.parent, set()).add(entry.name)
 
-    # Two folders of formats will take the place of manifest, saving, loading and dcp.
-    limits = {ROOT / "checkpoint": 16, ROOT / "vescale_fsdp": 16}
+    limits = {ROOT / "vescale_fsdp": 16}
     assert {
         str(folder.relative_to(ROOT)): len(held[folder])
         for folder in held
@@ -414,8 +415,8 @@ def test_pure_folders_know_no_torch() -> None:
         ("dtensor.spec", "checkpoint.manager", False),
         ("dtensor.spec", "dtensor.operators.dispatch_table", False),
         ("dtensor.__init__", "dtensor.operators.dispatch_table", True),
-        ("checkpoint.saving.save", "layout.geometry", True),
-        ("checkpoint.saving.save", "checkpoint.loading.load", False),
+        ("checkpoint.save", "layout.geometry", True),
+        ("checkpoint.save", "checkpoint.load", False),
         ("checkpoint.manager", "runtime.comm.dbuffer", False),
         ("checkpoint.manager", "conversion.state.carried_state", False),
         ("conversion.cli.main", "checkpoint.manager", True),

@@ -29,11 +29,11 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
-from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, SourceOptions, load
+from vescale_fsdp.checkpoint.async_save import SaveHandle, async_save
+from vescale_fsdp.checkpoint.load import Loader, LoadReport, SourceOptions, load
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
-from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
-from vescale_fsdp.checkpoint.saving.save import Format, save
+from vescale_fsdp.checkpoint.save import Format, save
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.live.hf_form import HuggingFace
 from vescale_fsdp.errors import ArgumentError, CheckpointError, UnsupportedOpError, some

@@ -40,14 +40,14 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from vescale_fsdp.checkpoint.formats.form import Commit
-from vescale_fsdp.checkpoint.loading.load import Loader, Overwriting, Verify
-from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, CheckpointTensor
+from vescale_fsdp.checkpoint.formats.read_state import CheckpointReader, CheckpointTensor
+from vescale_fsdp.checkpoint.load import Loader, Overwriting, Verify
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
+from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas, check_choice
 from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbours
 from vescale_fsdp.checkpoint.ranks.dcp_ranks import DcpRanks, wrong_partner
-from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, check_choice
-from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage

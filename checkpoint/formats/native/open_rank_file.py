@@ -8,10 +8,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from vescale_fsdp.checkpoint.checksums import CHECKSUM_BYTES, RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, Storage
+from vescale_fsdp.checkpoint.storage.checksums import CHECKSUM_BYTES, RunningChecksum, checksum_of
 from vescale_fsdp.errors import CorruptCheckpointError, some
 
 _GONE = (FileNotFoundError, NotADirectoryError)

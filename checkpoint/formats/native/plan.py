@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from vescale_fsdp.checkpoint.checksums import RunningChecksum
 from vescale_fsdp.checkpoint.formats.native.tree import native_manifest, native_tree
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
@@ -31,6 +30,7 @@ from vescale_fsdp.checkpoint.moves.plan import (
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.state.nesting import Path
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter
+from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout

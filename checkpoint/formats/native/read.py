@@ -39,7 +39,6 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.formats.native.shared_stripes import (
     SharedStripes,
@@ -53,6 +52,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import exchange, waves_of
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.storage.progress import Meter
 
 T = TypeVar("T")

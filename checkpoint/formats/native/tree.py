@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from vescale_fsdp.checkpoint.checksums import RunningChecksum
 from vescale_fsdp.checkpoint.manifest.distribution import RankSet
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
@@ -18,6 +17,7 @@ from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.state.nesting import Path, claim_name, nest
+from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum
 
 
 class _TensorLeaf(NamedTuple):

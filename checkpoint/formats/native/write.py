@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare, lock_errors, root_errors
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -30,6 +29,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.host_copies import CopyStream, PinnedSlots, copy_stream_of
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
+from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.geometry import boxes_of_range

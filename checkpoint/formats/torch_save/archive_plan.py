@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
-from vescale_fsdp.checkpoint.checksums import CRC32
 from vescale_fsdp.checkpoint.moves.plan import ComputedBytes, Content, CrcOf, FixedBytes, TensorItems
+from vescale_fsdp.checkpoint.storage.checksums import CRC32
 
 _ALIGNMENT_BYTES = 64
 _MAX_32 = 0xFFFFFFFF

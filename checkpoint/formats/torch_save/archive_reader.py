@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from vescale_fsdp.checkpoint.checksums import CRC32
 from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef, load_tensor_pickle
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk
 from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
+from vescale_fsdp.checkpoint.storage.checksums import CRC32
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from vescale_fsdp.checkpoint.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, clipped
 from vescale_fsdp.checkpoint.moves.stored_tensor import UNCHECKED_BYTES, StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box

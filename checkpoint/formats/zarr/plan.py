@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from vescale_fsdp.checkpoint.checksums import CRC32C, CRC_BYTES, checksum_of
 from vescale_fsdp.checkpoint.formats.native.tree import native_manifest, native_tree
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -39,6 +38,7 @@ from vescale_fsdp.checkpoint.moves.plan import (
 )
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
+from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES, checksum_of
 
 _CHUNK_BYTES = 32 * 2**20  # 32 MiB
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp.checkpoint.checksums import CRC32C
 from vescale_fsdp.checkpoint.formats.form import Commit, RankShare, root_errors
 from vescale_fsdp.checkpoint.formats.native.write import (
     FileImage,
@@ -34,6 +33,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
+from vescale_fsdp.checkpoint.storage.checksums import CRC32C
 from vescale_fsdp.checkpoint.storage.progress import Meter
 
 

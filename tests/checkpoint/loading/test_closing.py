@@ -18,7 +18,7 @@ from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove, move_files
-from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.base import FileReader, Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError

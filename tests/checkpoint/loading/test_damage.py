@@ -19,9 +19,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.support.checkpoint_states import erase
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import load, read_state, save, verify
-from vescale_fsdp.checkpoint.loading.load import Verify
+from vescale_fsdp.checkpoint.load import Verify
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, _checksum
-from vescale_fsdp.checkpoint.saving.save import Format
+from vescale_fsdp.checkpoint.save import Format
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, DamagedLoadError, PartialLoadError
 
@@ -95,7 +95,7 @@ def test_one_flipped_bit(saved: Path, place: str) -> None:
 def test_a_flipped_bit_names_the_tensor(tmp_path: Path) -> None:
     """With one stripe per tensor the error names exactly the tensor that is damaged."""
     from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-    from vescale_fsdp.checkpoint.saving.save import Saver
+    from vescale_fsdp.checkpoint.save import Saver
     from vescale_fsdp.checkpoint.storage.open import open_storage
 
     Saver(open_storage(tmp_path / "c"), SoloCoordinator(), stripe_bytes=4096).save(_state())

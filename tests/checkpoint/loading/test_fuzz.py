@@ -12,8 +12,8 @@ import torch
 
 from tests.support.checkpoint_states import assert_equal
 from vescale_fsdp.checkpoint import PerRank, load, save, verify
-from vescale_fsdp.checkpoint.loading.load import Verify
-from vescale_fsdp.checkpoint.saving.save import Format
+from vescale_fsdp.checkpoint.load import Verify
+from vescale_fsdp.checkpoint.save import Format
 from vescale_fsdp.errors import CheckpointError, PartialLoadError
 
 

@@ -19,7 +19,7 @@ from tests.support.faults.faulty_storage import FaultyStorage
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.saving.save import Format, Saver
+from vescale_fsdp.checkpoint.save import Format, Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 

@@ -17,10 +17,10 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager, load
 from vescale_fsdp.checkpoint.formats.native import read as native_read
 from vescale_fsdp.checkpoint.formats.native.shared_stripes import StripeRun, plan_shared
-from vescale_fsdp.checkpoint.loading.load import Read, Verify
+from vescale_fsdp.checkpoint.load import Read, Verify
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.ranks.exchange import waves_of
-from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage import local as local_module
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor

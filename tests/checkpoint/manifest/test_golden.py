@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint.manifest.distribution import RankSet
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator, coordinator_for
-from vescale_fsdp.checkpoint.saving.save import Format, Saver
+from vescale_fsdp.checkpoint.save import Format, Saver
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.layout.geometry import boxes_of_range

@@ -18,8 +18,8 @@ import xxhash
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.generated_states import Box, assert_same, fresh
 from vescale_fsdp.checkpoint import PerRank, load, read_state, save, verify
-from vescale_fsdp.checkpoint.loading.load import Verify
-from vescale_fsdp.checkpoint.saving.save import Format
+from vescale_fsdp.checkpoint.load import Verify
+from vescale_fsdp.checkpoint.save import Format
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, PartialLoadError
 from vescale_fsdp.layout.placement import RaggedShard

@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import async_save, load, save
+from vescale_fsdp.checkpoint.async_save import _group_savers, _saver_for
 from vescale_fsdp.checkpoint.formats.zarr import write as zarr_writing
 from vescale_fsdp.checkpoint.ranks import coordinator as agreement
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, GroupCoordinator, coordinator_for
-from vescale_fsdp.checkpoint.saving import async_save as async_saving
-from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
@@ -72,10 +72,10 @@ def _saved_behind(folder: Path) -> tuple[int, bool]:
         state = {"a": torch.zeros(5)}
         load(folder / name, state)
         assert state["a"].tolist() == [0, 1, 2, 3, 4]
-        savers.append(async_saving._saver_for(group))
+        savers.append(_saver_for(group))
     assert dist.group.WORLD is not None
     _made.extend(map(weakref.ref, agreement._groups[dist.group.WORLD].values()))
-    assert len(_made) == 2 and dist.group.WORLD in async_saving._group_savers
+    assert len(_made) == 2 and dist.group.WORLD in _group_savers
     return before, savers[0] is savers[1]
 
 

@@ -28,7 +28,7 @@ from tests.support.faults.faulty_storage import FaultyStorage, disk_full, read_o
 from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator, coordinator_for
-from vescale_fsdp.checkpoint.saving.save import Format, Saver
+from vescale_fsdp.checkpoint.save import Format, Saver
 from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME

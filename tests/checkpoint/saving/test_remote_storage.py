@@ -23,7 +23,7 @@ from tests.support.s3_server import Weather, s3_server
 from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save, verify
 from vescale_fsdp.checkpoint.formats.zarr import write as zarr_writing
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage import remote
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError

@@ -27,8 +27,8 @@ from vescale_fsdp.checkpoint import (
     save,
 )
 from vescale_fsdp.checkpoint.formats.dcp.storage import RaggedSavePlanner, RaggedWriter
+from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas, begin_comparison
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
-from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, begin_comparison
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.runtime.fully_shard import fully_shard
 from vescale_fsdp.torch_private import local_of

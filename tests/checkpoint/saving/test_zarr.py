@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, chunk_shape, clipped
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
-from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import FlatRange

@@ -13,7 +13,7 @@ import torch
 
 import vescale_fsdp
 from vescale_fsdp.checkpoint import CheckpointManager, RamTier
-from vescale_fsdp.checkpoint.loading.read_state import read_manifest
+from vescale_fsdp.checkpoint.formats.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 

@@ -15,7 +15,7 @@ import torch
 
 import vescale_fsdp
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, save
-from vescale_fsdp.checkpoint.saving.save import Format
+from vescale_fsdp.checkpoint.save import Format
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.journal import Journal

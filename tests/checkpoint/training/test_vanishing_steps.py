@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.support.distributed import run_ranks
 from tests.support.faults.saved_steps import WatchedRoot, outcome_of, save_steps, state_of, value_of
 from vescale_fsdp.checkpoint import CheckpointManager
-from vescale_fsdp.checkpoint.loading.load import Verify
+from vescale_fsdp.checkpoint.load import Verify
 from vescale_fsdp.errors import CheckpointError, PartialLoadError
 
 

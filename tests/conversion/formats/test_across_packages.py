@@ -23,7 +23,7 @@ from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, read_range
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
-from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.storage.open import open_storage

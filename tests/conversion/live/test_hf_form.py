@@ -21,8 +21,8 @@ from tests.support.distributed import RankError, run_ranks
 from tests.support.faults.stream_storage import StreamStorage
 from vescale_fsdp import DCP, HuggingFace
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, async_save, read_state, save
+from vescale_fsdp.checkpoint.async_save import AsyncSaver
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
-from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_storage

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.checkpoint.checksums import CRC32
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange, VerifiedReads
+from vescale_fsdp.checkpoint.storage.checksums import CRC32
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source

@@ -18,7 +18,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.convert import ConvertOptions, convert

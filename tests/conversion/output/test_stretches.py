@@ -13,7 +13,7 @@ from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.formats.native import plan
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.convert import ConvertOptions, convert

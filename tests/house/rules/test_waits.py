@@ -48,7 +48,7 @@ BOUNDS: dict[str, dict[str, str]] = {
     "checkpoint/ranks/coordinator.py": {"work.wait()": GROUP},
     "checkpoint/ranks/exchange.py": {"ahead.popleft().result()": SAVE},
     "checkpoint/ranks/roll_call.py": {"work.wait()": GROUP},
-    "checkpoint/saving/async_save.py": {
+    "checkpoint/async_save.py": {
         "self._job.future.exception()": SAVE,
         "self._job.future.result()": DONE,
         "self.wait()": SAVE,

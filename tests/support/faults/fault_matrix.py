@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,8 +49,7 @@ from vescale_fsdp.checkpoint import (
     save,
 )
 from vescale_fsdp.checkpoint.formats.dcp.source import open_dcp
-from vescale_fsdp.checkpoint.loading import load as load_module
-from vescale_fsdp.checkpoint.loading.load import Read
+from vescale_fsdp.checkpoint.load import Read
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
@@ -255,7 +255,11 @@ class _Stage:
                 patched.setenv(name, "any")
             patched.setenv("AWS_ENDPOINT_URL", self._endpoint)
             patched.setattr(detect, "open_store", lambda url: self.storage(setting))
-            patched.setattr(load_module, "open_storage", lambda path, neighbours: self.storage(setting))
+            patched.setattr(
+                import_module("vescale_fsdp.checkpoint.load"),
+                "open_storage",
+                lambda path, neighbours: self.storage(setting),
+            )
             load("the source", state, source=SourceOptions(), process_group=self.group)
         return _proven(state, setting.form)
 

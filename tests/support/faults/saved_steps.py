@@ -10,7 +10,7 @@ import torch
 
 from vescale_fsdp.checkpoint import CheckpointManager
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tools.bench.parts.shards import Settings, Shards, fact_rows, spawn, start_rank, timed
 from tools.bench.rows import Row
 from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.checkpoint.loading.load import Read
+from vescale_fsdp.checkpoint.load import Read
 from vescale_fsdp.checkpoint.storage.open import open_storage
 
 

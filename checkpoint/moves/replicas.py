@@ -23,12 +23,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.checksums import RunningDigest, digest_of
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.structure import Entry
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of, dense
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.checkpoint.storage.checksums import RunningDigest, digest_of
 from vescale_fsdp.errors import ArgumentError, CheckpointError, some
 
 CheckReplicas = Literal["all", "sample", False]

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.formats.native.read import Reads
 from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
-from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
+from vescale_fsdp.checkpoint.formats.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name

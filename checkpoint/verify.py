@@ -27,7 +27,7 @@ from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, Vescale
 from vescale_fsdp.formats import open_foreign
 
 if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint.loading.file_checks import Check
+    from vescale_fsdp.checkpoint.formats.check import Check
 
 _READ_BYTES = 4 * 2**20  # 4 MiB
 
@@ -118,7 +118,9 @@ def verify(
             )
             return _verify_own(path.store, manifest, progress)
         return _verify_source(path, deep, progress)
-    from vescale_fsdp.checkpoint.loading.read_state import read_manifest  # torch, which no source needs
+    from vescale_fsdp.checkpoint.formats.read_state import (
+        read_manifest,  # torch, which no source needs
+    )
     from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbours
 
     storage = open_storage(path, neighbours=num_neighbours())
@@ -143,7 +145,7 @@ def verify(
 
 def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], object]) -> VerifyReport:
     """Every stripe of every rank's file and every chunk of an array."""
-    from vescale_fsdp.checkpoint.loading.file_checks import check_files  # numpy
+    from vescale_fsdp.checkpoint.formats.check import check_files  # numpy
 
     problems: list[Problem] = []
     done: list[int] = []  # bytes of each stripe and chunk of tensors

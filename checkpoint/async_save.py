@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.ranks.background import (
     EXIT_TIMEOUT_S,
     BackgroundThread,
@@ -46,8 +47,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
     num_neighbours,
 )
 from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
-from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
-from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, plain_json
+from vescale_fsdp.checkpoint.save import Format, Saved, Saver, plain_json
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.state.host_copies import (
     CopyEvent,
