@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     from vescale_fsdp.checkpoint.async_save import SaveHandle, async_save
+    from vescale_fsdp.checkpoint.formats.dcp.form import DCP
     from vescale_fsdp.checkpoint.formats.dcp.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.verify import Problem, VerifyReport, verify
 
 __all__ = [
+    "DCP",
     "AllOf",
     "AnyOf",
     "BeforeDeadline",
@@ -104,6 +106,7 @@ lazily_export(
     {
         "torch.distributed.checkpoint.state_dict": "get_state_dict",
         "vescale_fsdp.checkpoint.async_save": "SaveHandle async_save",
+        "vescale_fsdp.checkpoint.formats.dcp.form": "DCP",
         "vescale_fsdp.checkpoint.formats.dcp.storage": "RaggedLoadPlanner RaggedReader RaggedSavePlanner "
         "RaggedWriter",
         "vescale_fsdp.checkpoint.load": "LoadReport SourceOptions load",

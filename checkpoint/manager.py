@@ -98,7 +98,7 @@ class CheckpointManager:
             `OnSignal`, make the manager in the main thread and close it.
         retention: which steps stay: a `RetentionPolicy`, or its ``keep_last`` alone; default: all.
         asynchronous: save in the background; `save` then waits only for the copy and for the previous save.
-        export: a further format, such as `vescale_fsdp.HuggingFace(..)`, in which steps are written to
+        export: a further format, such as `vescale_fsdp.conversion.HuggingFace(..)`, in which steps are written to
             ``exports/step-..`` of the root. `restore` does not read exports, retention does not remove them, and a
             final save writes none.
         export_every: steps divisible by it are exported, whether or not they are saved.

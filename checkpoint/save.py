@@ -87,7 +87,7 @@ def save(
         overwrite: replace an existing checkpoint; the old one stays good until the new one is committed.
         format: "native" (one safetensors file per rank, the fast one), "zarr" (one zarr v3 array per
             tensor, for tools outside PyTorch; loads back at any world size as well), or a form that others read:
-            `vescale_fsdp.HuggingFace(..)`, `vescale_fsdp.DCP()`.
+            `vescale_fsdp.conversion.HuggingFace(..)`, `vescale_fsdp.checkpoint.DCP()`.
         process_group: the ranks that save; default: all. Its timeout is how long they wait for one that does not come.
         progress: is told how far this rank has come; True draws a bar on rank 0.
         check_replicas: how ranks that hold the same part of a tensor compare it, since each writes a share. "sample"
@@ -281,7 +281,7 @@ def form_of(format: Format) -> Form:
     if form is None:
         raise ArgumentError(
             "There is no such format.",
-            expected="'native', 'zarr', or a form: vescale_fsdp.HuggingFace(assets=..), vescale_fsdp.DCP()",
+            expected="'native', 'zarr', or a form: checkpoint.DCP(), conversion.HuggingFace(assets=..)",
             got=repr(format),
         )
     return form

@@ -36,8 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from examples.corpus import Batches, read_corpus
 from examples.train import Trainer
-from vescale_fsdp import ElasticJob, StoreMembership, TrainingState
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier
+from vescale_fsdp.elastic import ElasticJob, StoreMembership, TrainingState
 
 NUM_RANKS = 4
 

@@ -29,14 +29,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale_fsdp import (
-    Rows,
-    Transfer,
-    describe_states,
-    fully_shard,
-    joint_ranks,
-    plan_transfer,
-)
+from vescale_fsdp import Rows, fully_shard
+from vescale_fsdp.transfer import Transfer, describe_states, joint_ranks, plan_transfer
 
 LETTERS, LENGTH = 8, 6
 

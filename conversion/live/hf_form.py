@@ -49,7 +49,7 @@ class HuggingFace(Form):
     """Write a Hugging Face repository: for ``save(..., format=)`` and ``CheckpointManager(export=)``.
 
     Examples:
-        >>> from vescale_fsdp import HuggingFace
+        >>> from vescale_fsdp.conversion import HuggingFace
         >>> form = HuggingFace(assets="original_repo", dtype="bfloat16")
         >>> save("out", {"model": model, "optimizer": optimizer}, format=form)  # doctest: +SKIP
 

@@ -50,7 +50,7 @@ LEVELS = (
     (
         "optim",
         "checkpoint.formats.dcp",
-        "checkpoint.transfer",
+        "transfer",
         "checkpoint",
         "conversion.rules",
         "conversion.formats.huggingface",

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ["vescale_fsdp", "vescale_fsdp.checkpoint", "vescale_fsdp.conversion"]
+PACKAGES = [
+    f"vescale_fsdp{name}" for name in ("", ".checkpoint", ".conversion", ".elastic", ".layout", ".transfer")
+]
 ROOT = Path(__file__).parents[2]
 
 # Ways to bring in the function `convert` or the module of that name; each must leave the function public.
@@ -76,9 +78,15 @@ def test_the_front_door_costs_nothing() -> None:
     """Importing the packages loads neither torch nor numpy; asking for a torch name does (the control)."""
     loaded = "print(*sorted({'torch', 'numpy'} & set(sys.modules)))"
     imports = "import sys, " + ", ".join(PACKAGES)
-    lines = run(
-        f"{imports}\n{loaded}\nimport vescale_fsdp as v\nv.plan_group\n{loaded}\nv.Rows\nv.fully_shard\n{loaded}"
-    )
+    code = [
+        "import vescale_fsdp as v, vescale_fsdp.layout",
+        "v.layout.plan_group",
+        loaded,
+        "v.Rows",
+        "v.fully_shard",
+        loaded,
+    ]
+    lines = run("\n".join([imports, loaded, *code]))
 
     assert lines.splitlines() == ["", "", "numpy torch"]
 

@@ -12,9 +12,11 @@ import pytest
 PACKAGES = [
     "vescale_fsdp",
     "vescale_fsdp.checkpoint",
-    "vescale_fsdp.checkpoint.transfer",
+    "vescale_fsdp.transfer",
     "vescale_fsdp.conversion",
+    "vescale_fsdp.elastic",
     "vescale_fsdp.integrations",
+    "vescale_fsdp.layout",
     "vescale_fsdp.optim",
     "vescale_fsdp.quantize",
 ]
@@ -22,9 +24,11 @@ PACKAGES = [
 PACKAGE_CALLS = {
     "vescale_fsdp": ["pickled_paths.install", "lazily_export"],
     "vescale_fsdp.checkpoint": ["lazily_export"],
-    "vescale_fsdp.checkpoint.transfer": ["lazily_export"],
+    "vescale_fsdp.transfer": ["lazily_export"],
     "vescale_fsdp.conversion": ["lazily_export"],
+    "vescale_fsdp.elastic": ["lazily_export"],
     "vescale_fsdp.integrations": ["lazily_export"],
+    "vescale_fsdp.layout": ["lazily_export"],
 }
 PLUMBING = {"TYPE_CHECKING", "annotations", "lazily_export"}  # what `__init__` itself imports
 

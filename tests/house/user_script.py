@@ -25,7 +25,6 @@ from vescale_fsdp import (
     Tiles,
     UnshardHandle,
     Whole,
-    check_storage_writer,
     distribute_tensor,
     fully_shard,
     manual_seed,
@@ -45,6 +44,7 @@ from vescale_fsdp.checkpoint import (
     verify,
 )
 from vescale_fsdp.conversion import ConvertOptions, ConvertReport, RunOptions, convert, diff, open_source
+from vescale_fsdp.dtensor import check_storage_writer
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon, split_params
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather

@@ -17,8 +17,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import Element, FSDPModule, GroupLayout, RaggedShard, fully_shard
+from vescale_fsdp import Element, FSDPModule, RaggedShard, fully_shard
 from vescale_fsdp.errors import LayoutError, LifecycleError
+from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.torch_private import REDUCES_AS_STORED

@@ -10,7 +10,8 @@ from transformers import LlamaForCausalLM
 
 from examples.stacks.tiny_llm import CONFIG, tiny_llama
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import Rows, Transfer, describe_states, fully_shard, joint_ranks, plan_transfer
+from vescale_fsdp import Rows, fully_shard
+from vescale_fsdp.transfer import Transfer, describe_states, joint_ranks, plan_transfer
 
 TOKENS = torch.arange(24).view(2, 12) % CONFIG.vocab_size
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")

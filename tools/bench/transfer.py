@@ -37,16 +37,16 @@ from tools.bench.rows import Row, print_table, write_json
 from tools.bench.step import _high_water_bytes, _reset_high_water, _resident_bytes
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, LayoutCut, RankSet, ShardCut
-from vescale_fsdp.checkpoint.transfer.description import DescribedTensor, StateDescription, describe_states
-from vescale_fsdp.checkpoint.transfer.links import Linkable, codes, scales
-from vescale_fsdp.checkpoint.transfer.plan import TransferPlan, plan_transfer
-from vescale_fsdp.checkpoint.transfer.rank_transfers import RankTransfers
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.layout.granularity import Element, Granularity, Tiles
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.quantize import Fp8Blocks
+from vescale_fsdp.transfer.description import DescribedTensor, StateDescription, describe_states
+from vescale_fsdp.transfer.links import Linkable, codes, scales
+from vescale_fsdp.transfer.plan import TransferPlan, plan_transfer
+from vescale_fsdp.transfer.rank_transfers import RankTransfers
+from vescale_fsdp.transfer.transfer import Transfer
 
 HIDDEN, INTER, VOCAB = 1024, 2816, 16384
 RANKS, TRAINERS = 4, 2

@@ -199,7 +199,7 @@ class RaggedDTensor(DTensor):
                 "redistribute of a ragged tensor takes no options.",
                 expected="async_op=False, forward_dtype=None, backward_dtype=None",
                 got=f"async_op={async_op}, forward_dtype={forward_dtype}, {backward_dtype=}",
-                todo="cast with .to(dtype); vescale_fsdp.redistribute_async overlaps with computation",
+                todo="cast with .to(dtype); vescale_fsdp.dtensor.redistribute_async overlaps with computation",
             )
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise PlacementError(

@@ -36,7 +36,12 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.manifest.distribution import Distribution, RankSet
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, dtype_named
-from vescale_fsdp.checkpoint.transfer.description import (
+from vescale_fsdp.dtensor.piece_map import pieces_of
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.errors import CheckpointError, PlacementError
+from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.torch_private import local_of, version_of
+from vescale_fsdp.transfer.description import (
     DescribedTensor,
     Ranks,
     StateDescription,
@@ -44,19 +49,14 @@ from vescale_fsdp.checkpoint.transfer.description import (
     named_tensors,
     transfer_ranks,
 )
-from vescale_fsdp.checkpoint.transfer.exchange import StagingPool
-from vescale_fsdp.checkpoint.transfer.links import Linkable, SourceTensor, as_link, leaves_of
-from vescale_fsdp.checkpoint.transfer.plan import (
+from vescale_fsdp.transfer.exchange import StagingPool
+from vescale_fsdp.transfer.links import Linkable, SourceTensor, as_link, leaves_of
+from vescale_fsdp.transfer.plan import (
     BUDGET_BYTES,
     TransferPlan,
     plan_transfer,
 )
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer
-from vescale_fsdp.dtensor.piece_map import pieces_of
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import CheckpointError, PlacementError
-from vescale_fsdp.layout.geometry import numel_of
-from vescale_fsdp.torch_private import local_of, version_of
+from vescale_fsdp.transfer.transfer import Transfer
 
 BUCKET_BYTES = 256 << 20  # 256 MiB
 _ALIGN_BYTES = 256  # of tensors in a bucket
@@ -123,7 +123,7 @@ class WholeTensors:
 
     Args:
         state: nested dicts and lists of live tensors, read anew in each pass; None on ranks that have none of it.
-        links: what is made, by name (see `vescale_fsdp.checkpoint.transfer`); default: every tensor
+        links: what is made, by name (see `vescale_fsdp.transfer`); default: every tensor
             of the state.
         dtype: of the floats that are made, where they are not codes; default: as they are.
         receivers: ranks that get values; default: all.
@@ -341,7 +341,7 @@ def shard_specs(
                 expected="one flat range of the tensor on each rank",
                 got=tuple(map(str, tensor.placements)),
                 where=name,
-                todo="send it by vescale_fsdp.Transfer, or whole (WholeTensors)",
+                todo="send it by vescale_fsdp.transfer.Transfer, or whole (WholeTensors)",
             )
         if pieces.cut_over is None:
             yield name, local, spec_class(full_shape=pieces.shape)

@@ -43,7 +43,12 @@ from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
 
 
 class Piece(NamedTuple):
-    """One rank's part of one tensor: a flat range of the tensor, and its start in the rank's shard."""
+    """One rank's part of one tensor: a flat range of the tensor, and its start in the rank's shard.
+
+    Examples:
+        >>> Piece(FlatRange(4, 16), 8).numel
+        12
+    """
 
     range: FlatRange  # of the tensor's flat elements
     local_offset: int  # of the range's first element, in elements from the start of the rank's shard
@@ -55,7 +60,12 @@ class Piece(NamedTuple):
 
 
 class PieceRun(NamedTuple):
-    """Equal pieces of a scattered tensor on ranks [first_rank, first_rank + num_ranks)."""
+    """Equal pieces of a scattered tensor on ranks [first_rank, first_rank + num_ranks).
+
+    Examples:
+        >>> PieceRun(first_rank=0, num_ranks=2, piece_numel=10, local_offset=8).numel
+        20
+    """
 
     first_rank: int
     num_ranks: int

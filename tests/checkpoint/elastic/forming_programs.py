@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader
 
 from tests.checkpoint.elastic.formation import Spots
-from vescale_fsdp import fully_shard, plan_transfer
+from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import (
     CheckpointManager,
     EverySteps,
@@ -25,11 +25,12 @@ from vescale_fsdp.checkpoint import (
     ReshardableSampler,
     Resharded,
 )
-from vescale_fsdp.checkpoint.transfer.description import describe_states
-from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.store_membership import StoreMembership
+from vescale_fsdp.transfer import plan_transfer
+from vescale_fsdp.transfer.description import describe_states
+from vescale_fsdp.transfer.joint_ranks import joint_ranks
+from vescale_fsdp.transfer.transfer import Transfer
 
 TIMEOUT_S = 3.0  # of groups and meetings
 NUM_SAMPLES = 60

@@ -21,14 +21,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import fully_shard, plan_transfer
+from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager
-from vescale_fsdp.checkpoint.transfer.description import describe_states
-from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.store_membership import StoreMembership
 from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.transfer import plan_transfer
+from vescale_fsdp.transfer.description import describe_states
+from vescale_fsdp.transfer.joint_ranks import joint_ranks
+from vescale_fsdp.transfer.transfer import Transfer
 
 ROOT = Path(__file__).parents[3]
 HOSTS = ("10.77.0.1", "10.77.0.2")

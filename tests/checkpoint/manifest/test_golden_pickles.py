@@ -28,13 +28,13 @@ GOLDEN = Path(__file__).parent.parent / "golden_pickles"
 def values() -> dict[str, Any]:
     """Every kind of value of ours that people put into states and configurations."""
     slots = (
-        vescale_fsdp.TensorSlot("w", (6, 4), "float32", 4, 0),
-        vescale_fsdp.TensorSlot("b", (5,), "float32", 1, 24),
+        vescale_fsdp.layout.TensorSlot("w", (6, 4), "float32", 4, 0),
+        vescale_fsdp.layout.TensorSlot("b", (5,), "float32", 1, 24),
     )
-    layout = vescale_fsdp.GroupLayout(2, 16, slots)  # as 0.1 planned it
+    layout = vescale_fsdp.layout.GroupLayout(2, 16, slots)  # as 0.1 planned it
     return {
         "ragged": vescale_fsdp.RaggedShard((0,), (1, 2)),
-        "strided": vescale_fsdp.StridedRaggedShard((0,), (1, 2), 2),
+        "strided": vescale_fsdp.layout.StridedRaggedShard((0,), (1, 2), 2),
         "granularity": [
             vescale_fsdp.Element(),
             vescale_fsdp.Flat(16),
@@ -45,7 +45,7 @@ def values() -> dict[str, Any]:
         "slot": layout.slots[0],
         "layout": layout,
         "padding": vescale_fsdp.PaddingPolicy(),
-        "spec": vescale_fsdp.TensorSpec("w", (6, 4), "float32", 4),
+        "spec": vescale_fsdp.layout.TensorSpec("w", (6, 4), "float32", 4),
         "codecs": [quantize.Fp8Blocks(), quantize.Mxfp8()],
         "per rank": PerRank([1, "two"]),
     }

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support.checkpoint_states import assert_equal, mixed_state, plain, ragged_group
 from tests.support.distributed import run_ranks
-from vescale_fsdp import DCP
 from vescale_fsdp.checkpoint import (
+    DCP,
     CheckpointManager,
     PerRank,
     RamTier,

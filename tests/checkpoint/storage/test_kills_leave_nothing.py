@@ -24,7 +24,9 @@ STRIDE = 1 if os.environ.get("FAULTS") == "all" else 3
 
 def _manager(folder: Path) -> CheckpointManager:
     ram = RamTier("run", folder=folder / "shm", keep_last=9)
-    return CheckpointManager(folder / "root", ram=ram, export=vescale_fsdp.DCP(), export_every=2, retention=9)
+    return CheckpointManager(
+        folder / "root", ram=ram, export=vescale_fsdp.checkpoint.DCP(), export_every=2, retention=9
+    )
 
 
 def _save(folder: Path) -> None:

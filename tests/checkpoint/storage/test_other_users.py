@@ -172,14 +172,14 @@ def test_a_planted_working_folder_is_not_used(shared: Path, tmp_path: Path) -> N
     (shared / ".out.saving").symlink_to(victim)
     os.lchown(shared / ".out.saving", OTHER, OTHER)
     with pytest.raises(CheckpointError):
-        save(shared / "out", _state(), format=vescale_fsdp.DCP())
+        save(shared / "out", _state(), format=vescale_fsdp.checkpoint.DCP())
     assert [path.name for path in victim.iterdir()] == ["precious"]
     (shared / ".out.saving").unlink()
     assert as_other((shared / ".out.saving").mkdir)
     with pytest.raises(CheckpointError):
-        save(shared / "out", _state(), format=vescale_fsdp.DCP())
+        save(shared / "out", _state(), format=vescale_fsdp.checkpoint.DCP())
     (shared / ".out.saving").rmdir()
-    save(shared / "out", _state(), format=vescale_fsdp.DCP())
+    save(shared / "out", _state(), format=vescale_fsdp.checkpoint.DCP())
     assert (shared / "out" / ".metadata").is_file()
 
 
@@ -198,7 +198,7 @@ def test_bad_paths_are_named(shared: Path, tmp_path: Path) -> None:
             return
         raise OSError("it was taken")
 
-    for format in ("native", "zarr", vescale_fsdp.DCP()):
+    for format in ("native", "zarr", vescale_fsdp.checkpoint.DCP()):
         for path in (tmp_path / "file", tmp_path / "file" / "c"):
             refused(path, format)
         assert as_other(partial(refused, closed / "c", format)), format

@@ -21,13 +21,13 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
 )
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.state.tensor_description import axes_of_ranks
-from vescale_fsdp.checkpoint.transfer.description import DescribedTensor, StateDescription
-from vescale_fsdp.checkpoint.transfer.plan import TransferPlan
-from vescale_fsdp.checkpoint.transfer.rank_transfers import RankTransfers, Share
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.transfer.description import DescribedTensor, StateDescription
+from vescale_fsdp.transfer.plan import TransferPlan
+from vescale_fsdp.transfer.rank_transfers import RankTransfers, Share
 
 Shape = tuple[int, ...]
 MESHES = ((1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2), (2, 1, 2))

@@ -21,16 +21,16 @@ from torch.distributed.tensor import distribute_tensor as distribute_stock
 from tests.support.distributed import RankError, run_ranks
 from vescale_fsdp.checkpoint.ranks import coordinator
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
-from vescale_fsdp.checkpoint.transfer import rank_transfers
-from vescale_fsdp.checkpoint.transfer.description import describe_states
-from vescale_fsdp.checkpoint.transfer.exchange import Exchange
-from vescale_fsdp.checkpoint.transfer.memory import Destination, Origin
-from vescale_fsdp.checkpoint.transfer.plan import TransferPlan, plan_transfer
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, LifecycleError
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import local_of
+from vescale_fsdp.transfer import rank_transfers
+from vescale_fsdp.transfer.description import describe_states
+from vescale_fsdp.transfer.exchange import Exchange
+from vescale_fsdp.transfer.memory import Destination, Origin
+from vescale_fsdp.transfer.plan import TransferPlan, plan_transfer
+from vescale_fsdp.transfer.transfer import Transfer
 
 Pair = tuple[dict[str, Any] | None, dict[str, Any] | None]
 

@@ -23,13 +23,13 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.ranks import coordinator
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
 from vescale_fsdp.checkpoint.ranks.stores import SignedStore, bound_store
-from vescale_fsdp.checkpoint.transfer.description import describe_states
-from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
-from vescale_fsdp.checkpoint.transfer.plan import plan_transfer
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.transfer.description import describe_states
+from vescale_fsdp.transfer.joint_ranks import joint_ranks
+from vescale_fsdp.transfer.plan import plan_transfer
+from vescale_fsdp.transfer.transfer import Transfer
 
 
 def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:

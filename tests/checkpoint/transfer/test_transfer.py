@@ -12,13 +12,13 @@ from torch.distributed.tensor import distribute_tensor as distribute_stock
 from tests.checkpoint.transfer.live_states import Placed, all_meshes, placed, state_of
 from tests.dtensor.test_properties import search_together
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp.checkpoint.transfer import codes, concatenate, index, permute, scales, slice, stack
-from vescale_fsdp.checkpoint.transfer.description import describe_states
-from vescale_fsdp.checkpoint.transfer.links import Link
-from vescale_fsdp.checkpoint.transfer.plan import plan_transfer
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.quantize import Fp8Blocks, Int8Rows, Mxfp8, quantize
 from vescale_fsdp.torch_private import StridedShard, local_of
+from vescale_fsdp.transfer import codes, concatenate, index, permute, scales, slice, stack
+from vescale_fsdp.transfer.description import describe_states
+from vescale_fsdp.transfer.links import Link
+from vescale_fsdp.transfer.plan import plan_transfer
+from vescale_fsdp.transfer.transfer import Transfer
 
 SHAPES = [(), (7,), (4, 6), (5, 3), (6, 5), (2, 3, 4), (0, 3), (8, 8)]
 CODECS = (Fp8Blocks(3, 4), Fp8Blocks(4, 2), Mxfp8(1, 4), Int8Rows())

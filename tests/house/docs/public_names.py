@@ -10,9 +10,12 @@ from typing import Any
 PACKAGES = (
     "vescale_fsdp",
     "vescale_fsdp.checkpoint",
-    "vescale_fsdp.checkpoint.transfer",
+    "vescale_fsdp.transfer",
     "vescale_fsdp.conversion",
+    "vescale_fsdp.dtensor",
+    "vescale_fsdp.elastic",
     "vescale_fsdp.integrations",
+    "vescale_fsdp.layout",
     "vescale_fsdp.optim",
     "vescale_fsdp.quantize",
 )

@@ -25,7 +25,7 @@ TEXTS = {
     **{file.relative_to(ROOT).as_posix(): file for file in NOTES},
     **{
         file.relative_to(ROOT).as_posix(): file
-        for folder in ("vescale_fsdp/optim", "vescale_fsdp/elastic", "checkpoint/transfer")
+        for folder in ("vescale_fsdp/optim", "vescale_fsdp/elastic", "vescale_fsdp/transfer")
         for file in (ROOT / folder).glob("DESIGN.md")
     },
     "SECURITY.md": ROOT / "SECURITY.md",

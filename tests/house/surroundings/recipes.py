@@ -22,23 +22,12 @@ from torch.utils.data import DataLoader
 
 import vescale_fsdp
 from tests.support.distributed import cpu_mesh
-from vescale_fsdp import (
-    DCP,
-    RaggedDTensor,
-    RaggedShard,
-    Rows,
-    Transfer,
-    TransferPlan,
-    describe_states,
-    fully_shard,
-    integrations,
-    optim,
-    plan_transfer,
-    quantize,
-)
+from vescale_fsdp import RaggedDTensor, RaggedShard, Rows, fully_shard, integrations, optim, quantize
 from vescale_fsdp import checkpoint as ck
 from vescale_fsdp import conversion as conv
+from vescale_fsdp.checkpoint import DCP
 from vescale_fsdp.checkpoint import transfer as links_of
+from vescale_fsdp.transfer import Transfer, TransferPlan, describe_states, plan_transfer
 
 Call = Callable[[], Any]
 Recipe = Callable[[Path], Call]
@@ -467,8 +456,8 @@ def ragged_tensors(folder: Path) -> Call:
     def call() -> Any:
         ragged = vescale_fsdp.distribute_tensor(full, mesh, [placement])
         made = RaggedDTensor.from_local(full.reshape(-1), mesh, [placement], shape=(8, 4))
-        whole = vescale_fsdp.redistribute(ragged, [Replicate()])
-        later = vescale_fsdp.redistribute_async(ragged, [Replicate()]).wait()
+        whole = vescale_fsdp.dtensor.redistribute(ragged, [Replicate()])
+        later = vescale_fsdp.dtensor.redistribute_async(ragged, [Replicate()]).wait()
         vescale_fsdp.manual_seed(5)
         state = vescale_fsdp.get_rng_state()
         drawn = made.clone().normal_()
@@ -478,7 +467,7 @@ def ragged_tensors(folder: Path) -> Call:
         return [
             results,
             state,
-            vescale_fsdp.is_ragged(ragged),
+            vescale_fsdp.dtensor.is_ragged(ragged),
             ragged.is_contiguous(),
             str(ragged.piece),
             str(ragged.boxes),
@@ -497,7 +486,7 @@ def sharded_checkpoints(folder: Path) -> Call:
         ck.load(folder / "c", {"model": again, "optimizer": other})
         dcp.save({"m": saved}, storage_writer=ck.RaggedWriter(folder / "d"), planner=ck.RaggedSavePlanner())
         dcp.load({"m": weights}, storage_reader=ck.RaggedReader(folder / "d"), planner=ck.RaggedLoadPlanner())
-        vescale_fsdp.check_storage_writer(dcp.FileSystemWriter(folder / "e"), {"m": weights})
+        vescale_fsdp.dtensor.check_storage_writer(dcp.FileSystemWriter(folder / "e"), {"m": weights})
         return lambda: [_trained(again, other), weights, ck.verify(folder / "d").ok]
 
     return call

@@ -20,13 +20,13 @@ from tests.integrations.weight_sync.engine_doubles import (
 )
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
-from vescale_fsdp.checkpoint.transfer import codes, concatenate, rank_transfers, scales
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.integrations.weight_sync import WholeTensors, shard_specs, weight_source
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.quantize import Fp8Blocks, quantize
 from vescale_fsdp.torch_private import local_of
+from vescale_fsdp.transfer import codes, concatenate, rank_transfers, scales
 
 Full = dict[str, torch.Tensor]
 State = dict[str, Any]

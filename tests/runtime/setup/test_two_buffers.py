@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support.distributed import run_ranks
-from vescale_fsdp import FSDPModule, GroupLayout, Rows, fully_shard
+from vescale_fsdp import FSDPModule, Rows, fully_shard
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.elastic.renewal import renew_model
+from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec, plan_buffers, plan_group
 
 

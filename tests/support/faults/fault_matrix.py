@@ -37,8 +37,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.faults.watched_storage import Call, Fault, Watch, WatchedStorage
-from vescale_fsdp import DCP, HuggingFace
 from vescale_fsdp.checkpoint import (
+    DCP,
     CheckpointManager,
     EverySteps,
     PerRank,
@@ -53,6 +53,7 @@ from vescale_fsdp.checkpoint.load import Read
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
+from vescale_fsdp.conversion import HuggingFace
 from vescale_fsdp.conversion.formats import detect
 from vescale_fsdp.conversion.formats.huggingface.read import open_hf_folder
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor

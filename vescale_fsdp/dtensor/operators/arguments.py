@@ -169,7 +169,7 @@ def localise(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> An
                 func,
                 like,
                 f"it is combined with a DTensor placed {value.placements}",
-                todo="bring both to the same placements: vescale_fsdp.redistribute(dtensor, placements)",
+                todo="bring both to the same placements: vescale_fsdp.dtensor.redistribute(dtensor, placements)",
             )
         value = local_of(value)
     elif value.ndim > 0:

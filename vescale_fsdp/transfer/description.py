@@ -47,7 +47,7 @@ class StateDescription:
 
     Examples:
         >>> import torch
-        >>> from vescale_fsdp import describe_states
+        >>> from vescale_fsdp.transfer import describe_states
         >>> source, target = describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)})
         >>> source.entries[0].name, source.all_ranks
         ('w', (0,))

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of
-from vescale_fsdp.checkpoint.transfer.memory import Destination, Origin
-from vescale_fsdp.checkpoint.transfer.plan import IN_FLIGHT, TransferPlan
-from vescale_fsdp.checkpoint.transfer.rank_transfers import Message, Share
 from vescale_fsdp.collectives import Work, receive_async, send_async, wait_for
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+from vescale_fsdp.transfer.memory import Destination, Origin
+from vescale_fsdp.transfer.plan import IN_FLIGHT, TransferPlan
+from vescale_fsdp.transfer.rank_transfers import Message, Share
 
 _CACHED_BYTES = 1 << 20  # 1 MiB
 

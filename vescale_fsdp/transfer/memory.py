@@ -20,13 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dtype_name, dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.transfer.coding import Codec, CodedTensor, cut_blocks_of
-from vescale_fsdp.checkpoint.transfer.description import StateDescription
-from vescale_fsdp.checkpoint.transfer.links import SourceTensor
-from vescale_fsdp.checkpoint.transfer.plan import TransferPlan
-from vescale_fsdp.checkpoint.transfer.rank_transfers import Share
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import local_of, storage_id, version_of
+from vescale_fsdp.transfer.coding import Codec, CodedTensor, cut_blocks_of
+from vescale_fsdp.transfer.description import StateDescription
+from vescale_fsdp.transfer.links import SourceTensor
+from vescale_fsdp.transfer.plan import TransferPlan
+from vescale_fsdp.transfer.rank_transfers import Share
 
 CodedKey = tuple[str, Codec]  # identifies the codes and scales of one tensor
 

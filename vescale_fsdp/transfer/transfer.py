@@ -36,9 +36,11 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.ranks.coordinator import ABORT, COMMIT, GroupCoordinator
-from vescale_fsdp.checkpoint.transfer.description import Ranks, named_tensors, transfer_ranks
-from vescale_fsdp.checkpoint.transfer.exchange import Exchange, StagingPool
-from vescale_fsdp.checkpoint.transfer.memory import (
+from vescale_fsdp.errors import ArgumentError, CheckpointError, LifecycleError
+from vescale_fsdp.torch_modes import plainly
+from vescale_fsdp.transfer.description import Ranks, named_tensors, transfer_ranks
+from vescale_fsdp.transfer.exchange import Exchange, StagingPool
+from vescale_fsdp.transfer.memory import (
     CutBlocks,
     Destination,
     Origin,
@@ -46,10 +48,8 @@ from vescale_fsdp.checkpoint.transfer.memory import (
     local_parts,
     parts_of,
 )
-from vescale_fsdp.checkpoint.transfer.plan import TransferPlan
-from vescale_fsdp.checkpoint.transfer.rank_transfers import RankTransfers
-from vescale_fsdp.errors import ArgumentError, CheckpointError, LifecycleError
-from vescale_fsdp.torch_modes import plainly
+from vescale_fsdp.transfer.plan import TransferPlan
+from vescale_fsdp.transfer.rank_transfers import RankTransfers
 
 _UNTOUCHED = "nothing was moved; the target has its old weights"
 _KEPT = "the target has its old weights"
@@ -82,7 +82,7 @@ class TransferHandle:
     """A transfer in the background.
 
     Examples:
-        >>> from vescale_fsdp import describe_states, plan_transfer
+        >>> from vescale_fsdp.transfer import describe_states, plan_transfer
         >>> trained, served = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
         >>> handle = Transfer(plan_transfer(*describe_states(trained, served))).start(trained, served)
         >>> handle.wait(timeout_s=60)
@@ -120,7 +120,7 @@ class Transfer:
         pool: buffers for messages, to be shared by transfers that never run at the same time.
 
     Examples:
-        >>> from vescale_fsdp import describe_states, plan_transfer
+        >>> from vescale_fsdp.transfer import describe_states, plan_transfer
         >>> trained, served = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
         >>> Transfer(plan_transfer(*describe_states(trained, served))).run(trained, served)
         >>> served["w"].tolist()

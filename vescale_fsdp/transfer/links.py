@@ -24,10 +24,10 @@ import numpy as np
 
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, stored_dtype
-from vescale_fsdp.checkpoint.transfer.coding import Codec, Grid, hull_of, scale_regions
-from vescale_fsdp.checkpoint.transfer.description import StateDescription
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import Box, FlatRange, contiguous_strides, numel_of, whole_box
+from vescale_fsdp.transfer.coding import Codec, Grid, hull_of, scale_regions
+from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.views.index_maps import Concat, Index, IndexMap, InputPiece, Permute, Slice, Stack
 
 Shape = tuple[int, ...]

@@ -20,9 +20,9 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.region import Region
-from vescale_fsdp.checkpoint.transfer.links import Leaf
-from vescale_fsdp.checkpoint.transfer.plan import Ranks, TransferPlan
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides, numel_of
+from vescale_fsdp.transfer.links import Leaf
+from vescale_fsdp.transfer.plan import Ranks, TransferPlan
 
 _ALONE_BYTES = 256 << 10  # 256 KiB: copying more than this costs more than another message
 

@@ -26,10 +26,12 @@ import numpy as np
 
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of
-from vescale_fsdp.checkpoint.transfer.coding import Codec
-from vescale_fsdp.checkpoint.transfer.demand import Demand, demand_of
-from vescale_fsdp.checkpoint.transfer.description import StateDescription
-from vescale_fsdp.checkpoint.transfer.links import (
+from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.layout.pictures import PAPER, Canvas
+from vescale_fsdp.transfer.coding import Codec
+from vescale_fsdp.transfer.demand import Demand, demand_of
+from vescale_fsdp.transfer.description import StateDescription
+from vescale_fsdp.transfer.links import (
     Link,
     Linkable,
     PlacedLeaf,
@@ -38,8 +40,6 @@ from vescale_fsdp.checkpoint.transfer.links import (
     link_to_json,
     resolve_links,
 )
-from vescale_fsdp.errors import PlacementError
-from vescale_fsdp.layout.pictures import PAPER, Canvas
 
 BUDGET_BYTES = 64 << 20  # 64 MiB
 IN_FLIGHT = 4  # messages that a rank sends at the same time, and as many that it receives
@@ -70,7 +70,7 @@ class TransferPlan:
 
     Examples:
         >>> import torch
-        >>> from vescale_fsdp import describe_states
+        >>> from vescale_fsdp.transfer import describe_states
         >>> plan = plan_transfer(*describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)}))
         >>> TransferPlan.from_json(plan.to_json()) == plan
         True
@@ -318,7 +318,7 @@ def plan_transfer(
     Args:
         source, target: which ranks store what, from `describe_states`; the target need not use all of the source.
         links: what target tensors are made of, such as ``{"qkv": concatenate("q", "k", "v")}`` with the functions of
-            `vescale_fsdp.checkpoint.transfer`; others come from the source tensor of their name.
+            `vescale_fsdp.transfer`; others come from the source tensor of their name.
         cast: round floats to the target's dtype where it differs.
         budget_bytes: of memory that each rank may use for messages, at least 4 KiB.
 
@@ -327,7 +327,7 @@ def plan_transfer(
 
     Examples:
         >>> import torch
-        >>> from vescale_fsdp import describe_states
+        >>> from vescale_fsdp.transfer import describe_states
         >>> plan = plan_transfer(*describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)}))
         >>> plan.unused
         ()

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from vescale_fsdp.checkpoint.manifest.distribution import Cut, Distribution, Holders, LayoutCut, ShardCut
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
-from vescale_fsdp.checkpoint.transfer.description import StateDescription
-from vescale_fsdp.checkpoint.transfer.links import Leaf, PlacedLeaf
 from vescale_fsdp.layout.geometry import Box, FlatRange, numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.transfer.description import StateDescription
+from vescale_fsdp.transfer.links import Leaf, PlacedLeaf
 
 Ints = npt.NDArray[np.int64]
 _MAX_PAIRS = 1 << 21  # pairs of boxes that are compared at once
