@@ -61,7 +61,7 @@ LEVELS = (
         "optim.muon",
         "optim.shampoo",
         "conversion.formats.dcp",
-        "conversion.formats.trainers",
+        "conversion.formats.side_files",
         "conversion.formats.orbax",
         "conversion.formats.deepspeed",
         "conversion.checks",

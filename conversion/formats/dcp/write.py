@@ -17,13 +17,13 @@ from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
 from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path
 from vescale_fsdp.conversion.formats.dcp.read import METADATA_FILE
-from vescale_fsdp.conversion.formats.torch_save.archive_plan import plan_archive
-from vescale_fsdp.conversion.formats.torch_save.pickle_writer import (
+from vescale_fsdp.conversion.formats.torch_save.write import (
     Call,
     Global,
     New,
     TensorOut,
     dump_pickle,
+    plan_archive,
     torch_dtype,
     torch_size,
 )

@@ -15,10 +15,13 @@ from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTenso
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
-from vescale_fsdp.conversion.formats.torch_save.held_tensors import HeldTensor, is_tensor_ref, stored_tensor
-from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.conversion.formats.torch_save.read import open_archive
-from vescale_fsdp.conversion.formats.torch_save.unread_objects import is_plain
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef, is_plain
+from vescale_fsdp.conversion.formats.torch_save.read import (
+    HeldTensor,
+    is_tensor_ref,
+    open_archive,
+    stored_tensor,
+)
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, whole_box

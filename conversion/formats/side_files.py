@@ -23,13 +23,13 @@ from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue,
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.torch_save.held_tensors import (
+from vescale_fsdp.conversion.formats.torch_save.read import (
     HeldTensor,
     box_reader,
     is_tensor_ref,
+    open_state_file,
     stored_tensor,
 )
-from vescale_fsdp.conversion.formats.torch_save.read import open_state_file
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json
 
