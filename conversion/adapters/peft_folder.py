@@ -1,6 +1,13 @@
-"""peft's folders: an adapter alone, as a source and as a target.
+"""peft's adapters: the folder as a source and as a target, its config, and the names of its tensors.
 
-adapter_model.safetensors    its matrices        adapter_config.json    rank, alpha, and what it is an adapter of
+    adapter_model.safetensors    the matrices
+    adapter_config.json          rank, alpha, and the base model
+
+    in training   base_model.model.h.0.q.lora_A.default.weight          ..q.modules_to_save.default.weight
+    in a folder   base_model.model.h.0.q.lora_A.weight                  ..q.weight
+    of the base   h.0.q.base_layer.weight                               ..q.original_module.weight
+
+The state of a training run may contain several adapters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""Finding out what a path or URL holds, and opening it."""
+"""Detect what a path or URL contains, choose the step of a run, and open it.
+
+    run/step-00000010/manifest.json        CheckpointManager        run/step-10/.metadata     torchtitan
+    run/checkpoint-500/model.safetensors   transformers' Trainer    run/step-00000020/        unfinished: no step
+    run/500/default/_METADATA              Orbax's manager
+
+A run folder is refused without a step: "newest" may name another step each time the command runs. DeepSpeed's file
+``latest`` is an exception, since its own tools read it. Checkpoints that are not complete (pointers of git-lfs, unfinished
+saves and downloads) are reported as such, not as damaged files.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Reading Megatron's ``torch_dist`` checkpoints: torch.distributed.checkpoint with Megatron's own names.
+"""Read Megatron's ``torch_dist`` checkpoints: torch.distributed.checkpoint with Megatron's own names.
 
     .metadata, __0_0.distcp ..    decoder.layers.mlp.linear_fc1.weight                        [layers, ..]
                                   optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight
                                   decoder.layers.mlp.linear_fc1._extra_state/shard_0_4         pickled objects
     common.pt                     arguments, iteration, groups of the optimizer
 
-Names come out with layers one by one, as Megatron has them in memory, and norms in front of a projection under the name
-that Transformer Engine gives them, which Megatron mostly stores for its own too. As of DeepSpeed's checkpoints, fp32
-masters are the model where there are any: what is stored in 16 bits is their rounding.
+Megatron stacks layers that are alike in one tensor; they become one tensor per layer, as in memory. Norms in front of a
+projection get Transformer Engine's name, under which Megatron mostly stores its own too. fp32 masters, where there are
+any, are the model: the stored 16-bit weights are their rounding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the page shows, as plain values: one entry per tensor, read once, a few MiB at a time.
+"""The page of `vescale-convert report`, and its contents as plain values: one entry per tensor.
 
-A tensor that is far more than what is stored of it (a stride of zero can repeat one item for terabytes) is sampled: its
-summary says of how many values it is.
+Each tensor is read once, a few MiB at a time. A tensor that is far larger than its stored bytes (a stride of zero can
+repeat one item for terabytes) is sampled, and its summary says how many values were read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the values of a tensor are like, found piece by piece.
+"""Statistics of a tensor's values, and the distance between two tensors, added up piece by piece.
 
-The histogram counts magnitudes: a bin is two powers of two wide, so that one pass suffices whatever the range.
+The histogram counts magnitudes. A bin covers two powers of two, so one pass is enough for any range.
 
     bin 0    |x| < 2^-62        bin 31    2^-2 <= |x| < 2^0        bin 63    |x| >= 2^62
 """

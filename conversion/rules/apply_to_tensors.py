@@ -1,8 +1,14 @@
-"""Applying key rules to tensors: planned and checked from metadata, before a byte moves.
+"""Apply key rules to tensors: planned and checked from metadata, before any data is read.
 
-Every source key is used once or dropped by name, every target is made once, no rule is unused, and undoing
-a rule gives back the shapes it started from. A converter that silently skips a key makes a model that
-speaks nonsense.
+Every source key is used once or dropped by name, every target is made once, no rule is unused, and undoing a rule
+gives back the shapes that it started from. A converter that silently skips a key produces a broken model.
+
+Sizes in rules are small arithmetic over the numbers of a config.json:
+
+    "heads * head_dim"      names are [let] entries or keys of the config
+    "a ?? b / c"            the first alternative whose names all exist
+
+Only numbers, names, + - * / and brackets are allowed. A division must leave no remainder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Reading the checkpoints of DeepSpeed's ZeRO-1, 2 and 3, and its universal ones, by range and without DeepSpeed.
+"""Read checkpoints of DeepSpeed's ZeRO-1, 2 and 3, and its universal ones, by range and without DeepSpeed.
 
-The model is what DeepSpeed's own ``zero_to_fp32.py`` makes of a checkpoint, and more: of parameters that are trained
-the fp32 masters (their 16-bit copies, which differ by rounding alone, are not read); buffers, and parameters that are
-not trained, in the type in which they were saved; ties as ties. The optimizer's moments, steps and options are named
-after the parameters, as torch names them.
+The model is what DeepSpeed's ``zero_to_fp32.py`` produces, and more. Trained parameters are their fp32 masters; the
+16-bit copies, which are their rounding, are not read. Buffers and frozen parameters keep the saved type. Ties stay.
+The optimizer's moments, steps and options are named after the parameters, as torch names them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,21 @@
-"""Masters and moments of ZeRO-1, 2 and 3, put together from what each rank holds of them.
+"""Whole parameters and moments of ZeRO-1, 2 and 3 from the ranks' flat tensors, or from a universal checkpoint.
 
     single_partition_of_fp32_groups | fp32_flat_groups     masters: flat tensors, one per group of parameters
-    base_optimizer_state | optimizer_state_dict            torch's state of those: moments as flat, steps, options
+    base_optimizer_state | optimizer_state_dict            torch's state of those: flat moments, steps, options
 
-Names and shapes come from the file of the model. That all fits is proven: the parts' sizes, and what the ranks
-themselves say of where parameters lie.
+    ZeRO-1, 2   one row of all parameters of a group, cut into a part per rank; parts may end inside a parameter
+                a a a a|a b b b|b c . .          ranks 0, 1, 2; the padding at the end is not stored
+
+    ZeRO-3      each parameter is cut into equal parts, one per rank, the last ones padded; a rank's parts make its row,
+                which is stored in several tensors
+                rank 0  a a a b b c      rank 1  a a . b b c      rank 2  . . . b . .
+
+    universal   zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt     a tensor, or a dict with `param`; flat after ZeRO-3
+                zero/NAME/step.pt                                a number
+                zero/optimizer_state.pt                          the optimizer's groups
+
+Names and shapes come from the model file. Sizes of the parts are checked against them, and so are the addresses that
+ranks record for their parameters.
 """
 
 from __future__ import annotations

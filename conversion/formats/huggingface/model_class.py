@@ -1,11 +1,12 @@
-"""What the class that a config.json names says of its weights: ties, orientation, and whether it takes a folder.
+"""What a class of transformers says of its weights: names, shapes, ties, orientation, and whether it takes a folder.
 
-    the shipped table        common classes; nothing is imported                                       `class_table`
-    a child process          all others of transformers; import and answer take 6 CPU seconds          `class_child`
-                             and 250 to 600 MiB, which are gone before data moves, or come after it
+    class_table.json    common classes: names and shapes as functions of config.json, options, ties   (tools/class_table.py)
+                        nothing is imported; settings that a row does not describe get no answer
+    `class_child`       all other classes, in a child process: 6 CPU seconds and 250 to 600 MiB, which are
+                        freed before data is copied, or are needed only after it
 
-The child is isolated (``python -I``) with this process's search path less the folder that it was started in, is told
-that there is no network and no GPU, and ends after ten minutes at most.
+The child process is isolated (``python -I``). It gets this process's search path without the working directory, no
+network and no GPU, and is stopped after ten minutes.
 """
 
 from __future__ import annotations

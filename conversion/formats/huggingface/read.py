@@ -1,4 +1,9 @@
-"""Reading Hugging Face folders and single safetensors files."""
+"""Read Hugging Face folders and single safetensors files.
+
+model.safetensors, or an index and its files      transformers, diffusers
+shard-0000R-model-0000I-of-0000N.safetensors      one file per rank: transformers 5, torch's HuggingFaceStorageWriter
+pytorch_model.bin, pytorch_model_fsdp.bin         torch.save files: before safetensors, and what accelerate gathers
+"""
 
 from __future__ import annotations
 

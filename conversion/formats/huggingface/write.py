@@ -1,8 +1,14 @@
-"""Planning a Hugging Face model repository from any source.
+"""Write a Hugging Face model repository: the files, their headers and the index.
 
-What goes in: the model's tensors under their own names, an index if there are several files, and every
-file of ``assets`` that goes along (config, tokenizer, code, licence). What stays out, always reported: optimizer
-state, other training state, and the twin of a tied weight.
+    u64 little-endian N | N bytes of JSON, padded with spaces to a multiple of 8 | data, tensor after tensor
+
+A file is written front to back: shapes and types are known before any data is read, so the header comes first and
+names every offset. The order of the data is that of the safetensors library (widest type first, then by name), so the
+files are the same byte for byte. Format: README of huggingface/safetensors.
+
+The result contains the model's tensors under their own names, an index if there are several files, and the files of
+``assets`` (config, tokenizer, code, licence). Optimizer state, other training state and the second name of a tied weight
+are left out and reported.
 """
 
 from __future__ import annotations

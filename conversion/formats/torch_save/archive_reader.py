@@ -1,11 +1,11 @@
-"""Finding tensors inside a torch.save archive (a zip of stored, uncompressed records) by byte ranges.
+"""Read a torch.save archive (a zip of stored, uncompressed records) by byte ranges.
 
     archive/data.pkl      the object, with references to storages
-    archive/data/KEY      one storage's bytes, each
-    central directory     where every record begins; at the very end
+    archive/data/KEY      the bytes of one storage
+    central directory     offset, size and CRC-32 of every record; at the end of the file
 
-Only the directory, ``data.pkl`` and the bytes asked for are read, so an archive of any size, on disk,
-inside a ``.distcp`` file or behind a URL, costs a few small reads to open.
+Only the directory, ``data.pkl`` and the requested bytes are read. Opening an archive of any size, on disk, inside a
+``.distcp`` file or behind a URL, costs a few small reads.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Reading pickles without running what they name.
+"""Read pickles without running what they name.
 
-A pickle is a program that may call anything importable. Checkpoints need very little of that: a few record
-types, sizes, dtypes, and the two functions that rebuild a tensor. Both unpicklers here know those names only,
-and put plain stand-ins in their place, so opening an unknown checkpoint runs none of its code (and does not
-import torch). Everything else is refused by name; ``trust=True`` imports it instead, as torch itself would.
+A pickle is a program that may call anything importable. Checkpoints need little of that: a few record types, sizes,
+dtypes, numpy's numbers and arrays, and the functions that rebuild a tensor. The unpicklers here know those names only
+and put plain stand-ins in their place, so opening an unknown checkpoint runs none of its code and imports neither torch
+nor numpy. Any other name is refused; ``trust=True`` imports it instead, as torch would, and ``stand_ins=True`` puts an
+`UnreadObject` in its place. Trainers pickle loss scalers and arguments together with the weights: refusing those
+would refuse the weights.
 """
 
 from __future__ import annotations

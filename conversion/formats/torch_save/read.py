@@ -1,4 +1,19 @@
-"""Reading torch.save files by range: state dicts and training states, nested as they come."""
+"""Read torch.save files by range: one file with a state dict, or a folder with one file per rank.
+
+    state.pt                                                              open_torch
+    pytorch_model_fsdp_rank0.bin  optimizer_rank0.bin ..                  open_ranks: accelerate
+    model_world_size_2_rank_0.pt  extra_state_world_size_2_rank_0.pt ..   open_ranks: verl
+
+What each rank pickled of a tensor says where its part belongs:
+
+    DTensor         placements and the rank's coordinates in the mesh give the box
+    ShardedTensor   lists its boxes
+    plain tensor    whole on every rank, so the first rank's copy is read; so are numpy arrays, stored in the pickle
+
+`StoredTensor` checks that the boxes tile the tensor, so a missing rank is an error. Placements that give no boxes
+(partial sums, strides that do not fit the mesh) are refused. Other state (schedulers, random states) is left out where
+ranks disagree about it or its pickle names more than tensors and plain values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Planning one torch.save file that holds a whole state, nested as it was."""
+"""Write torch.save files without torch: a pickle as opcodes, in a zip archive whose tensor bytes are streamed.
+
+    local header | data.pkl | ... | local header, padded | storage 0 | descriptor | ... | directory | end
+
+The pickle contains plain values, torch's records by name, and tensors as references to storage records of the archive
+(protocol 2, as torch.save writes; see `pickletools`). Sizes are known before the data is copied, checksums only
+afterwards. So a descriptor with the CRC-32 follows each storage (zip's way of streaming, and torch's), and the
+directory is computed last. Storages begin at multiples of 64 bytes, as torch writes them, so that
+``torch.load(mmap=True)`` gets aligned tensors. Format: PKWARE's APPNOTE, sections 4.3 and 4.5.3 (zip64).
+"""
 
 from __future__ import annotations
 
