@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
     from vescale_fsdp.checkpoint.saving.save import save
     from vescale_fsdp.checkpoint.state.per_rank import PerRank, Reshardable, Resharded
-    from vescale_fsdp.checkpoint.steps.retention import RetentionPolicy
+    from vescale_fsdp.checkpoint.steps.retention import RetentionPolicy, StepRecord
     from vescale_fsdp.checkpoint.steps.save_policy import (
         AllOf,
         AnyOf,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         SavePolicy,
     )
     from vescale_fsdp.checkpoint.steps.step_folders import latest
-    from vescale_fsdp.checkpoint.steps.step_records import StepRecord
     from vescale_fsdp.checkpoint.storage.progress import ProgressReport
 
 __all__ = [
@@ -105,11 +104,10 @@ lazily_export(
         "vescale_fsdp.checkpoint.data.reshardable_loader": "ReshardableLoader",
         "vescale_fsdp.checkpoint.data.reshardable_sampler": "ReshardableSampler",
         "vescale_fsdp.checkpoint.memory.ram_tier": "RamTier",
-        "vescale_fsdp.checkpoint.steps.retention": "RetentionPolicy",
+        "vescale_fsdp.checkpoint.steps.retention": "RetentionPolicy StepRecord",
         "vescale_fsdp.checkpoint.steps.save_policy": "AllOf AnyOf BeforeDeadline BestOf EveryMinutes "
         "EverySteps OnSignal SaveContext SavePolicy",
         "vescale_fsdp.checkpoint.steps.step_folders": "latest",
-        "vescale_fsdp.checkpoint.steps.step_records": "StepRecord",
         "vescale_fsdp.checkpoint.storage.progress": "ProgressReport",
         "vescale_fsdp.checkpoint.loading.read_state": "CheckpointReader CheckpointTensor read_state",
         "vescale_fsdp.checkpoint.saving.save": "save",

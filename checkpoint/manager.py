@@ -1,8 +1,7 @@
-"""`CheckpointManager`: a folder of steps. Saves them, keeps the right ones, restores the newest good one.
+"""`CheckpointManager`: saves the steps of a run, keeps the right ones, and restores the newest good one.
 
-What lies under a root, and how a step is removed: see `step_folders`. A step is removed only after a newer one has
-been committed by this job. Which step is restored, and what becomes of ranks that see different ones: see
-`step_search` and `step_load`.
+Files under a root: see `steps.step_folders`. A step is removed only after this job has committed a newer one. Which
+step is restored: see `restore`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.loading.load import Read, Verify, partial_load, prove_choices
+from vescale_fsdp.checkpoint.loading.load import Read, Verify, prove_choices
 from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -31,13 +30,20 @@ from vescale_fsdp.checkpoint.ranks.background import EXIT_TIMEOUT_S, check_exit_
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, is_of_storage
 from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
+from vescale_fsdp.checkpoint.restore import Restored, StepSearch, no_such_step, restore_newest
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, Optimizers, SaveHandle
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, check_choice
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, form_of
-from vescale_fsdp.checkpoint.step_load import Restored, StepLoad, first_good
-from vescale_fsdp.checkpoint.step_search import StepSearch
-from vescale_fsdp.checkpoint.steps.leftovers import remove_leftovers
-from vescale_fsdp.checkpoint.steps.retention import RetentionPolicy, remove_old_steps, retention_of
+from vescale_fsdp.checkpoint.steps.retention import (
+    RetentionPolicy,
+    StepRecord,
+    read_record,
+    remove_old_steps,
+    remove_unpinned,
+    retention_of,
+    set_pinned,
+    write_record,
+)
 from vescale_fsdp.checkpoint.steps.run_file import (
     RootHold,
     RunFile,
@@ -55,29 +61,22 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
     shape_of,
 )
 from vescale_fsdp.checkpoint.steps.save_schedule import Decision, SaveSchedule
-from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
-from vescale_fsdp.checkpoint.steps.step_records import (
-    StepRecord,
-    read_record,
-    remove_unpinned,
-    set_pinned,
-    write_record,
-)
+from vescale_fsdp.checkpoint.steps.step_folders import committed_steps, remove_leftovers
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
-from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, PartialLoadError
+from vescale_fsdp.errors import ArgumentError
 
-_EXPORTS = "exports"  # folder of steps in another form
+_EXPORTS = "exports"  # folder of steps in another format
 _log = logging.getLogger(__name__)
 
 
 class _RestoredStep(NamedTuple):
-    """From where a run goes on.
+    """The step that a run continues from.
 
     Attributes:
-        is_rollback: whether it was asked for by number, or newer ones were skipped.
-        later: on rank 0, the later steps on disk that there were, with their manifests' checksums.
+        is_rollback: whether it was given by number, or newer ones were skipped.
+        later: on rank 0, the later steps on disk, with the checksums of their manifests.
     """
 
     step: int
@@ -95,14 +94,15 @@ class CheckpointManager:
             `OnSignal`, make the manager in the main thread and close it.
         retention: which steps stay: a `RetentionPolicy`, or its ``keep_last`` alone; default: all.
         asynchronous: save in the background; `save` then waits only for the copy and for the previous save.
-        export: a form that steps are written in besides, such as `vescale_fsdp.HuggingFace(..)`, in ``exports/step-..``
-            of the root. `restore` does not look there, nothing there is ever removed, and a final save does without.
+        export: a further format, such as `vescale_fsdp.HuggingFace(..)`, in which steps are written to
+            ``exports/step-..`` of the root. `restore` does not read exports, retention does not remove them, and a
+            final save writes none.
         export_every: steps divisible by it are exported, whether or not they are saved.
         ram: a second tier in shared memory, tried first by `restore`.
         process_group: the ranks that save and restore together; default: all.
-        patience_s: how long `restore` lists again while ranks see different steps, which a network file system's
-            caches can bring about for as long as they are kept; then it raises.
-        progress: is told how far this rank has come with a save to disk or a restore; True draws a bar on rank 0.
+        patience_s: how long `restore` lists again while ranks see different steps, because of a network file system's
+            caches; then it raises.
+        progress: gets reports of this rank's progress in a save to disk or a restore; True draws a bar on rank 0.
         optimizer: for ``asynchronous`` on an accelerator, see `async_save`.
         check_replicas: as for `save`.
         exit_timeout_s: for ``asynchronous``, see `async_save`.
@@ -110,8 +110,8 @@ class CheckpointManager:
     Raises:
         ValueError: for limits below 1, a negative patience or ``exit_timeout_s``, or another ``check_replicas``.
         TypeError: for a ``save_policy`` or ``retention`` of another type.
-        CheckpointError: on all ranks, if one of them cannot use the root: no folder, no permission, no such bucket.
-            A root with steps that can only be read is a warning, since steps can be restored from it.
+        CheckpointError: on all ranks, if one of them cannot use the root: not a folder, no permission, no such bucket.
+            A root with steps that can only be read is a warning.
 
     Examples:
         >>> import torch
@@ -174,11 +174,11 @@ class CheckpointManager:
         self._is_swept = False
         self._async = AsyncSaver(self._behind) if asynchronous else None
         self._handle: SaveHandle | None = None
-        riding = coordinator_for(process_group, use="schedule")
-        self._schedule = SaveSchedule(policy, riding, self._known_metrics)
-        self._hold: RootHold | None = None  # on rank 0, from the first save on
+        schedule_ranks = coordinator_for(process_group, use="schedule")
+        self._schedule = SaveSchedule(policy, schedule_ranks, self._known_metrics)
+        self._hold: RootHold | None = None  # on rank 0, after the first save
         self._restored: _RestoredStep | None = None  # since the last save
-        self._has_begun = False  # whether a save has claimed the root since the last restore
+        self._has_begun = False  # whether a save has locked the root since the last restore
         self._run: RunFile | None = None  # the same on all ranks; with a RAM tier
 
     def __enter__(self) -> CheckpointManager:
@@ -187,7 +187,7 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; an error of the block is raised before one of a save, which is then a note of it."""
+        """Close; after an error in the block, an error of a save becomes a note of it."""
         with noting(error):
             self.close()
 
@@ -197,14 +197,14 @@ class CheckpointManager:
             warnings.warn(f"steps can be restored, but not saved: {problem}", stacklevel=4)
 
     def clean(self, *, older_than_s: float | None = None) -> list[str]:
-        """Remove what killed jobs have left under the root, and in memory; a collective. The first save does so too.
+        """Remove what killed jobs have left on disk and in memory; a collective. The first save does so too.
 
-        Torn steps, data of overwrites that were not committed, unfinished exports, temporary files, and open S3
-        uploads. What another job holds locked stays.
+        These are torn steps, data of overwrites that were not committed, unfinished exports, temporary files, and open
+        S3 uploads. Steps that another job has locked stay.
 
         Args:
-            older_than_s: what has changed within so many seconds stays. Default: a minute, and a day on object stores,
-                which have no locks. Pass 0 only if no other job saves under this root.
+            older_than_s: younger files stay. Default: a minute, or a day on object stores, which have no locks. Pass 0
+                only if no other job saves under this root.
 
         Returns:
             Names of what was removed, the same on all ranks; in memory, paths.
@@ -218,7 +218,7 @@ class CheckpointManager:
         return removed + (self._ram.clean(self._coordinator, older_than_s) if self._ram is not None else [])
 
     def _sweep(self) -> None:
-        """Once, before this manager writes for the first time; what cannot be removed does not stop a save."""
+        """Remove leftovers before the first save; an error is only a warning."""
         if self._is_swept:
             return
         self._is_swept = True
@@ -226,7 +226,7 @@ class CheckpointManager:
             if self._coordinator.rank == 0:
                 try:
                     remove_leftovers(self._root, _EXPORTS)
-                except Exception as error:  # noqa: BLE001  nothing that was committed depends on it
+                except Exception as error:  # noqa: BLE001  no committed step depends on it
                     problem = f"{type(error).__name__}: {error}"
                     warnings.warn(f"leftovers under {self._root.where} stay: {problem}", stacklevel=3)
 
@@ -235,55 +235,54 @@ class CheckpointManager:
         return committed_steps(self._root)
 
     def history(self) -> list[StepRecord]:
-        """Of each committed step its size, the time that saving it took, its metric, and whether it is pinned, or was
-        abandoned by a rollback."""
+        """The record of each committed step: size, seconds, metric, and whether it is pinned or abandoned."""
         steps = committed_steps(self._root, abandoned=True)
         abandoned = abandoned_steps(self._root, steps)
         return [replace(read_record(self._root, step), abandoned=step in abandoned) for step in steps]
 
     def pin(self, step: int) -> None:
-        """Let a step stay whatever the limits say; a collective."""
+        """Keep a step whatever the retention policy says; a collective."""
         self._change(step, "pinning", partial(set_pinned, self._root, step, True))
 
     def unpin(self, step: int) -> None:
-        """Let limits count for a step again; a collective."""
+        """Let the retention policy apply to a step again; a collective."""
         self._change(step, "unpinning", partial(set_pinned, self._root, step, False))
 
     def remove(self, step: int) -> None:
         """Remove a step, in memory too; a collective.
 
         Raises:
-            CheckpointError: if there is no such step, it is pinned, or something of it is left.
+            CheckpointError: if there is no such step, it is pinned, or it could not be removed.
         """
         self._change(step, "removing", partial(remove_unpinned, self._root, step))
         if self._ram is not None:
             self._ram.remove(self._coordinator, step)
 
     def _change(self, step: int, doing: str, work: Callable[[], None]) -> None:
-        """Let rank 0 do something to a step that there is."""
+        """Let rank 0 change an existing step."""
         self._wait_together()
         doing = f"{doing} step {step} of {self._root.where}"
         with self._coordinator.together(doing, "see what is left of it", alike={"step": step}):
             if self._coordinator.rank == 0:
                 if step not in committed_steps(self._root, abandoned=True):
-                    raise self._no_such_step(step)
+                    raise no_such_step(self._root, step)
                 work()
 
     @property
     def should_stop(self) -> bool:
-        """Whether all ranks have agreed on a final save, for a signal or a deadline: the run is to end after it."""
+        """Whether all ranks have decided on a final save, for a signal or a deadline: end the run after it."""
         return self._schedule.should_stop
 
     def should_save(self, step: int, *, metric: float | None = None) -> bool:
-        """Whether `save` of this step does anything, for those who do not make the state for nothing; a collective.
+        """Whether `save` of this step would do anything, if making the state is expensive; a collective.
 
         Args:
-            step, metric: as for `save`, which need not be given the metric again.
+            step, metric: as for `save`, where the metric may then be left out.
 
         Raises:
-            CheckpointError: if ranks came with other steps, or a policy failed on another rank; one that it failed on
-                raises what it met.
-            TypeError: if a policy answers with something else than a bool, on any rank.
+            CheckpointError: if ranks pass different steps, or a policy failed on another rank. A rank whose own policy
+                failed raises that error.
+            TypeError: if a policy returns something other than a bool, on any rank.
         """
         decision = self._decide(step, metric, force=False)
         return bool(self._targets(decision)) or self._is_for_ram(step)
@@ -295,13 +294,13 @@ class CheckpointManager:
         return self._export is not None and step % self._export_every == 0
 
     def _targets(self, decision: Decision) -> list[tuple[Storage, Format]]:
-        """Where a step goes, and in which forms: the step itself first."""
-        name, found = step_name(decision.step), list[tuple[Storage, Format]]()
+        """The folders that a step is written to, with their formats: the step itself first."""
+        name, targets = step_name(decision.step), list[tuple[Storage, Format]]()
         if decision.is_due:
-            found.append((self._root.child(name), "native"))
+            targets.append((self._root.child(name), "native"))
         if self._export is not None and self._is_exported(decision.step) and not decision.is_final:
-            found.append((self._root.child(_EXPORTS).child(name), self._export))
-        return found
+            targets.append((self._root.child(_EXPORTS).child(name), self._export))
+        return targets
 
     def _decide(self, step: int, metric: float | None, *, force: bool) -> Decision:
         try:
@@ -312,7 +311,7 @@ class CheckpointManager:
                 )
             metric = None if metric is None else float(metric)
         except Exception:
-            self._schedule.refuse()  # else ranks that come with a good step would wait
+            self._schedule.refuse()  # else ranks with a valid step would wait
             raise
         return self._schedule.decide(
             step, metric, force=force, waits=self._is_for_ram(step) or self._is_exported(step)
@@ -330,19 +329,19 @@ class CheckpointManager:
         """Save a step if it is due; a collective. An earlier asynchronous save's error is raised here.
 
         Args:
-            step: the step's number, any integer from 0; a step of the same number is replaced.
+            step: the step's number, 0 or more; an existing step of that number is replaced.
             state: as for `vescale_fsdp.checkpoint.save`.
             metadata: JSON of your own (counters, configuration); `restore` returns it.
-            force: save although it is not due.
-            metric: of this step, the same on all ranks, for `BestOf` and for `history`.
+            force: save even if the policy says no.
+            metric: of this step, the same on all ranks; used by `BestOf` and `history`.
 
         Returns:
-            A handle if the save runs in the background, else None. A final save (see `should_stop`) is always done when
-            this returns, and comes to disk alone.
+            A handle if the save runs in the background, else None. A final save (see `should_stop`) has always ended
+            when this returns, and is written to disk only.
 
         Raises:
-            CheckpointError: if this save, or the asynchronous one before it, failed, or ranks came with other steps.
-            TypeError: if the step is no integer, or a policy's answer no bool.
+            CheckpointError: if this save or the previous asynchronous one failed, or ranks pass different steps.
+            TypeError: if the step is not an integer, or a policy's answer not a bool.
         """
         decision = self._decide(step, metric, force=force)
         step, save_id = decision.step, None
@@ -366,7 +365,7 @@ class CheckpointManager:
                 behind=self._copying,
                 check_replicas=self._check_replicas,
             )
-            if not (is_copying and targets):  # else the disk does not wait for what is sent between memories
+            if not (is_copying and targets):  # else the disk would wait for the copies of the previous step
                 is_in_ram, save_to_ram = save_to_ram(), None
         if not targets:
             return None
@@ -385,8 +384,8 @@ class CheckpointManager:
         return self._handle
 
     def _begin_branch(self) -> None:
-        """Hold the root, and let a rollback last: the first save of a manager, and the first one after a restore, do
-        this before they write. A collective."""
+        """Lock the root, and record a rollback, before the first save of this manager or after a restore. A
+        collective."""
         run: RunFile | None = None
         with self._coordinator.together(f"beginning to save to {self._root.where}"):
             if self._coordinator.rank == 0:
@@ -396,14 +395,14 @@ class CheckpointManager:
             self._run = self._coordinator.everyone(run)[0]
 
     def _branch(self) -> RunFile | None:
-        """On rank 0: the root's file as it is from now on."""
+        """On rank 0: update the root's run file."""
         run = read_run_file(self._root)
-        restored, is_held = self._restored, self._hold_root()
+        restored, is_locked = self._restored, self._hold_root()
         later = restored.later if restored is not None else {}
         changed = run
         if restored is not None and (restored.is_rollback or later):
-            if is_held:
-                # Steps of other jobs, and those that were saved again since, are not ours to abandon.
+            if is_locked:
+                # Steps that another job has saved, or saved again, since the restore are not abandoned.
                 later = {
                     step: digest
                     for step, digest in later.items()
@@ -430,7 +429,7 @@ class CheckpointManager:
         return changed
 
     def _hold_root(self) -> bool:
-        """Whether this process holds the root against other jobs, from now on until the manager is closed."""
+        """Whether this process has the lock of the root, which it keeps until the manager is closed."""
         if self._hold is None:
             try:
                 self._hold = hold_root(self._root)
@@ -447,13 +446,13 @@ class CheckpointManager:
         save_id: str | None,
         also: str | None,
     ) -> None:
-        """Write a step to disk, in each of its forms.
+        """Write a step to disk, in each of its formats.
 
         Args:
-            also: where it is saved besides, for the message of an error.
+            also: a note for errors, that says where else the step is saved.
         """
         if self._async is None or decision.is_final:
-            with self._wait_before(decision):
+            with self._after_previous_save(decision):
                 for storage, form in targets:
                     meter = meter_for(self._progress, self._coordinator.rank)
                     saver = Saver(
@@ -489,8 +488,8 @@ class CheckpointManager:
         )
 
     @contextmanager
-    def _wait_before(self, decision: Decision) -> Iterator[None]:
-        """Wait for the save before. Its error waits for the final save, which counts more: none comes after it."""
+    def _after_previous_save(self, decision: Decision) -> Iterator[None]:
+        """Wait for the previous save. Its error is raised after a final save, which is more important."""
         error: Exception | None = None
         try:
             self._wait_for_disk_together()
@@ -500,37 +499,41 @@ class CheckpointManager:
             error = caught
         yield
         if error is not None:
-            error.add_note(f"a save before failed so; step {decision.step}, the final one, is saved")
+            error.add_note(f"the previous save failed; step {decision.step}, the final one, is saved")
             raise error
 
     def _conclude(self, decision: Decision, coordinator: Coordinator, saved: Saved) -> None:
-        """On rank 0, note what the save took and remove what need not be kept, now that a step is committed."""
+        """On rank 0, write the record of a committed step and remove the steps that need not be kept."""
         doing = f"removing older steps from {self._root.where}"
         with coordinator.together(doing, f"step {decision.step} is committed"):
             if coordinator.rank == 0:
-                took = saved.num_bytes, saved.seconds
-                record = StepRecord(decision.step, *took, time.time(), decision.metric)
+                record = StepRecord(
+                    decision.step, saved.num_bytes, saved.seconds, time.time(), decision.metric
+                )
                 try:
                     write_record(self._root, record)
-                except Exception as error:  # noqa: BLE001  the step is good without it
-                    told = f"{type(error).__name__}: {error}"
+                except Exception as error:  # noqa: BLE001  the step is good without its record
                     warnings.warn(
-                        f"step {record.step} is saved, what that took is not noted: {told}", stacklevel=3
+                        f"step {record.step} is saved, but its record could not be written: "
+                        f"{type(error).__name__}: {error}",
+                        stacklevel=3,
                     )
                 remove_old_steps(self._root, decision.step, self._retention, self._best)
 
     def _known_metrics(self) -> list[float]:
-        """Those of the steps on disk, as rank 0 sees them, without steps that the next save will abandon."""
-        found: list[float] = []
+        """Metrics of the steps on disk that rank 0 sees, without steps that the next save will abandon."""
+        metrics: list[float] = []
         with self._coordinator.together(f"reading the metrics of {self._root.where}", "nothing was saved"):
             if self._coordinator.rank == 0:
                 later = self._restored.later if self._restored is not None else {}
-                records = [one for one in self.history() if not (one.abandoned or one.step in later)]
-                found = [record.metric for record in records if record.metric is not None]
-        return self._coordinator.everyone(found)[0]
+                records = [
+                    record for record in self.history() if not (record.abandoned or record.step in later)
+                ]
+                metrics = [record.metric for record in records if record.metric is not None]
+        return self._coordinator.everyone(metrics)[0]
 
     def wait(self) -> None:
-        """Return when no save is in flight, and copies in memory have been made; copies that failed are a warning.
+        """Return when no save and no copy in memory is in flight; failed copies are a warning.
 
         Raises:
             CheckpointError: if the last asynchronous save failed; raised once.
@@ -547,7 +550,7 @@ class CheckpointManager:
             handle.wait()
 
     def close(self) -> None:
-        """Wait, and give signals back to whoever listened before."""
+        """Wait, restore the signal handlers, and release the lock of the root."""
         try:
             self.wait()
         finally:
@@ -555,7 +558,7 @@ class CheckpointManager:
             self._hold, self._has_begun = None, False
 
     def abandon(self) -> None:
-        """Return when nothing is in flight any more, however it has ended: for a job that has lost ranks."""
+        """Return when nothing is in flight, and ignore errors of saves: for a job that has lost ranks."""
         self._hold, self._has_begun = None, False
         if self._async is not None:
             self._async.drain()
@@ -566,11 +569,11 @@ class CheckpointManager:
             self._ram.abandon()
 
     def _wait_for_disk_together(self) -> None:
-        with self._coordinator.together("waiting for the save before", is_first=True):
+        with self._coordinator.together("waiting for the previous save", is_first=True):
             self._wait_for_disk()
 
     def _wait_together(self) -> None:
-        with self._coordinator.together("waiting for the save before", is_first=True):
+        with self._coordinator.together("waiting for the previous save", is_first=True):
             self.wait()
 
     def restore(
@@ -584,24 +587,22 @@ class CheckpointManager:
         read: Read = "auto",
         read_only: bool = False,
     ) -> Restored | None:
-        """Fill a state from the newest step that is good; a collective.
+        """Fill a state from the newest good step; a collective.
 
-        Restoring changes nothing on disk. If there are later steps than the one restored (a rollback with ``step=``, or
-        damaged ones), the next `save` of this manager marks them as abandoned before it writes: they are kept, named in
-        a log line, and skipped by `restore`, `latest` and `steps` from then on. To go back to one, pass ``step=``; to
-        delete one, call `remove`. Nothing is marked while another job holds the root, which every job does from
-        its first save until `close`.
+        Restoring changes nothing on disk. If there are later steps than the restored one (a rollback with ``step=``, or
+        damaged ones), the next `save` of this manager marks them as abandoned before it writes: they are kept, logged,
+        and skipped by `restore`, `latest` and `steps`. To go back to one, pass ``step=``; to delete one, call `remove`.
+        Nothing is marked while another job has locked the root, which every job does from its first save to `close`.
 
-        A damaged step is skipped with a warning and the next older one is tried; what the damaged one had overwritten
-        by then, the next one overwrites. A step that is good but
-        does not fit the state raises, because older ones would not fit either; and so does one that cannot be read
-        for another reason than damage, such as a lost connection or a lack of permission. A step that another job
-        removes meanwhile is no damage: the newest one is looked for again.
+        A damaged step is skipped with a warning, and the next older one is tried, which overwrites everything that the
+        damaged one has overwritten. A good step that does not fit the state is an error, because older ones would not
+        fit either; so is a step that cannot be read for another reason, such as a lost connection. If another job
+        removes the step meanwhile, the newest one is searched again.
 
         Args:
-            state: filled in place, as `load` does.
-            step: this step and no other.
-            read_only: this manager is not going to continue the run, so that its saves never mark a step as abandoned.
+            state: filled in place, as by `load`.
+            step: restore this step only.
+            read_only: this manager does not continue the run: its saves never mark steps as abandoned.
             strict, include, verify, read: as for `load`; a step in memory is read by each rank.
 
         Returns:
@@ -610,10 +611,10 @@ class CheckpointManager:
         Raises:
             CorruptCheckpointError: if there are steps, and all are damaged. With ``verify="before"`` damage leaves the
                 state untouched.
-            CheckpointError: if a step does not fit the state, the step asked for does not exist, or ranks still see
-                different steps when patience is over. Whatever one rank meets, all raise.
-            PartialLoadError: in place of any of these, if a step had been loaded in part by then and none after it
-                whole; see `load`. One that damage led to is a CorruptCheckpointError too.
+            CheckpointError: if a step does not fit the state, the given step does not exist, or ranks see different
+                steps for ``patience_s``. An error of one rank is raised on all ranks.
+            PartialLoadError: in place of any of these, if a step has been loaded in part and none after it completely;
+                see `load`. Caused by damage, it is a CorruptCheckpointError too.
         """
         self._wait_together()
         alike: dict[str, Json] = {"strict": strict, "verify": verify, "read": read, "read_only": read_only}
@@ -627,26 +628,24 @@ class CheckpointManager:
                 run = read_run_file(self._root)
         run = self._coordinator.everyone(run)[0] if self._ram is not None else None
         search = StepSearch(self._root, self._ram, self._coordinator, run, wanted, self._patience_s)
-        meter = meter_for(self._progress, self._coordinator.rank)
-        load = StepLoad(state, strict, patterns, verify, read, meter)
-        try:
-            restored = first_good(search, partial(load.of, coordinator=self._coordinator))
-            if restored is None:
-                self._prove_none(search, wanted)
-            elif not read_only:
-                self._note_restored(restored.step, is_rollback=bool(wanted is not None or restored.skipped))
-                if restored.tier == "ram" and self._ram is not None and self._ram.replicas:
-                    self._renew_copies(self._ram, restored.step)
-            return restored
-        except PartialLoadError:
-            raise
-        except Exception as error:
-            if not load.overwritten:
-                raise
-            raise partial_load(error, load.overwritten) from error
+        restored = restore_newest(
+            search,
+            self._coordinator,
+            state,
+            strict=strict,
+            include=patterns,
+            verify=verify,
+            read=read,
+            meter=meter_for(self._progress, self._coordinator.rank),
+        )
+        if restored is not None and not read_only:
+            self._note_restored(restored.step, is_rollback=bool(wanted is not None or restored.skipped))
+            if restored.tier == "ram" and self._ram is not None and self._ram.replicas:
+                self._renew_copies(self._ram, restored.step)
+        return restored
 
     def _renew_copies(self, ram: RamTier, step: int) -> None:
-        """Begin to make the copies anew that a lost or damaged memory has cost."""
+        """Start to replace the copies that a lost or damaged memory had."""
         manifest: Manifest | None = None
         doing = f"reading the manifest of step {step} in memory"
         with self._coordinator.together(doing, f"step {step} is restored"):
@@ -655,7 +654,7 @@ class CheckpointManager:
         ram.begin_renewal(self._coordinator, self._copying, step, manifest)
 
     def _note_restored(self, step: int, *, is_rollback: bool) -> None:
-        """Note from where the run goes on, and on rank 0 which later steps there are now."""
+        """Remember the step that the run continues from, and on rank 0 the later steps."""
         later: dict[int, str] = {}
         with self._coordinator.together(
             f"looking for steps after step {step} in {self._root.where}", f"step {step} is restored"
@@ -666,29 +665,3 @@ class CheckpointManager:
                 later = {number: digest for number, digest in digests.items() if digest is not None}
         self._restored, self._has_begun = _RestoredStep(step, is_rollback, later), False
         self._schedule.restored(step)
-
-    def _prove_none(self, search: StepSearch, wanted: int | None) -> None:
-        """Raise if there were steps, or if one was asked for."""
-        skipped = "; ".join(f"step {number}: {reason.splitlines()[0]}" for number, reason in search.skipped)
-        if search.damaged:
-            raise CorruptCheckpointError(
-                "No step of this run is good.",
-                expected="one good step",
-                got=skipped,
-                where=self._root.where,
-            )
-        if search.num_vanished:
-            raise CheckpointError(
-                "The steps were removed while they were read.",
-                expected="one to remain",
-                got="none",
-                where=self._root.where,
-                todo="see which job removes them",
-            )
-        if wanted is not None:
-            raise self._no_such_step(skipped or wanted)
-
-    def _no_such_step(self, got: object) -> CheckpointError:
-        return CheckpointError(
-            "There is no such step.", expected=f"one of {self.steps()}", got=got, where=self._root.where
-        )

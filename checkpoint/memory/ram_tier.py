@@ -38,23 +38,22 @@ from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_rank_file_name, step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.memory.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, plan_copies
 from vescale_fsdp.checkpoint.ranks.background import BackgroundThread
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, is_interrupt, is_of_storage
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove, move_files
-from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
 from vescale_fsdp.checkpoint.saving.form import told_if_busy
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Saver
-from vescale_fsdp.checkpoint.steps.leftovers import remove_leftovers
+from vescale_fsdp.checkpoint.steps.retention import remove_chosen, surplus_steps
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.steps.step_folders import (
     StepFolder,
     committed_steps,
-    no_longer_kept,
+    remove_leftovers,
     remove_step,
-    retire,
 )
 from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -410,7 +409,7 @@ class RamTier:
     def _retire(self, coordinator: Coordinator, saved: int, run: RunFile) -> None:
         with coordinator.together(f"removing older steps from {self._root.where}", f"step {saved} is saved"):
             if self._leads_node:
-                retire(self._root, lambda found: self._no_longer_kept(found, saved, run))
+                remove_chosen(self._root, lambda found: self._no_longer_kept(found, saved, run))
 
     def _no_longer_kept(self, found: Sequence[StepFolder], saved: int, run: RunFile) -> list[int]:
         """Older steps that are too many, and any that do not belong to the run."""
@@ -420,7 +419,7 @@ class RamTier:
             if is_committed and not any(run.includes(step, save_id) for save_id in self._save_ids(step))
         ]
         own = [folder for folder in found if folder[0] not in foreign]
-        too_many = no_longer_kept(own, saved, keep_last=self._keep_last)
+        too_many = surplus_steps(own, saved, keep_last=self._keep_last)
         # Where copies could not be made, an older step that has them outlives the loss of a node.
         return [*foreign, *(step for step in too_many if step != self._copied_step)]
 

@@ -1,16 +1,26 @@
-"""`RetentionPolicy`: which steps of a run are kept. A step is removed if no rule keeps it."""
+"""`RetentionPolicy`: which steps of a run are kept; the record and the pin of a step, which it reads.
+
+    step-00000100/record.json       {"num_bytes": .., "seconds": .., "unix_s": .., "metric": ..}, after the commit
+    step-00000100/pinned            empty: the step is kept whatever the rules say
+
+A step is removed if no rule keeps it. Restoring needs neither file. Steps saved by hand or by an older version have
+none; a record that cannot be read counts as missing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.steps.save_policy import BestOf
-from vescale_fsdp.checkpoint.steps.step_folders import StepFolder, no_longer_kept, retire
-from vescale_fsdp.checkpoint.steps.step_records import best_steps, is_pinned, read_record
+from vescale_fsdp.checkpoint.steps.step_folders import StepFolder, list_steps, remove_step
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import ArgumentError
+from vescale_fsdp.errors import ArgumentError, CheckpointError, some
 
 
 @dataclass(frozen=True)
@@ -70,14 +80,141 @@ def remove_old_steps(root: Storage, saved: int, policy: RetentionPolicy, best: S
         return
 
     def chosen(folders: Sequence[StepFolder]) -> list[int]:
-        # Steps that a rollback has abandoned stay until they are removed by hand, and take no live step's place.
+        # Abandoned steps stay until they are removed by hand, and do not count for keep_last.
         abandoned = abandoned_steps(root, (step for step, _ in folders))
         live = [folder for folder in folders if folder[0] not in abandoned]
-        steps = no_longer_kept(live, saved, keep_last=keep_last, keep_every=policy.keep_every)
+        steps = surplus_steps(live, saved, keep_last=keep_last, keep_every=policy.keep_every)
         if steps and any(rules):
             records = (read_record(root, step) for step, is_committed in live if is_committed)
             kept = best_steps(records, filter(None, rules))
             steps = [step for step in steps if step not in kept]
         return [step for step in steps if not is_pinned(root, step)]
 
-    retire(root, chosen)
+    remove_chosen(root, chosen)
+
+
+def surplus_steps(
+    folders: Iterable[StepFolder], saved: int, *, keep_last: int, keep_every: int | None = None
+) -> list[int]:
+    """Steps before ``saved`` to remove now that it is committed: torn ones, and those that no limit keeps.
+
+    Later steps stay: they belong to a run that was restored from an earlier one.
+    """
+    older = [(step, is_committed) for step, is_committed in folders if step < saved]
+    committed = [step for step, is_committed in older if is_committed]
+    keep = set(committed[max(0, len(committed) + 1 - keep_last) :])  # and step `saved`
+    keep |= {step for step in committed if keep_every is not None and step % keep_every == 0}
+    return [step for step, _ in older if step not in keep]
+
+
+def remove_chosen(root: Storage, choose: Callable[[list[StepFolder]], list[int]]) -> None:
+    """Remove chosen steps. Failures are a warning, since the new step is committed by now."""
+    problems: list[str] = []
+    try:
+        problems += filter(None, [remove_step(root, step) for step in choose(list_steps(root))])
+    except Exception as error:  # noqa: BLE001  see above
+        problems.append(f"{type(error).__name__}: {error}")
+    if problems:
+        warnings.warn(
+            f"the new step is saved, but older ones could not be removed from {root.where}: {some(problems)}",
+            stacklevel=3,
+        )
+
+
+_RECORD_NAME = "record.json"
+_PIN_NAME = "pinned"
+_LIMIT_BYTES = 1 << 16  # 64 KiB
+_KEYS = ("num_bytes", "seconds", "unix_s", "metric")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of a run.
+
+    Attributes:
+        num_bytes: of all ranks' files.
+        seconds: from the call of the save to its commit.
+        unix_s: time of the commit, in seconds since 1970.
+        metric: as given to `CheckpointManager.save`.
+        pinned: whether it is kept whatever the rules say.
+        abandoned: whether a rollback has abandoned it: `CheckpointManager.restore` skips it unless its number is given.
+
+    Examples:
+        >>> StepRecord(100, num_bytes=1 << 30, seconds=2.0).num_bytes
+        1073741824
+    """
+
+    step: int
+    num_bytes: int | None = None
+    seconds: float | None = None
+    unix_s: float | None = None
+    metric: float | None = None
+    pinned: bool = False
+    abandoned: bool = False
+
+
+def write_record(root: Storage, record: StepRecord) -> None:
+    """Write the record of a step, without a metric that is not a finite number."""
+    values = {key: getattr(record, key) for key in _KEYS}
+    if record.metric is not None and not math.isfinite(record.metric):
+        values["metric"] = None
+    root.child(step_name(record.step)).commit(_RECORD_NAME, json.dumps(values).encode(), replace=True)
+
+
+def read_record(root: Storage, step: int) -> StepRecord:
+    """The record of a step; without values where it has none."""
+    pinned = is_pinned(root, step)
+    try:
+        record = json.loads(root.read_small(f"{step_name(step)}/{_RECORD_NAME}", limit_bytes=_LIMIT_BYTES))
+        values = [record.get(key) for key in _KEYS]
+    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
+        return StepRecord(step, pinned=pinned)
+    num_bytes, seconds, unix_s, metric = map(_finite_or_none, values)
+    return StepRecord(step, None if num_bytes is None else int(num_bytes), seconds, unix_s, metric, pinned)
+
+
+def _finite_or_none(value: object) -> float | None:
+    """A number of a record; None for any other value, and for an integer too long for a float."""
+    try:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return None
+    return value if is_number else None  # type: ignore[return-value]
+
+
+def is_pinned(root: Storage, step: int) -> bool:
+    """Whether a step is pinned."""
+    return root.exists(f"{step_name(step)}/{_PIN_NAME}")
+
+
+def set_pinned(root: Storage, step: int, pinned: bool) -> None:
+    """Pin a step, or unpin it."""
+    if pinned:
+        root.child(step_name(step)).commit(_PIN_NAME, b"", replace=True)
+    else:
+        root.remove(f"{step_name(step)}/{_PIN_NAME}")
+
+
+def remove_unpinned(root: Storage, step: int) -> None:
+    """Remove a step.
+
+    Raises:
+        CheckpointError: if it is pinned, or cannot be removed.
+    """
+    if is_pinned(root, step):
+        raise CheckpointError(
+            "A pinned step cannot be removed.", got=step, where=root.where, todo="call unpin(step) first"
+        )
+    problem = remove_step(root, step)
+    if problem is not None:
+        raise CheckpointError("A step could not be removed.", got=problem, where=root.where)
+
+
+def best_steps(records: Iterable[StepRecord], rules: Iterable[BestOf]) -> set[int]:
+    """The steps that any rule keeps: of equal metrics the newer step."""
+    metrics = [(record.step, record.metric) for record in records if record.metric is not None]
+    kept: set[int] = set()
+    for rule in rules:
+        ranked = sorted(metrics, key=lambda pair: (rule.order(pair[1]), -pair[0]))
+        kept.update(step for step, _ in ranked[: rule.count])
+    return kept

@@ -1,29 +1,95 @@
-"""Where checkpoints live: what the engine and the converter ask of a disk or an object store.
+"""`Storage`: what saving, loading and conversion need of a disk or an object store.
 
-The contract is small, so that a test can put a faulty store in place of a real one:
+The interface is small, so that tests can replace a store by a faulty one:
 
-    create     a new file, written at any offset (or only in order, where `in_order` says so)
-    retrying   work that may be done again from its start, done again where what stopped it may pass
-    open_file  an existing file, read at any offset
-    commit     one small object, whole or not at all, durable when the call returns; may refuse to replace
-    lock       keeps a second job out of the folder, where the store can
+    create     start a new file, written at any offset, or front to back where `in_order` is True
+    retrying   repeat work after errors that may pass
+    open_file  open an existing file, read at any offset
+    commit     write one small object, whole or not at all, durable on return; may refuse to replace one
+    lock       keep other jobs out of the folder, where the store can
 
-A converter's files wait under a `working_name` until `rename` gives them their own, or under the name itself where
-files are streams that appear when they are closed. Its small files are *staged*: all of them are written before the
-first is published. What it reads is exact: `read_into` fills the buffer or raises, so that a truncated file can
-never pass for a shorter tensor.
+A conversion writes files under a `working_name` and renames them when they are whole; in streams, which appear when
+they are closed, the working name is the name itself. Small files are *staged*: all are written before the first is
+published. Reads are exact: `read_into` fills the buffer or raises, so a truncated file never passes for a shorter
+tensor.
 """
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import UnsupportedOperation
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+
+_MKDIR_TRIES = 5  # another part of a conversion that fails may remove a folder that this one has just made
+
+
+class MadeFolders:
+    """The folders that a storage has made, including parents of its root: a failed conversion removes empty ones.
+
+    Args:
+        root: the storage's folder; None where there are no folders.
+        sync: makes the names in a folder durable.
+    """
+
+    def __init__(self, root: Path | None = None, sync: Callable[[Path], object] = lambda _: None) -> None:
+        self._root, self._sync = root, sync
+        self._made: set[Path] = set()
+
+    @property
+    def levels(self) -> int:
+        """How many of the root and its parents were made."""
+        return len(self._made.intersection(self._upwards()))
+
+    def adopt_levels(self, levels: int) -> None:
+        """Count as many folders, from the root upwards, as made: the interrupted run that is resumed has made them."""
+        self._made.update(self._upwards()[:levels])
+
+    def adopt_parents(self, files: Iterable[str]) -> None:
+        """Count the folders between the root and these files as made."""
+        if self._root:
+            for file in files:
+                self._made.update((self._root / file).parents[: file.count("/")])
+
+    def _upwards(self) -> list[Path]:
+        return [self._root, *self._root.parents] if self._root else []
+
+    def using(self, folder: Path, action: Callable[[], T]) -> T:
+        """Make the folder and its parents, and call ``action``, which makes a file in the folder."""
+        for _ in range(_MKDIR_TRIES - 1):
+            with contextlib.suppress(FileNotFoundError):
+                self.make(folder)
+                return action()
+        self.make(folder)
+        return action()
+
+    def make(self, folder: Path | None = None) -> None:
+        """Make a folder (default: the root) and its parents; names of new folders are durable on return."""
+        missing, at = [], folder or self._root
+        while at is not None and not at.is_dir():
+            missing.append(at)
+            at = at.parent
+        for absent in reversed(missing):
+            try:
+                absent.mkdir()
+            except FileExistsError:
+                if not absent.is_dir():
+                    raise
+            else:
+                self._made.add(absent)
+            self._sync(absent.parent)  # another process may have made the folder and not synced it yet
+
+    def remove_empty(self) -> None:
+        """Remove the ones that are empty."""
+        for folder in sorted(self._made, key=lambda path: -len(path.parts)):
+            with contextlib.suppress(OSError):  # not empty, or removed by another part
+                folder.rmdir()
+
 
 T = TypeVar("T")
 
@@ -33,25 +99,23 @@ _COPY_AGAIN = "copy the file again from where it was saved, or use an older chec
 Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, a uint8 array."""
 
-StoragePath = "str | os.PathLike[str] | Storage"
-
 
 class FileInfo(NamedTuple):
-    """What a store knows of a file without reading it; the stamp is a text that changes when the file is replaced."""
+    """A file's size, and a text (the stamp) that changes when the file is replaced; both without reading it."""
 
     size_bytes: int
     stamp: str
 
 
 class StorageError(CheckpointError):
-    """A storage that cannot be used: it has no room, refuses access, or another job holds it. As an OSError is."""
+    """A storage cannot be used: it is full, denies access, or is locked by another job. Treated like an OSError."""
 
 
 ALLOW_WRITES = "let this job's user write to it (chown, chmod), mount it for writing"  # a cure for `bad_root`
 
 
 def bad_root(where: str, problem: str, cure: str) -> StorageError:
-    """The error of a path that nothing can be saved to."""
+    """The error for a path that cannot be saved to."""
     return StorageError(
         "This path cannot be saved to.",
         expected="a folder, or a prefix of an object store, to read and write",
@@ -62,7 +126,7 @@ def bad_root(where: str, problem: str, cure: str) -> StorageError:
 
 
 class SourceError(Exception):
-    """Takes the error of what is to be written out of the tries to write it: see `reading_source`."""
+    """Carries an error of the data source through `Storage.retrying`, which does not retry it; see `reading_source`."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -71,7 +135,7 @@ class SourceError(Exception):
 
 @contextmanager
 def reading_source() -> Iterator[None]:
-    """Inside of work for `Storage.retrying`: errors in here are not the storage's, and come through at once."""
+    """Inside work for `Storage.retrying`: errors raised in this block are the data source's and are not retried."""
     try:
         yield
     except Exception as error:
@@ -79,9 +143,9 @@ def reading_source() -> Iterator[None]:
 
 
 class FileWriter(ABC):
-    """A file being written. It exists for readers only once `close` has returned.
+    """A file being written. Readers see it only after `close` has returned.
 
-    As a context manager it closes itself, or gives the file up after an error.
+    The context manager closes the file, or aborts it after an error.
     """
 
     def __enter__(self) -> FileWriter:
@@ -99,7 +163,7 @@ class FileWriter(ABC):
 
     @abstractmethod
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        """Write buffers one after another from an offset on; any thread may call."""
+        """Write buffers one after another, starting at an offset; thread-safe."""
 
     @abstractmethod
     def close(self) -> None:
@@ -107,14 +171,14 @@ class FileWriter(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Give the file up; never raises."""
+        """Discard the file; never raises."""
 
 
 class FileReader(ABC):
     """A file open for reading at any offset, from any thread.
 
     Attributes:
-        looks_in_place: whether `view` shows bytes where the system has them, without bringing them anywhere.
+        looks_in_place: whether `view` maps the page cache instead of copying.
     """
 
     looks_in_place: bool = False
@@ -126,24 +190,24 @@ class FileReader(ABC):
 
     @abstractmethod
     def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        """Fill writable buffers one after another from an offset on.
+        """Fill writable buffers one after another, starting at an offset.
 
         Raises:
             EOFError: if the file ends before the last buffer is full.
         """
 
     def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
-        """Bytes [start, stop) to look at; they may be the system's own copy and must not be written to.
+        """Bytes [start, stop), which may be the page cache and must not be written to.
 
         Raises:
-            EOFError: if the file ends before.
+            EOFError: if the file ends before ``stop_bytes``.
         """
         data = memoryview(bytearray(stop_bytes - start_bytes))
         self.read_at(start_bytes, [data])
         return data
 
     def is_at_hand(self, start_bytes: int, stop_bytes: int) -> bool:
-        """Whether these bytes are in memory already, so that reading them waits for nothing."""
+        """Whether these bytes are in the page cache."""
         return False
 
     @abstractmethod
@@ -152,21 +216,18 @@ class FileReader(ABC):
 
 
 class Storage(ABC):
-    """One folder that holds one checkpoint. Names are relative, with ``/``."""
+    """One folder that contains one checkpoint, or the steps of a run. Names are relative, with ``/``."""
 
-    in_order: bool = (
-        False  # whether files are written from front to back, appear when closed, and keep their names
-    )
-    max_gap_bytes: int = 64 << 10  # 64 KiB: it is cheaper to read over a gap of this size than to ask twice
+    # Whether files are written front to back, appear when they are closed, and cannot be renamed.
+    in_order: bool = False
+    max_gap_bytes: int = 64 << 10  # 64 KiB: reading over a gap of this size costs less than a second request
     write_threads: int = 4
-    read_threads: int = 4  # of what is at hand, or all that there may be
-    far_read_threads: int = 4  # of what is not: some wait while others work
+    read_threads: int = 4  # for cached bytes
+    far_read_threads: int = 4  # for bytes that are not cached: some threads wait while others copy
     is_shared: bool = False  # whether all ranks read it over a network
-    abandoned_after_s: float = (
-        60.0  # what a job without a lock here has not touched for so long is not in use
-    )
-    visible_is_durable: bool = False  # whether what can be read is proof against a loss of power
-    folders: MadeFolders = MadeFolders()  # those made for its files
+    abandoned_after_s: float = 60.0  # age after which an unlocked temporary file is not in use
+    visible_is_durable: bool = False  # whether a file that can be read survives a loss of power
+    folders: MadeFolders = MadeFolders()  # folders made for its files
 
     @property
     @abstractmethod
@@ -201,9 +262,9 @@ class Storage(ABC):
 
     @abstractmethod
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
-        """Publish a small object, whole or not at all, durable on return.
+        """Write a small object, whole or not at all, durable on return.
 
-        After an error it may be there all the same: readers tell.
+        After an error the object may exist: only a reader can tell.
 
         Raises:
             FileExistsError: if it exists and ``replace`` is False.
@@ -211,10 +272,10 @@ class Storage(ABC):
 
     @abstractmethod
     def exists(self, name: str) -> bool:
-        """Whether a file exists, asked of the store itself and never of a cache."""
+        """Whether a file exists, without any cache."""
 
     def lay_out(self, name: str, size_bytes: int) -> FileWriter:
-        """Start a new file that several processes write: it has its size, and blocks, before any of them does.
+        """Start a new file that several processes write; its size is set and its blocks are reserved.
 
         Raises:
             UnsupportedOperation: where files are streams, which have one writer.
@@ -222,18 +283,18 @@ class Storage(ABC):
         raise UnsupportedOperation(f"{self.where}: a file has one writer")
 
     def join(self, name: str) -> FileWriter:
-        """Write into a file that another process has laid out; to give it up leaves it there. Raises as `lay_out`."""
+        """Open a file that another process has laid out; `abort` leaves it in place. Raises as `lay_out`."""
         raise UnsupportedOperation(f"{self.where}: a file has one writer")
 
     def beside(self, name: str) -> Storage:
-        """The storage of another folder in the folder that this one lies in. Raises as `take_over`."""
+        """The storage of a sibling folder. Raises as `take_over`."""
         raise UnsupportedOperation(f"{self.where}: folders are not renamed")
 
     def take_over(self, other: Storage, last: str = "") -> None:
-        """Hold what another folder beside this one holds, at once; what was here is gone, and that folder too.
+        """Replace the content of this folder by that of a sibling, atomically where possible; the sibling is removed.
 
         Args:
-            last: the file that comes last where that takes more than one call; until then it is not here.
+            last: the file that is moved last where this takes several calls; it is missing until then.
 
         Raises:
             UnsupportedOperation: where folders cannot be renamed.
@@ -241,14 +302,14 @@ class Storage(ABC):
         raise UnsupportedOperation(f"{self.where}: folders are not renamed")
 
     def check_not_planted(self) -> None:  # noqa: B027  only folders on disks can be
-        """Verify that the folder, which has a predictable name, is no link and no other user's.
+        """Check that the folder, which has a predictable name, is not a link and does not belong to another user.
 
         Raises:
-            CheckpointError: if it is.
+            CheckpointError: if it is, or does.
         """
 
     def is_link(self, name: str) -> bool:
-        """Whether a folder is a link to one that lies elsewhere."""
+        """Whether a folder is a symbolic link."""
         return False
 
     @abstractmethod
@@ -261,42 +322,42 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file, a link or a whole folder; nothing happens if there is none, or if it lies behind a link."""
+        """Remove a file, a link or a whole folder, if it exists; nothing behind a link is removed."""
 
     def remove_empty(self, name: str) -> None:  # noqa: B027  object stores have no folders
-        """Remove a folder that holds nothing; else nothing happens."""
+        """Remove a folder if it is empty."""
 
     def check_root(self) -> str | None:
-        """Verify that a run can be saved here, before it has trained. Writes nothing.
+        """Check that a run can be saved here, before it trains. Writes nothing.
 
         Returns:
-            Why nothing can be written to a folder that holds something to read; else None.
+            The reason why a folder with content can only be read; None if it can be written.
 
         Raises:
-            StorageError: if it cannot be used, with the cure.
+            StorageError: if it cannot be used at all.
         """
         return None
 
     def is_older(self, name: str, seconds: float) -> bool:
-        """Whether nothing in a folder, or of a file, has changed for so long; False where that is not known."""
+        """Whether a file, or everything in a folder, is unchanged for so long; False where that is not known."""
         return False
 
     def remove_abandoned(self, folders: Sequence[str], older_than_s: float) -> list[str]:
-        """Remove temporary files, and uploads, that processes which were killed have left.
+        """Remove temporary files and uploads of killed processes.
 
         Args:
-            folders: where files are looked for, "" for this one; uploads everywhere inside of it.
+            folders: searched for files, "" is this folder; uploads are removed everywhere inside this folder.
             older_than_s: younger ones may be in use.
 
         Returns:
-            Names of what was removed.
+            Names of removed files and uploads.
         """
         return []
 
     @property
     @abstractmethod
     def place(self) -> tuple[str, ...]:
-        """Where it is, in comparable components: a storage inside of this one begins with the same ones."""
+        """The location in comparable components: the location of a folder inside starts with the same ones."""
 
     @abstractmethod
     def list_files(self) -> list[str]:
@@ -311,8 +372,7 @@ class Storage(ABC):
         """Add to the end of a small file, making it if needed."""
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name, over an older file; nothing happens if it has that name, or if another process has
-        done it.
+        """Rename a file, over an older one; nothing happens if the name is the same, or another process has renamed it.
 
         Raises:
             UnsupportedOperation: where files are streams, which keep their names.
@@ -336,8 +396,8 @@ class Storage(ABC):
             raise self._missing(name)
         return found
 
-    def prove_size(self, name: str, nbytes: int) -> None:
-        """Raise CorruptCheckpointError unless a file is there and has so many bytes."""
+    def check_size(self, name: str, nbytes: int) -> None:
+        """Raise CorruptCheckpointError unless a file exists and has so many bytes."""
         size = self.required_info(name).size_bytes
         if size != nbytes:
             raise CorruptCheckpointError(
@@ -368,7 +428,7 @@ class Storage(ABC):
             ) from error
 
     def _reader(self, name: str) -> FileReader:
-        """Of a file whose size nobody asks for."""
+        """A reader of a file whose size is not needed."""
         return self.open_file(name)
 
     def _missing(self, name: str) -> CorruptCheckpointError:
@@ -394,22 +454,22 @@ class Storage(ABC):
             yield self.read(name, start, min(_PIECE_BYTES, nbytes - start))
 
     def working_name(self, name: str, owner: str = "") -> str:
-        """The name that a finished file has until it is published: a hidden one beside its own, where files can be
-        renamed; ``owner`` tells apart those who may be writing the same file at once."""
+        """The name of a file until it is published: a hidden one next to its own, where files can be renamed. Writers
+        of the same file pass different ``owner``s."""
         folder, slash, base = name.rpartition("/")
         hidden = f"{folder}{slash}.{base}.{owner}.partial" if owner else f"{folder}{slash}.{base}.partial"
         return name if self.in_order else hidden
 
     def stage(self, name: str, pieces: Callable[[], Iterable[bytes]], owner: str = "") -> StagedFile:
-        """Prepare a small file; ``owner`` as for `working_name`. Pieces are taken now, or when it is published where
-        it cannot wait under another name."""
+        """Prepare a small file; ``owner`` as for `working_name`. ``pieces`` is called now, or, where files cannot be
+        renamed, when the file is published."""
         return StagedFile(self, name, pieces, owner)
 
     def retrying(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns; where a store can lose a connection, called again after it did.
+        """What ``work`` returns; remote stores call it again after errors that may pass.
 
         Raises:
-            ConnectionError: if the store could not be reached in all tries. It says nothing of what lies there.
+            ConnectionError: if the store could not be reached in all tries, whatever it contains.
         """
         try:
             return work()
@@ -418,21 +478,21 @@ class Storage(ABC):
 
     @property
     def free_bytes(self) -> int | None:
-        """Room for what is to be written; None where that is not known."""
+        """Free space; None where that is not known."""
         return None
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the folder against other jobs.
+        """Lock the folder against other jobs.
 
         Raises:
-            BlockingIOError: if another job holds it.
+            BlockingIOError: if another job has locked it.
         """
         yield
 
 
 class StagedFile:
-    """A small file ready to appear."""
+    """A small file that is ready to be published."""
 
     def __init__(
         self, storage: Storage, name: str, pieces: Callable[[], Iterable[bytes]], owner: str
@@ -455,13 +515,13 @@ class StagedFile:
                 position += len(piece)
 
     def publish(self) -> None:
-        """Give it its own name, over an older file."""
+        """Make the file visible under its name, over an older one."""
         if self._storage.in_order:
             self._storage.retrying(lambda: self._write(self._name))
         else:
             self._storage.rename(self._working, self._name)
 
     def abort(self) -> None:
-        """Leave nothing of it behind, unless it was published."""
+        """Remove the file, unless it was published."""
         if not self._storage.in_order:
             self._storage.remove(self._working)

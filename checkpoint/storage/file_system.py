@@ -1,35 +1,60 @@
-"""What a root's file system can do, asked once per root, before anything is written to it.
+"""What the file system of a root supports, probed once per root before anything is written, and what is used instead.
 
-    without                   instead
-    hard links                renameat2(RENAME_NOREPLACE), else a look and a rename, under the folder's lock
+    not supported             used instead
+    hard links                renameat2(RENAME_NOREPLACE), else a check and a rename, under the folder's lock
     renames                   files are written under their own names; a torn manifest does not parse
-    fsync of folders          left out: names are durable when the file system says so
+    fsync of folders          nothing: names are as durable as the file system makes them
     flock                     a file with a lease, see `lock_file`
+    exchange of two folders   name -> .name.before, .name.saving -> name: for a moment there is no folder
+    renames of folders        .name.saving/* -> name/*, one by one; there is no checkpoint until the last file
 
-FUSE, SMB, AFS and some NFS servers lack one or several of these.
+FUSE, SMB, AFS and some NFS servers lack one or several of these. Buckets mounted as folders (gcsfuse) rename only
+files. Linux exchanges two names in one call on most file systems.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import errno
 import logging
+import mmap
 import os
+import shutil
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from vescale_fsdp.checkpoint.storage.lock_file import NO_LINKS
 
-NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR)
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR)
 _NO_RENAMES = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_PREFIX = ".probe-"
+# gcsfuse reports EMFILE where a folder has more files than a limit, which is 0 by default.
+_NO_FOLDER_RENAMES = (*_NO_RENAMES, errno.EMFILE, errno.EXDEV)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
+_PROBE_PREFIX = ".probe-"
+_MIN_QUERY_BYTES = 1 << 20  # 1 MiB: mincore costs more than it saves for less
+_SAMPLES = 4  # pages that mincore is called for
 _log = logging.getLogger(__name__)
+
+
+@cache
+def _c_function(name: str, *argtypes: Any) -> Callable[..., int] | None:
+    """A function of the C library; None outside of Linux, or where the library is older than the function."""
+    try:
+        function = ctypes.CDLL(None, use_errno=True)[name]
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = argtypes
+    return function
 
 
 @dataclass(frozen=True)
 class FileSystem:
-    """What works."""
+    """What a file system supports."""
 
     links: bool = True
     renames: bool = True
@@ -38,13 +63,13 @@ class FileSystem:
 
 
 class FileSystemProbe:
-    """Asks once; shared by the storages of a root and of the folders inside of it."""
+    """Probes once; shared by the storages of a root and of the folders inside of it."""
 
     def __init__(self) -> None:
         self._known: FileSystem | None = None
 
     def of(self, folder: Path, *, durable: bool, flock: bool | None = None) -> FileSystem:
-        """What the file system of a folder can do.
+        """What the file system of a folder supports.
 
         Args:
             durable: whether folders are synced at all.
@@ -52,35 +77,33 @@ class FileSystemProbe:
         """
         known = self._known
         if known is None:
-            known = _asked(folder, durable, flock is not False)
-            _report(folder, known)
+            known = _probed(folder, durable, flock is not False)
         elif flock is False and known.flock:
-            known = FileSystem(known.links, known.renames, known.folder_syncs, False)
-            _report(folder, known)
-        self._known = known
+            known = replace(known, flock=False)
+        if known is not self._known:
+            _log_missing(folder, known)
+            self._known = known
         return known
 
 
-def probe_name(name: str) -> bool:
-    """Whether a file is one of a probe that was killed."""
-    return name.startswith(_PREFIX)
+def is_probe(name: str) -> bool:
+    """Whether a file is one that a killed probe left."""
+    return name.startswith(_PROBE_PREFIX)
 
 
-def _report(folder: Path, found: FileSystem) -> None:
-    instead = {
-        "hard links": None if found.links else "renames under the lock",
-        "renames": None if found.renames else "files written in place: a replaced step is gone until its end",
-        "fsync of folders": None
-        if found.folder_syncs
-        else "names are as durable as the file system makes them",
-        "flock": None if found.flock else "a lock file with a lease",
-    }
-    if lacking := [f"no {name} ({other})" for name, other in instead.items() if other]:
-        _log.info("the file system of %s has %s", folder, ", ".join(lacking))
+def _log_missing(folder: Path, known: FileSystem) -> None:
+    substitutes = (
+        (known.links, "hard links (renames under the lock)"),
+        (known.renames, "renames (files written in place: a replaced step is missing until its end)"),
+        (known.folder_syncs, "fsync of folders (names are as durable as the file system makes them)"),
+        (known.flock, "flock (a lock file with a lease)"),
+    )
+    if missing := [f"no {text}" for is_supported, text in substitutes if not is_supported]:
+        _log.info("the file system of %s has %s", folder, ", ".join(missing))
 
 
-def _asked(folder: Path, durable: bool, flock: bool) -> FileSystem:
-    name = folder / f"{_PREFIX}{os.urandom(8).hex()}"
+def _probed(folder: Path, durable: bool, flock: bool) -> FileSystem:
+    name = folder / f"{_PROBE_PREFIX}{os.urandom(8).hex()}"
     linked, renamed = name.with_name(f"{name.name}.link"), name.with_name(f"{name.name}.renamed")
     folder_syncs = not durable or sync_names(folder)
     try:
@@ -88,9 +111,8 @@ def _asked(folder: Path, durable: bool, flock: bool) -> FileSystem:
         links = _works(lambda: os.link(name, linked), NO_LINKS)
         renames = _works(lambda: os.replace(name, renamed), _NO_RENAMES)
     finally:
-        for left in (name, linked, renamed):
-            with contextlib.suppress(FileNotFoundError):
-                left.unlink()
+        for file in (name, linked, renamed):
+            file.unlink(missing_ok=True)
     return FileSystem(links, renames, folder_syncs, flock)
 
 
@@ -98,8 +120,8 @@ def _works(call: Callable[[], None], refusals: tuple[int, ...]) -> bool:
     try:
         call()
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True  # a full disk says nothing about the call; what is written next fails, under its own name
+        if error.errno in _NO_ROOM:
+            return True  # a full disk says nothing about the call; the next write fails under its own name
         if error.errno not in refusals:
             raise
         return False
@@ -110,19 +132,128 @@ def sync_names(folder: Path) -> bool:
     """Make the names in a folder durable; False where the file system has no such call."""
     try:
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # a folder that one may make entries in and not list
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except PermissionError:  # a folder in which one may make entries, but not list them
         os.sync()
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+        return False
+    return True
+
+
+def _renamed(one: Path, other: Path, flags: int) -> bool:
+    """Rename with flags; False where the file system does not support them."""
+    arguments = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    renameat2 = _c_function("renameat2", *arguments)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), flags) == 0:
         return True
-    except OSError as error:
-        if error.errno not in NO_FOLDER_SYNC:
-            raise
+    code = ctypes.get_errno()
+    if code in _NO_RENAMES:
         return False
+    raise OSError(code, os.strerror(code), os.fspath(other))
+
+
+def rename_unless_there(new: Path, target: Path) -> None:
+    """Rename a file, but never over another one. Where that is not one call, the folder's lock keeps others out.
+
+    Raises:
+        FileExistsError: if the target exists.
+    """
+    if not _renamed(new, target, _RENAME_NOREPLACE):
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target))
+        os.rename(new, target)
+
+
+def move_over(new: Path, target: Path, last: str = "") -> None:
+    """Put a folder in the place of another one, which then has the name ``new`` or is gone.
+
+    A process that is killed between two renames leaves the old folder as ``.name.before`` until the next call succeeds.
+
+    Args:
+        last: the file without which the folder does not count. Where folders cannot be renamed, it is removed first
+            from the target and moved last.
+    """
+    aside = target.with_name(f".{target.name}.before")
     try:
-        os.fsync(file)
+        if not target.exists():
+            os.rename(new, target)
+        elif not _renamed(new, target, _RENAME_EXCHANGE):
+            os.rename(target, aside)
+            try:
+                os.rename(new, target)
+            except BaseException:
+                os.rename(aside, target)
+                raise
     except OSError as error:
-        if error.errno not in NO_FOLDER_SYNC:
+        if error.errno not in _NO_FOLDER_RENAMES:
             raise
-        return False
+        _log.info(
+            "the file system of %s renames no folders (%s): files are moved one by one, %s last",
+            target.parent,
+            error.strerror,
+            last or "none",
+        )
+        _move_files(new, target, Path(last))
+    shutil.rmtree(aside, ignore_errors=True)  # a killed process may have left one
+
+
+def _move_files(new: Path, target: Path, last: Path) -> None:
+    """Move every file of a folder to another one, and remove the other files there."""
+    names = {path.relative_to(new) for path in new.rglob("*") if not path.is_dir()}
+    old = {path.relative_to(target) for path in target.rglob("*") if not path.is_dir()}
+    for name in sorted(old, key=lambda name: name != last):
+        if name == last or name not in names:
+            (target / name).unlink()
+    for name in sorted(names, key=lambda name: (name == last, name)):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(new / name, target / name)
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Reserve blocks for the first ``nbytes`` bytes of a file open for writing, where that is possible.
+
+    A full disk is then reported at once instead of hours later, and ext4 writes in 20 % less time.
+
+    Raises:
+        OSError: if there is no space (or no quota) for them.
+    """
+    # Not os.posix_fallocate: where a file system cannot reserve (NFS before 4.2, some FUSE), the C library writes to
+    # every block instead. The plain call fails there, and takes 64-bit offsets only in 64-bit processes.
+    fallocate = _c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if nbytes and sys.maxsize >= 2**32 and fallocate is not None and fallocate(fd, 0, 0, nbytes) != 0:
+        code = ctypes.get_errno()
+        if code in (*_NO_ROOM, errno.EFBIG):
+            raise OSError(code, os.strerror(code))
+
+
+def is_cached(path: Path, start: int, stop: int) -> bool:
+    """Whether the page cache has most of a range of a file, by mincore(2) of a few pages; True where it is not known.
+
+    Unlike a read that does not wait, the call starts no read-ahead.
+    """
+    mincore = _c_function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+    if mincore is None or stop - start < _MIN_QUERY_BYTES:
+        return True
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # A private copy that is never written: ctypes gives no address of read-only memory.
+        pages = mmap.mmap(file, stop - first, access=mmap.ACCESS_COPY, offset=first)
+    except (OSError, ValueError):
+        return True
     finally:
         os.close(file)
-    return True
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    num_pages, num_cached = (stop - first) // mmap.PAGESIZE, 0
+    for sample in range(_SAMPLES):
+        answer = ctypes.create_string_buffer(1)
+        at = (2 * sample + 1) * num_pages // (2 * _SAMPLES) * mmap.PAGESIZE
+        num_cached += mincore(address + at, mmap.PAGESIZE, answer) != 0 or answer.raw[0] & 1
+    return 2 * num_cached >= _SAMPLES

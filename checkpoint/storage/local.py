@@ -1,13 +1,18 @@
-"""Local and shared file systems: parallel positional writes, fsync of files and folders, rename to commit."""
+"""Local and shared file systems: parallel positional writes, fsync of files and folders, rename to commit.
+
+A predictable name in a folder that everybody can write to (``/dev/shm``, ``/tmp``) may be taken by another user: by a
+folder with weights to restore, or by a link to a file of this user, which would then be overwritten. So private folders
+are checked before every use, and links are not followed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
-import logging
 import mmap
 import os
+import re
 import shutil
 import stat
 import sys
@@ -24,25 +29,31 @@ from vescale_fsdp.checkpoint.storage.base import (
     FileInfo,
     FileReader,
     FileWriter,
+    MadeFolders,
     Storage,
+    StorageError,
     bad_root,
 )
-from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
-from vescale_fsdp.checkpoint.storage.file_system import FileSystemProbe, probe_name, sync_names
-from vescale_fsdp.checkpoint.storage.folder_exchange import move_over, rename_unless_there
+from vescale_fsdp.checkpoint.storage.file_system import (
+    FileSystemProbe,
+    is_cached,
+    is_probe,
+    move_over,
+    rename_unless_there,
+    reserve,
+    sync_names,
+)
 from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME, held_by_file
-from vescale_fsdp.checkpoint.storage.page_cache import is_cached
-from vescale_fsdp.checkpoint.storage.preallocate import reserve
-from vescale_fsdp.checkpoint.storage.private_folder import check_not_planted, make_private
+from vescale_fsdp.errors import CheckpointError
 
 _APPEND = os.O_CREAT | os.O_NOFOLLOW | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 _MAKE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)
-_MAX_OPEN_FILES = 96  # of more files than this the rest are opened again for every read
+_MAX_OPEN_FILES = 96  # further files are opened for every read
 _slots = threading.Semaphore(_MAX_OPEN_FILES)
 _LOCK_NAME = ".lock"
 _TEMPORARY = ".tmp"
-LOCK_NAMES = (_LOCK_NAME, LOCK_FILE_NAME)  # what locks leave in a folder
+LOCK_NAMES = (_LOCK_NAME, LOCK_FILE_NAME)  # files that locks leave in a folder
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -51,31 +62,16 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
-_NETWORK_FILE_SYSTEMS = {
-    *(
-        "nfs",
-        "nfs4",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "smb3",
-        "9p",
-        "wekafs",
-        "pvfs2",
-        "glusterfs",
-        "afs",
-    ),
-    *("fuse.glusterfs", "fuse.juicefs", "fuse.ceph", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.weka"),
-}
-_locked_files: set[int] = set()  # numbers of open files that hold a lock
-_log = logging.getLogger(__name__)
+_NETWORK_FILE_SYSTEM = re.compile(
+    r"nfs4?|lustre|gpfs|beegfs|ceph|cifs|smb3|9p|wekafs|pvfs2|glusterfs|afs"
+    r"|fuse\.(glusterfs|juicefs|ceph|sshfs|s3fs|gcsfuse|weka)"
+)
+_locked_files: set[int] = set()  # file descriptors that hold a lock
 _MADV_POPULATE_READ = 22  # Linux 5.14; without a name in Python's mmap
 
 
 def _close_locked_files() -> None:
-    """In a forked child: a lock is its process's alone, and a child that outlives it must not keep the lock."""
+    """In a forked child: a child that outlives its parent must not keep the parent's locks."""
     while _locked_files:
         with contextlib.suppress(OSError):
             os.close(_locked_files.pop())
@@ -88,7 +84,7 @@ class _LocalWriter(FileWriter):
     """A new file, or one that another process has laid out.
 
     Args:
-        reserved_bytes: blocks to ask for.
+        reserved_bytes: blocks to reserve.
         size_bytes: the file's size from the start; None lets it grow.
     """
 
@@ -126,7 +122,7 @@ class _LocalWriter(FileWriter):
             if self._durable:
                 os.fsync(self._file)
         finally:
-            # After an error abort() comes, and the number may be another file's by then.
+            # After an error abort() is called, when another file may have this descriptor.
             file, self._file = self._file, -1
             os.close(file)
 
@@ -140,7 +136,7 @@ class _LocalWriter(FileWriter):
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Errors of calls that know only the file's number."""
+    """Add the path to errors of calls that take a descriptor."""
     try:
         yield
     except OSError as error:
@@ -152,7 +148,7 @@ def _named_errors(path: Path) -> Iterator[None]:
 def _transfer(
     call: Callable[[int, list[memoryview], int], int], file: int, offset: int, buffers: Sequence[Buffer]
 ) -> int | None:
-    """Read or write all of the buffers; returns the offset at which nothing more went through, if any."""
+    """Read or write all buffers; returns the offset at which a call transferred nothing, if any."""
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     first = 0
     while first < len(views):
@@ -170,24 +166,26 @@ def _transfer(
 
 
 class _LocalReader(FileReader):
-    """Keeps the file open, since opening costs a round trip on network disks, but not more than so many: a restart
-    on few ranks may read from thousands of files at once. The rest are opened for each read.
+    """A file that stays open, since opening costs a round trip on network disks.
+
+    At most `_MAX_OPEN_FILES` stay open: a restart on few ranks may read thousands of files at once. The others are
+    opened for each read.
 
     Args:
-        lasting: open until nobody knows of it, whoever closes it.
+        lasting: `close` does nothing; the file is closed when the reader is garbage.
     """
 
-    _held = -1
+    _file = -1  # no descriptor
 
     def __init__(self, path: Path, *, lasting: bool) -> None:
-        self.looks_in_place = True  # until it fails
+        self.looks_in_place = True  # until mapping fails
         self._path, self._lasting = path, lasting
         self._size = _size_of_file(path)
         if lasting:
-            self._held = _open(path)
+            self._file = _open(path)
         elif _slots.acquire(blocking=False):
             try:
-                self._held = _open(path)
+                self._file = _open(path)
             except BaseException:
                 _slots.release()
                 raise
@@ -197,7 +195,7 @@ class _LocalReader(FileReader):
         return self._size
 
     def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        with nullcontext(self._held) if self._held >= 0 else _opened(self._path) as file:
+        with nullcontext(self._file) if self._file >= 0 else _opened(self._path) as file:
             ended_at = _transfer(os.preadv, file, offset_bytes, buffers)
         if ended_at is not None:
             raise EOFError(f"{self._path} ends at byte {ended_at}")
@@ -212,17 +210,17 @@ class _LocalReader(FileReader):
 
     def close(self) -> None:
         if not self._lasting:
-            self._let_go()
+            self._close()
 
-    def _let_go(self) -> None:
-        file, self._held = self._held, -1
+    def _close(self) -> None:
+        file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
             if not self._lasting:
                 _slots.release()
 
     def __del__(self) -> None:
-        self._let_go()
+        self._close()
 
 
 def _open(path: Path) -> int:
@@ -231,7 +229,7 @@ def _open(path: Path) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A file's number, open for reading."""
+    """The descriptor of a file open for reading."""
     file = _open(path)
     try:
         yield file
@@ -240,32 +238,31 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _size_of_file(path: Path) -> int:
-    """The size of what is proven to be a file before it is opened: opening a pipe waits for its writer."""
+    """The size of a regular file. Checked before the file is opened, since opening a pipe waits for its writer."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise ValueError(f"{path} is a link in a circle") from error
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
         raise ValueError(f"{path} is {kind}")
-    return found.st_size
+    return status.st_size
 
 
 def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
-    """Bytes [start, stop) of a file as the page cache has them; None where that cannot be had.
+    """Bytes [start, stop) of a file, mapped from the page cache until the view is garbage; None where that fails.
 
-    All pages are asked for in one call that reports errors. If the file has shrunk or the disk fails, the
-    caller reads instead and hears what is wrong, whereas touching a page that cannot be filled would end
-    the process (SIGBUS). The pages go when the view does.
+    One call populates all pages and reports errors. If the file has shrunk or the disk fails, the caller then reads
+    the bytes and gets an error, whereas touching a page that cannot be populated would end the process (SIGBUS).
     """
     if start >= stop or sys.platform != "linux":
         return None
     first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     with _opened(path) as file:
         try:
-            # Private and writable only in name: torch warns of arrays that are read-only.
+            # A private mapping is writable in name only: torch warns of read-only arrays.
             access = mmap.PROT_READ | mmap.PROT_WRITE
             pages = mmap.mmap(file, stop - first, flags=mmap.MAP_PRIVATE, prot=access, offset=first)
             pages.madvise(mmap.MADV_SEQUENTIAL)
@@ -276,24 +273,24 @@ def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
 
 
 def _is_still(file: int, path: Path) -> bool:
-    """Whether a path names the file that is open under a number."""
+    """Whether a path is the file of a descriptor."""
     return path.exists() and os.path.samestat(os.fstat(file), path.stat())
 
 
 def _file_system_of(folder: Path) -> str:
-    """Name of the file system that a folder lies in; "" where the system does not tell."""
+    """Type of the file system of a folder; "" where it is not known."""
     try:
         mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
         return ""
-    at = Path(os.path.realpath(folder))
-    # Later mounts hide earlier ones at the same place.
-    found = [
-        (len(place), number, kind)
-        for number, (_, place, kind, *_) in enumerate(mounts)
-        if at.is_relative_to(place)
+    path = Path(os.path.realpath(folder))
+    # The longest mount point counts, and of mounts at the same one the last.
+    matches = [
+        (len(point), number, kind)
+        for number, (_, point, kind, *_) in enumerate(mounts)
+        if path.is_relative_to(point)
     ]
-    return max(found, default=(0, 0, ""))[2]
+    return max(matches, default=(0, 0, ""))[2]
 
 
 def _cores() -> int:
@@ -304,13 +301,13 @@ class LocalStorage(Storage):
     """A folder of a file system.
 
     Args:
-        root: the folder; made when first written to. A relative one is where it is now, wherever the process
-            goes while a save is in flight.
+        root: the folder; made by the first write. A relative path is resolved now, since the process may change its
+            folder while a save is in flight.
         durable: False leaves out every fsync, for file systems in memory.
-        neighbours: ranks that share the cores with this one; torchrun knows better.
-        private: only this user may read it, and it is trusted only if nobody else can have made it: see `make_private`.
-        whole_files: files are read and written from end to end, by few processes: those that are read stay open,
-            and blocks are asked for before the bytes come.
+        neighbours: ranks that share this rank's cores; torchrun's LOCAL_WORLD_SIZE is preferred.
+        private: only this user may read it; it is used only if no other user can have made it, see `make_private`.
+        whole_files: few processes read and write files from end to end: files stay open for reading, and blocks are
+            reserved before a file is written.
     """
 
     def __init__(
@@ -330,10 +327,10 @@ class LocalStorage(Storage):
             LocalStorage, durable=durable, neighbours=neighbours, whole_files=whole_files
         )
         self._durable, self._whole_files = durable, whole_files
-        self._held: dict[str, _LocalReader] = {}
+        self._open_files: dict[str, _LocalReader] = {}
         # This rank's share of the cores: more threads would not copy faster.
         self.read_threads = max(1, min(4, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", neighbours))))
-        # These wait for the disk now and then: a second thread copies or hashes meanwhile.
+        # While one of these threads waits for the disk, another copies or hashes.
         self.far_read_threads = self.write_threads = max(2, self.read_threads)
 
     @property
@@ -342,22 +339,22 @@ class LocalStorage(Storage):
 
     @property
     def is_shared(self) -> bool:  # type: ignore[override]
-        return _file_system_of(self.root) in _NETWORK_FILE_SYSTEMS
+        return _NETWORK_FILE_SYSTEM.fullmatch(_file_system_of(self.root)) is not None
 
     def child(self, name: str) -> LocalStorage:
-        found = self._like_this(self.root / name)
-        found._private, found._probe = self._private, self._probe
-        return found
+        folder = self._like_this(self.root / name)
+        folder._private, folder._probe = self._private, self._probe
+        return folder
 
     def _at(self, name: str) -> Path:
-        """The path of a file; of a private storage, once its folder is known to be."""
+        """The path of a file; checks the folder of a private storage first."""
         if self._private is not None:
             make_private(self._private)
         return self.root / name
 
     @property
     def _mode(self) -> int:
-        """Of new files, less what the process's umask takes away."""
+        """The mode of new files, before the umask."""
         return 0o666 if self._private is None else 0o600
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
@@ -382,7 +379,7 @@ class LocalStorage(Storage):
 
     def take_over(self, other: Storage, last: str = "") -> None:
         assert isinstance(other, LocalStorage)
-        self._held.clear()
+        self._open_files.clear()
         move_over(other.root, Path(os.path.realpath(self.root)), last)
         other.remove("")
 
@@ -390,10 +387,10 @@ class LocalStorage(Storage):
         path = self._at(name)
         if not self._whole_files:
             return _LocalReader(path, lasting=False)
-        found = self._held.get(name) or _LocalReader(path, lasting=True)
-        if len(self._held) < _MAX_OPEN_FILES:
-            self._held[name] = found
-        return found
+        reader = self._open_files.get(name) or _LocalReader(path, lasting=True)
+        if len(self._open_files) < _MAX_OPEN_FILES:
+            self._open_files[name] = reader
+        return reader
 
     def read_small(self, name: str, *, limit_bytes: int) -> bytes:
         path = self._at(name)
@@ -406,7 +403,7 @@ class LocalStorage(Storage):
 
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         path = self._at(name)
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a rename would put a file in its place
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a rename would replace it
             raise FileExistsError(errno.EEXIST, "a device or a pipe is there", str(path))
         self.folders.make(path.parent)
         known = self._probe.of(path.parent, durable=self._durable)
@@ -431,7 +428,7 @@ class LocalStorage(Storage):
         self.sync_folder("")
 
     def _write_new(self, path: Path, data: bytes) -> None:
-        """Write a file that must not be there yet, durably; a link is never followed."""
+        """Write a file that must not exist, durably; a link is not followed."""
         with _named_errors(path):
             number = os.open(path, _MAKE | os.O_WRONLY | os.O_CLOEXEC, self._mode)
             with open(number, "wb") as file:
@@ -492,14 +489,14 @@ class LocalStorage(Storage):
             return
         sync_names(self.root / name)
         if not name:
-            # Also where an attempt that was killed had made the folder. Whoever made it may have gone on at once.
+            # The folder may be one that a killed attempt has made, and not synced.
             sync_names(self.root.parent)
 
     def remove(self, name: str) -> None:
         path = self.root / name
-        self._held.pop(name, None)  # else it would go on reading what is removed
+        self._open_files.pop(name, None)  # else the removed file would still be read
         if any((self.root / parent).is_symlink() for parent in Path(name).parents if parent.name):
-            return  # behind a link lies what belongs to somebody else: only the link itself is ours
+            return  # only a link itself is removed, never its target
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -508,36 +505,36 @@ class LocalStorage(Storage):
 
     @property
     def free_bytes(self) -> int | None:
-        made = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
+        existing = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
         try:
-            found = os.statvfs(made)
-        except OSError:  # a file system that does not say; whether it has room, writing tells
+            status = os.statvfs(existing)
+        except OSError:  # not supported by the file system: a write will fail if there is no room
             return None
-        return found.f_bavail * found.f_frsize if found.f_blocks else None
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
 
     def remove_empty(self, name: str) -> None:
         with contextlib.suppress(OSError):
             (self.root / name).rmdir()
 
     def remove_abandoned(self, folders: Sequence[str], older_than_s: float) -> list[str]:
-        found = [f"{folder}/{name}".lstrip("/") for folder in folders for name in self.list_folder(folder)]
-        temporary = [name for name in found if _is_temporary(name.rpartition("/")[2])]
+        names = [f"{folder}/{name}".lstrip("/") for folder in folders for name in self.list_folder(folder)]
+        temporary = [name for name in names if _is_temporary(name.rpartition("/")[2])]
         old = [name for name in temporary if self.is_older(name, older_than_s)]
         for name in old:
             self.remove(name)
         return old
 
     def check_root(self) -> str | None:
-        made = next(folder for folder in (self.root, *self.root.parents) if os.path.lexists(folder))
+        existing = next(folder for folder in (self.root, *self.root.parents) if os.path.lexists(folder))
         ids = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
         problem, cure = None, ALLOW_WRITES
-        if not os.path.isdir(made):
-            problem, cure = f"{made}, which is no folder", "remove or rename it"
-        elif made == self.root and not os.access(made, os.R_OK | os.X_OK, **ids):
-            problem = f"{made}, which user {os.geteuid()} may not read"
-        elif not os.access(made, os.W_OK | os.X_OK, **ids):
-            problem = f"{made}, which user {os.geteuid()} may not write to"
-            if made == self.root and any(made.iterdir()):
+        if not os.path.isdir(existing):
+            problem, cure = f"{existing}, which is not a folder", "remove or rename it"
+        elif existing == self.root and not os.access(existing, os.R_OK | os.X_OK, **ids):
+            problem = f"{existing}, which user {os.geteuid()} may not read"
+        elif not os.access(existing, os.W_OK | os.X_OK, **ids):
+            problem = f"{existing}, which user {os.geteuid()} may not write to"
+            if existing == self.root and any(existing.iterdir()):
                 return problem
         if problem is not None:
             raise bad_root(self.where, problem, cure)
@@ -547,7 +544,7 @@ class LocalStorage(Storage):
         path = self._at(name)
         try:
             newest_s = max(at.lstat().st_mtime for at in (path, *path.rglob("*")))
-        except FileNotFoundError:  # another process is at work there
+        except FileNotFoundError:  # another process is changing it
             return False
         return time.time() - newest_s > seconds or seconds <= 0
 
@@ -560,9 +557,9 @@ class LocalStorage(Storage):
 
         def close() -> None:
             if os.getpid() != owner:
-                return  # a forked child has closed it, see `_close_locked_files`
+                return  # the fork has closed it, see `_close_locked_files`
             _locked_files.discard(file)
-            # A child that was forked while it was opened has a copy: closing ours would leave the lock to that one.
+            # Not only closed: a child forked meanwhile has a copy of the descriptor, which would keep the lock.
             try:
                 fcntl.flock(file, fcntl.LOCK_UN)
             except OSError as error:
@@ -575,7 +572,7 @@ class LocalStorage(Storage):
             held.callback(close)
             has_flock = True
             try:
-                # The kernel gives the lock back when its owner dies, so a crash leaves nothing to clear up.
+                # The kernel releases the lock when its owner dies.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in _NO_FLOCK:
@@ -584,12 +581,65 @@ class LocalStorage(Storage):
             if not has_flock:
                 held.enter_context(held_by_file(self.root))
             if not _is_still(file, path):
-                raise BlockingIOError(errno.EWOULDBLOCK, "its folder was renamed by the process that held it")
+                raise BlockingIOError(
+                    errno.EWOULDBLOCK, "the process that held the lock has renamed the folder"
+                )
             self._probe.of(self.root, durable=self._durable, flock=has_flock)
             yield
 
 
 def _is_temporary(name: str) -> bool:
-    """Whether a file is used for a moment only: one that is old was left by a process that was killed."""
+    """Whether a file is temporary: an old one was left by a killed process."""
     is_draft = name.startswith(f"{LOCK_FILE_NAME}.")
-    return is_draft or probe_name(name) or (name.startswith(".") and name.endswith(_TEMPORARY))
+    return is_draft or is_probe(name) or (name.startswith(".") and name.endswith(_TEMPORARY))
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user can enter, or check an existing one.
+
+    Raises:
+        StorageError: if it is a link, belongs to another user, or other users may enter or replace it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(0o700)
+    status, parent = folder.lstat(), folder.parent.stat()
+    problem = None
+    if not stat.S_ISDIR(status.st_mode):
+        problem = "a link" if stat.S_ISLNK(status.st_mode) else "not a folder"
+    elif status.st_uid != os.geteuid():
+        problem = f"a folder of user {status.st_uid}"
+    elif status.st_mode & 0o077:
+        problem = f"a folder with mode {stat.S_IMODE(status.st_mode):04o}"
+    elif parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
+        problem = f"a folder in {folder.parent}, where every user may replace it (no sticky bit)"
+    if problem is not None:
+        raise StorageError(
+            "A private folder cannot be trusted.",
+            expected=f"a folder of user {os.geteuid()} with mode 0700",
+            got=problem,
+            where=str(folder),
+            todo="remove it if it is yours; else pass another name or folder",
+        )
+
+
+def check_not_planted(path: Path) -> None:
+    """Check that a file that is about to be continued was not planted by another user.
+
+    Raises:
+        CheckpointError: if it is a link, or another user's file in a folder that everybody can write to.
+    """
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    parent = path.parent.stat()
+    is_foreign = parent.st_mode & stat.S_IWOTH and status.st_uid not in (os.geteuid(), parent.st_uid)
+    if stat.S_ISLNK(status.st_mode) or is_foreign:
+        raise CheckpointError(
+            "A file for temporary use exists already, and may have been planted.",
+            expected=f"a file or folder of user {os.geteuid()}, or none",
+            got="a link" if stat.S_ISLNK(status.st_mode) else f"one of user {status.st_uid}",
+            where=str(path),
+            todo="remove it, or write to a folder that only you can write to",
+        )

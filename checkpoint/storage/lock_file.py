@@ -1,10 +1,10 @@
-"""A lock made of a file's existence, for file systems that have no `flock` (Lustre and NFS as they are often mounted).
+"""A lock by the existence of a file, for file systems without `flock` (Lustre and NFS as they are often mounted).
 
-    .lock-owner    {"host": "node17", "pid": 4711, .., "lease_s": 120}, made only if there is none
+    .lock-owner    {"host": "node17", "pid": 4711, .., "lease_s": 120}, created only if it does not exist
 
-The kernel does not remove it when its owner dies. An owner of this boot and PID namespace is looked up by its pid and
-start time. Any other owner has a lease: it touches the file several times per lease, so a file that nobody has touched
-for longer belongs to a process that is gone. Ages are differences of two times of the file system's own clock.
+The kernel does not remove the file when its owner dies. An owner of this boot and PID namespace is looked up by its pid
+and start time. Any other owner has a lease: it touches the file several times per lease, so a file that is older than
+its lease belongs to a dead process. Ages are differences of two times of the file system's own clock.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def held_by_file(folder: Path) -> Iterator[None]:
-    """Hold a folder by a file in it.
+    """Lock a folder by a file in it.
 
     Raises:
-        BlockingIOError: if another process holds it, or may hold it.
+        BlockingIOError: if another process holds the lock, or may hold it.
     """
     path, owner = folder / LOCK_FILE_NAME, os.getpid()
     mine = json.dumps({**_identity(owner), "lease_s": _LEASE_S, "lock": os.urandom(8).hex()})
@@ -57,10 +57,10 @@ def held_by_file(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if os.getpid() == owner:  # a forked child owns nothing
+        if os.getpid() == owner:  # a forked child does not own the lock
             released.set()
             renewing.join()
-            # Another process may have taken it when the lease was over, or a person may have removed it.
+            # Another process may have taken the lock after the lease, or a person may have removed the file.
             with contextlib.suppress(FileNotFoundError):
                 if _read(path) == mine:
                     path.unlink()
@@ -79,7 +79,7 @@ def _renew(path: Path, mine: str, released: threading.Event) -> None:
 
 
 def _identity(pid: int) -> dict[str, str | int]:
-    """What identifies a process among those of all hosts, also after its number is used again."""
+    """The identity of a process among all hosts, also when its pid is used again."""
     return {
         "host": os.uname().nodename,
         "pid": pid,
@@ -97,7 +97,7 @@ def _boot() -> str:
 
 
 def _pid_namespace() -> str:
-    """Containers of one host may see different processes under one number."""
+    """Containers of one host may have different processes with one pid."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -105,7 +105,7 @@ def _pid_namespace() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """When a process started; empty if there is none, or the system does not say."""
+    """When a process started; empty if there is no such process, or it is not known."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (FileNotFoundError, ProcessLookupError):
@@ -113,7 +113,7 @@ def _start_of(pid: int) -> str:
 
 
 def _made(path: Path, text: str) -> bool:
-    """Whether the file could be made. With hard links it appears with its text; else a reader may see it empty."""
+    """Whether the file was created. With hard links it appears with its text; else a reader may see it empty."""
     draft = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     _write_new(draft, text)
     try:
@@ -138,7 +138,7 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _read(path: Path) -> str:
-    """The text of a lock file, which must not be a link.
+    """The text of a lock file; links are not followed.
 
     Raises:
         FileNotFoundError: if there is none.
@@ -149,7 +149,7 @@ def _read(path: Path) -> str:
 
 
 def _clear_stale(path: Path) -> None:
-    """Remove the file if its owner has ended, or its lease has."""
+    """Remove the file if its owner is dead, or its lease is over."""
     clock = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     try:
         text = _read(path)
@@ -162,9 +162,9 @@ def _clear_stale(path: Path) -> None:
     if not _is_stale(text, age_s):
         return
     taken = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
-    with contextlib.suppress(FileNotFoundError):  # another process was faster
+    with contextlib.suppress(FileNotFoundError):  # another process has removed it
         os.rename(path, taken)
-        if _read(taken) != text:  # ... and holds the folder by now: give its file back
+        if _read(taken) != text:  # this is the file of a faster process, which now holds the lock: restore it
             with contextlib.suppress(FileExistsError):
                 os.link(taken, path)
         taken.unlink()
@@ -185,7 +185,7 @@ def _is_stale(text: str, age_s: float) -> bool:
 
 
 def _is_stale_without_lease(text: str, age_s: float) -> bool:
-    """Of a file that an older version made, whose owner does not touch it, or that was never filled."""
+    """The same for a file of an older version, which its owner does not touch, and for one that was never filled."""
     try:
         owner = json.loads(text)
         pid, is_here = int(owner["pid"]), owner["host"] == os.uname().nodename

@@ -1,4 +1,4 @@
-"""How a path or URL finds its storage: on disk, or wherever fsspec knows the way."""
+"""The storage of a path or URL: a local folder, or a store that fsspec can open."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from vescale_fsdp.errors import ArgumentError, ConversionError
 
 
 def open_storage(path: str | os.PathLike[str] | Storage, *, neighbours: int = 1) -> Storage:
-    """The storage behind a path, a URL (``s3://``, ``gs://``, ``memory://``, ..) or a storage itself.
+    """The storage of a path or URL (``s3://``, ``gs://``, ``memory://``, ..); a storage is returned as it is.
 
     Args:
-        path: what the user gave.
         neighbours: ranks that share the machine's cores.
     """
     if isinstance(path, Storage):
@@ -21,18 +20,18 @@ def open_storage(path: str | os.PathLike[str] | Storage, *, neighbours: int = 1)
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str) or not text:
         raise ArgumentError(
-            "This is no path.", expected="a folder or a URL, as str or os.PathLike", got=repr(path)
+            "This is not a path.", expected="a folder or a URL, as str or os.PathLike", got=repr(path)
         )
     folder = _on_disk(text)
     if folder is not None:
         return LocalStorage(folder, neighbours=neighbours)
-    from vescale_fsdp.checkpoint.storage.remote import RemoteStorage  # 0.1 s that local folders do without
+    from vescale_fsdp.checkpoint.storage.remote import RemoteStorage  # importing fsspec takes 0.1 s
 
     return RemoteStorage(text)
 
 
 def open_store(url: str) -> Storage:
-    """The storage of a converter: files of a folder are read and written whole, and none is synced.
+    """The storage of a conversion: local files are read and written whole, and never synced.
 
     Raises:
         ConversionError: if no file system is known for the URL.
@@ -54,7 +53,7 @@ def open_store(url: str) -> Storage:
 
 
 def _on_disk(url: str) -> str | None:
-    """The folder that a path or URL names, if it is on disk."""
+    """The local folder of a path or URL; None for other URLs."""
     protocol, separator, folder = url.partition("://")
     if not separator:
         return url
@@ -62,6 +61,6 @@ def _on_disk(url: str) -> str | None:
 
 
 def open_parent(url: str) -> tuple[Storage, str]:
-    """The storage of the folder that a file is in, as `open_store`, and the file's name there."""
+    """The storage of a file's folder, as `open_store` opens it, and the file's name there."""
     folder, _, name = url.rpartition("/")
     return open_store(folder or ("/" if url.startswith("/") else ".")), name

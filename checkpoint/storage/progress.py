@@ -1,4 +1,4 @@
-"""How far a save, a load or a command has come: told to a function, or drawn as a bar."""
+"""Progress of a save, a load or a command: passed to a function, or drawn as a bar."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 
 class ProgressReport(NamedTuple):
-    """How far one rank has come with its part.
+    """Progress of one rank.
 
     Attributes:
-        doing: "saving", "verifying" (what is hashed before it is loaded) or "loading".
+        doing: "saving", "verifying" (hashing before a load) or "loading".
         total_bytes: of the rank's part.
         seconds: since its first byte.
 
@@ -40,11 +40,11 @@ class ProgressReport(NamedTuple):
 
 
 Tell = bool | Callable[[ProgressReport], object]
-"""What ``progress=`` takes: a function, called with a report from several threads, one at a time; or True, a bar."""
+"""The argument ``progress``: a function that is called with reports, by one thread at a time; or True for a bar."""
 
 
 class ProgressBar:
-    """Bytes on stderr; nothing if that is no terminal, unless it is asked for all the same."""
+    """A bar of bytes on stderr; nothing if stderr is not a terminal, unless ``asked_for``."""
 
     def __init__(self, total_bytes: int, *, quiet: bool, asked_for: bool = False) -> None:
         self._bar = None
@@ -62,18 +62,18 @@ class ProgressBar:
             self._bar.close()
 
     def announce(self, total_bytes: int) -> None:
-        """What there is to do, once it is known."""
+        """Set the total."""
         if self._bar is not None:
             self._bar.reset(total_bytes)
 
     def advance(self, nbytes: int) -> None:
-        """From any thread."""
+        """Add bytes; thread-safe."""
         if self._bar is not None:
             with self._lock:
                 self._bar.update(nbytes)
 
     def show(self, report: ProgressReport) -> None:
-        """Draw a report; the last one closes the bar."""
+        """Draw a report; the last report closes the bar."""
         if self._bar is not None:
             self._bar.set_description(report.doing, refresh=False)
             self._bar.update(report.done_bytes - self._bar.n)
@@ -85,7 +85,7 @@ class Meter:
     """Counts the bytes of one save or load.
 
     Args:
-        start: called when work begins, with the bytes there are; returns whom to tell.
+        start: called when work begins, with the total; returns the function that gets the reports.
     """
 
     def __init__(self, start: Callable[[int], Callable[[ProgressReport], object]] | None = None) -> None:
@@ -96,7 +96,7 @@ class Meter:
         self._start_s = 0.0
 
     def begin(self, doing: str, total_bytes: int) -> None:
-        """So many bytes are to come, from the first one on: also where an upload begins anew."""
+        """Start counting from 0; called again when an upload is retried."""
         if self._start is None:
             return
         self._start_s = time.monotonic()
@@ -105,7 +105,7 @@ class Meter:
         self._tell(self._report)
 
     def advance(self, num_bytes: int) -> None:
-        """From any thread."""
+        """Add bytes; thread-safe."""
         if self._tell is not None and num_bytes:
             with self._lock:
                 doing, done_bytes, total_bytes, _ = self._report
@@ -115,7 +115,7 @@ class Meter:
 
 
 def meter_for(progress: Tell, rank: int) -> Meter:
-    """A meter that tells a function, or draws a bar on rank 0."""
+    """A meter that reports to a function, or draws a bar on rank 0."""
     if callable(progress):
         return Meter(lambda total_bytes: progress)
     if progress and rank == 0:

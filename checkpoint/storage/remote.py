@@ -1,19 +1,20 @@
 """Object stores and every other fsspec URL: multipart uploads in order, parallel ranged reads, one put to commit.
 
-There is no rename and no fsync: a file is durable when its `close` has returned, and the commit is one
-small object, put last. Every attempt writes under a fresh prefix, so attempts never mix. Listings are
-asked of the store, never of fsspec's cache. Errors that may pass (5xx, time-outs, lost connections) are retried
-with growing pauses, an upload from its first byte on, or a part of it where parts are ours to send (see `multipart`);
-a lost upload leaves at most parts that nobody can see. What
-outlasts all tries is a `ConnectionError`: the store could not be reached, and what lies there may be sound.
+There is no rename and no fsync: a file is durable when its `close` has returned, and the commit is one small object,
+put last. Every attempt writes under a new prefix, so attempts never mix. Listings bypass fsspec's cache. Errors that
+may pass (5xx, time-outs, lost connections) are retried with growing pauses: the whole upload, or one part of a
+`MultipartWriter`. A lost upload leaves at most invisible parts. An error that outlasts all tries is a
+`ConnectionError`: the store could not be reached, and its content may be sound.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -29,16 +30,15 @@ from vescale_fsdp.checkpoint.storage.base import (
     Storage,
     bad_root,
 )
-from vescale_fsdp.checkpoint.storage.multipart import PART_BYTES, MultipartWriter
 from vescale_fsdp.errors import ConversionError, VescaleError, explain
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_TRIES = 5  # on top of what the file system itself retries: 3 s of pauses in all
+_TRIES = 5  # on top of the file system's own retries: 3 s of pauses in total
 _FIRST_PAUSE_S = 0.2
-_PATIENCE_S = 60.0  # clients of some stores try for minutes themselves before they give up
+_PATIENCE_S = 60.0  # some clients retry for minutes themselves
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-# What clients of stores raise that is no OSError. By name, since a store's client is installed only if it is used.
+# Errors of clients that are not OSErrors; by name, since a client is installed only if it is used.
 _PASSING = {
     "aiohttp.client_exceptions.ClientError",
     "azure.core.exceptions.ServiceRequestError",
@@ -53,14 +53,88 @@ _PASSING = {
     "urllib3.exceptions.HTTPError",
 }
 _WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")
-_PASSING_CODES = (
-    "SlowDown",
-    "RequestTimeout",
-    "RequestTimeTooSkewed",
-    "InternalError",
-    "ServiceUnavailable",
-    "Throttling",
+_PASSING_CODES = re.compile(
+    "SlowDown|RequestTimeout|RequestTimeTooSkewed|InternalError|ServiceUnavailable|Throttling"
 )
+PART_BYTES = 16 << 20  # 16 MiB
+_MAX_PARTS = 10_000  # S3 takes no more: larger files have larger parts
+_IN_FLIGHT = 4
+
+
+class MultipartWriter(FileWriter):
+    """A large object of an S3 store, written front to back, with several parts in flight, in bounded memory.
+
+    s3fs sends one part at a time, at one connection's speed. Here the next parts are filled meanwhile, and a part that
+    meets a passing error is sent again alone. Nothing is visible before the last call.
+
+    Args:
+        filesystem: s3fs's.
+        path: of the object, with its bucket.
+        size_bytes: of the whole object.
+        retrying: see `Storage.retrying`.
+    """
+
+    def __init__(
+        self,
+        filesystem: Any,
+        path: str,
+        size_bytes: int,
+        retrying: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]],
+    ) -> None:
+        bucket, key, _ = filesystem.split_path(path)
+        self._filesystem, self._path, self._retrying = filesystem, path, retrying
+        self._target = {"Bucket": bucket, "Key": key}
+        self._part_bytes = max(PART_BYTES, -(-size_bytes // _MAX_PARTS))
+        self._target["UploadId"] = self._call("create_multipart_upload")["UploadId"]
+        self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="checkpoint-upload")
+        self._parts: list[Future[dict[str, Any]]] = []
+        self._filling = bytearray()
+        self._at = 0
+
+    def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        store, settings = self._filesystem, (self._filesystem.s3_additional_kwargs, self._filesystem.req_kw)
+        return self._retrying(lambda: store.call_s3(method, *settings, **self._target, **arguments))
+
+    def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        if offset_bytes != self._at:
+            raise AssertionError(f"written in order only: at {self._at}, got {offset_bytes}")
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            self._at += len(view)
+            while len(view):
+                room = self._part_bytes - len(self._filling)
+                self._filling += view[:room]
+                view = view[room:]
+                if len(self._filling) == self._part_bytes:
+                    self._send()
+
+    def _send(self) -> None:
+        """Start to send the part that has been filled; waits while too many parts are in flight."""
+        number, body = len(self._parts) + 1, bytes(self._filling)
+        self._filling = bytearray()
+        if number > _IN_FLIGHT:
+            self._parts[number - 1 - _IN_FLIGHT].result()
+        self._parts.append(self._pool.submit(self._upload, number, body))
+
+    def _upload(self, number: int, body: bytes) -> dict[str, Any]:
+        answer = self._call("upload_part", PartNumber=number, Body=body)
+        checksums = {key: answer[key] for key in ("ChecksumSHA256",) if key in answer}
+        return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
+
+    def close(self) -> None:
+        if self._filling or not self._parts:
+            self._send()
+        parts = [part.result() for part in self._parts]
+        self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
+        self._pool.shutdown()
+        self._filesystem.invalidate_cache(self._path)
+
+    def abort(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        try:
+            self._call("abort_multipart_upload")
+        except Exception as error:  # noqa: BLE001  what ended the upload is the error to raise
+            _log.info("an upload could not be dropped: %s: %s", type(error).__name__, error)
 
 
 def _aware(time: datetime) -> datetime:
@@ -72,21 +146,21 @@ def _age_s(time: datetime) -> float:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether another try may go well."""
+    """Whether another try may succeed."""
     if isinstance(error, OSError):
         return not isinstance(error, _FINAL)
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
-    if "botocore.exceptions.ClientError" in names:  # an answer of the store, where s3fs has not translated it
-        return any(code in str(error) for code in _PASSING_CODES)
+    if "botocore.exceptions.ClientError" in names:  # a response of the store that s3fs has not translated
+        return _PASSING_CODES.search(str(error)) is not None
     return not names.isdisjoint(_PASSING)
 
 
 class _GaveUp(ConnectionError):
-    """The store could not be reached, however often it was tried."""
+    """The store could not be reached in all tries."""
 
 
 def _size_of_object(info: dict[str, Any], path: str) -> int:
-    """The size of what is proven to be an object, and not a prefix of others."""
+    """The size of an object; refuses a prefix of other objects."""
     if info["type"] != "file":
         raise ValueError(f"{path} is not a file but a {info['type']}")
     return int(info["size"])
@@ -96,7 +170,7 @@ class _RemoteWriter(FileWriter):
     def __init__(self, file: Any, remove: Callable[[], None]) -> None:
         self._file, self._remove = file, remove
         self._at = 0
-        # Elsewhere what is open can be seen already.
+        # Other files are visible while they are open.
         self._is_upload = isinstance(file, fsspec.spec.AbstractBufferedFile)
         self._is_visible = not self._is_upload
 
@@ -105,7 +179,7 @@ class _RemoteWriter(FileWriter):
             raise AssertionError(f"written in order only: at {self._at}, got {offset_bytes}")
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
-            # Some stores keep what they are given until the part is full: the tensor may change by then.
+            # A copy: some files keep a reference until the part is full, and the tensor may change by then.
             self._file.write(bytes(view))
             self._at += len(view)
 
@@ -114,7 +188,7 @@ class _RemoteWriter(FileWriter):
         self._is_visible = True
 
     def abort(self) -> None:
-        # Nothing is visible of an upload that was never completed, whether or not its parts can be dropped.
+        # An upload that was never completed is invisible, whether or not its parts can be dropped.
         try:
             if self._is_visible:
                 self._remove()
@@ -124,11 +198,11 @@ class _RemoteWriter(FileWriter):
             _log.info("an upload could not be dropped: %s: %s", type(error).__name__, error)
         finally:
             if self._is_upload:
-                self._file.closed = True  # else the garbage collector would close it, and so publish it
+                self._file.closed = True  # else the garbage collector would close, and so publish, the file
 
 
 class _RemoteReader(FileReader):
-    """A file of known or unknown size: the latter is not asked for unless an answer is short."""
+    """A file of known or unknown size; an unknown size is requested only after a short response."""
 
     def __init__(self, storage: RemoteStorage, path: str, size: int | None = None) -> None:
         self._storage, self._path, self._size = storage, path, size
@@ -146,13 +220,13 @@ class _RemoteReader(FileReader):
             view[:] = data[: len(view)]
             data = data[len(view) :]
 
-    def _prove_end(self, stop_bytes: int) -> None:
+    def _check_end(self, stop_bytes: int) -> None:
         if stop_bytes > self.size_bytes:
             raise EOFError(f"{self._path} ends at byte {self._size}")
 
     def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
         if self._size is not None:
-            self._prove_end(stop_bytes)
+            self._check_end(stop_bytes)
         if stop_bytes == start_bytes:
             return memoryview(b"")
 
@@ -168,8 +242,8 @@ class _RemoteReader(FileReader):
                     todo="download the checkpoint first, or use a server that knows range requests",
                 )
             if len(data) < stop_bytes - start_bytes:
-                self._prove_end(stop_bytes)
-                raise OSError(answer)  # the object is large enough: what came too short is the answer
+                self._check_end(stop_bytes)
+                raise OSError(answer)  # the object is large enough, the response was cut short
             return memoryview(data)
 
         return self._storage.retrying(read)
@@ -183,16 +257,16 @@ class RemoteStorage(Storage):
 
     Args:
         url: such as ``s3://bucket/prefix``.
-        tries: how often a request is sent before its error counts.
-        explains: whether errors of the store's client that cannot pass are told as a `ConnectionError` too, in one
-            sentence, or come through as they are.
+        tries: of each request.
+        explains: whether errors of the store's client that cannot pass become a `ConnectionError` too, or are raised
+            as they are.
         options: passed to the fsspec file system (credentials, endpoint, ..).
     """
 
     in_order = True
     is_shared = visible_is_durable = True
-    max_gap_bytes = 1 << 20  # 1 MiB: less than a request's latency costs
-    abandoned_after_s = 86_400.0  # a day: there are no locks here
+    max_gap_bytes = 1 << 20  # 1 MiB: costs less than the latency of a request
+    abandoned_after_s = 86_400.0  # a day, since there are no locks
     write_threads = 1
     read_threads = far_read_threads = 8
 
@@ -214,13 +288,13 @@ class RemoteStorage(Storage):
         return super().retrying(partial(self._try, work))
 
     def _try(self, work: Callable[[], T]) -> T:
-        """Call until it works; errors that may pass end in a ConnectionError, others are raised as they are."""
+        """Call until it succeeds; errors that may pass end as a ConnectionError, others are raised as they are."""
         started_s = time.monotonic()
         for attempt in range(self._tries):
             try:
                 return work()
             except (_GaveUp, SourceError):
-                raise  # from inside, where as many tries were made, or from elsewhere
+                raise  # a nested call has made all its tries, or the data source failed
             except Exception as error:
                 if not _may_pass(error):
                     if not self._explains or isinstance(error, (OSError, EOFError, VescaleError)):
@@ -228,7 +302,7 @@ class RemoteStorage(Storage):
                     raise self._unreachable("", error) from error
                 if attempt == self._tries - 1 or time.monotonic() - started_s >= _PATIENCE_S:
                     raise self._unreachable(f"gave up after {attempt + 1} tries: ", error) from error
-                # Ranks that were refused together shall not come back together.
+                # The jitter spreads ranks that were refused at the same time.
                 time.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.75, 1.25))
         raise AssertionError("the last try returns or raises")
 
@@ -236,7 +310,7 @@ class RemoteStorage(Storage):
         return _GaveUp(
             explain(
                 "A remote file system cannot be used.",
-                expected="that it answers, and knows who asks",
+                expected="a reachable store and valid credentials",
                 got=f"{effort}{type(error).__name__}: {error}",
                 where=self._url,
                 todo="check the URL, credentials and the network",
@@ -244,7 +318,7 @@ class RemoteStorage(Storage):
         )
 
     def ask(self, question: str, name: str) -> Any:
-        """The answer of the file system's method of that name, for a path."""
+        """Call a method of the file system, by name, for a path, with retries."""
         return self.retrying(lambda: getattr(self.filesystem, question)(name))
 
     def child(self, name: str) -> RemoteStorage:
@@ -273,7 +347,7 @@ class RemoteStorage(Storage):
             if size > limit_bytes:
                 raise ValueError(f"{path} is larger than {limit_bytes} bytes")
             data = bytes(self.ask("cat_file", path))
-            if len(data) != size:  # an answer cut short, or an object replaced between two questions
+            if len(data) != size:  # a short response, or an object replaced between two requests
                 raise OSError(f"{path} gave {len(data)} bytes of {size}")
             return data
 
@@ -326,7 +400,7 @@ class RemoteStorage(Storage):
         self.commit(name, old + data, replace=True)
 
     def sync_folder(self, name: str) -> None:
-        """Nothing to do: an object is durable once it is there."""
+        """Nothing to do: an object is durable once it exists."""
 
     def check_root(self) -> str | None:
         bucket = self._root.lstrip("/").partition("/")[0]
@@ -334,9 +408,8 @@ class RemoteStorage(Storage):
             if not self.list_folder("") and self.place[0] in _WITH_BUCKETS:
                 self.retrying(lambda: self.filesystem.ls(bucket, detail=False))
         except PermissionError as error:
-            _log.info(
-                "%s may not be listed: %s", bucket, error
-            )  # a prefix of it may be writable all the same
+            # A prefix of the bucket may be writable all the same.
+            _log.info("%s may not be listed: %s", bucket, error)
         except FileNotFoundError as error:
             raise bad_root(self.where, f"no bucket {bucket!r}", "make the bucket") from error
         return None
@@ -353,7 +426,7 @@ class RemoteStorage(Storage):
         return seconds <= 0 or (bool(known) and _age_s(max(map(_aware, known))) > seconds)
 
     def remove_abandoned(self, folders: Sequence[str], older_than_s: float) -> list[str]:
-        """Open uploads of S3; Google and Azure forget theirs within a week."""
+        """Remove open uploads of S3; Google and Azure drop open uploads within a week."""
         if self.place[0] != "s3":
             return []
         bucket, prefix, _ = self.filesystem.split_path(f"{self._root}/")

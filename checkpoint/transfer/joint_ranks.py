@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.ranks.bounded_store import BoundedStore, within
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
-from vescale_fsdp.checkpoint.ranks.trust import (
+from vescale_fsdp.checkpoint.ranks.stores import (
     SECRET,
+    BoundedStore,
     SignedStore,
     address_of,
     bound_store,
@@ -44,6 +44,7 @@ from vescale_fsdp.checkpoint.ranks.trust import (
     secret_of,
     sign,
     unsign,
+    within,
 )
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.torch_private import gloo_group

@@ -4,7 +4,7 @@
     object store   name/..  and its marker             while `config.json` (or `.metadata`) is gone; it comes last
 
 What was there stays whole on disks until the rename, whoever dies when. Disks that rename no folders get the files one
-by one, the deciding one last (`checkpoint.storage.folder_exchange`). Object stores rename nothing: an old folder there
+by one, the deciding one last (`checkpoint.storage.file_system`). Object stores rename nothing: an old folder there
 is no longer valid once the first byte is written. A marker tells our own readers so, where they would take files
 without the deciding one.
 """

@@ -18,8 +18,8 @@ from vescale_fsdp.checkpoint.moves.copying import Progress
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, is_inflated
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, read_range
+from vescale_fsdp.checkpoint.steps.retention import read_record
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
-from vescale_fsdp.checkpoint.steps.step_records import read_record
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.checks.diff import Views, matched_views
 from vescale_fsdp.conversion.formats.huggingface.repository import natural_key

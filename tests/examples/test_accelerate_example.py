@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from examples.accelerate.train import train
-from examples.stack_options import Options
+from examples.stacks.options import Options
+from examples.stacks.train_accelerate import train
 from tests.stacks.example_ranks import LARGEST, divide_once_more, run_example
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from examples.rl_weight_sync.train import Options, start
+from examples.rl_weight_sync import Options, start
 from tests.support.distributed import run_ranks
 
 

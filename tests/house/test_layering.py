@@ -70,8 +70,8 @@ LEVELS = (
     ("conversion.formats", "conversion.report", "elastic"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
     ("conversion",),
-    ("conversion.live", "conversion.cli", "integrations.names"),
-    ("integrations", "integrations.weight_sync"),
+    ("conversion.live", "conversion.cli"),
+    ("integrations",),
 )
 LEVEL_OF = {folder: level for level, row in enumerate(LEVELS) for folder in row}
 # Files of the first row that stand on others of it.
@@ -288,7 +288,8 @@ def test_every_folder_has_its_row() -> None:
 def test_no_folder_is_crowded() -> None:
     """At most 14 files and folders in a folder: more is a heap."""
     held: dict[Path, set[str]] = {}
-    for file in (*SOURCES.values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py")):
+    others = (file for folder in ("tests", "tools", "examples") for file in (ROOT / folder).rglob("*.py"))
+    for file in (*SOURCES.values(), *others):
         for entry in (file, *file.parents):
             if entry.parent == ROOT or ROOT not in entry.parents:
                 break
@@ -377,7 +378,7 @@ def test_private_attributes_live_in_two_homes() -> None:
 
 
 def test_torch_is_replaced_on_call_alone() -> None:
-    """No file assigns to torch's modules and classes: users tell `integrations.names.replaced_names` which."""
+    """No file assigns to torch's modules and classes: users tell `integrations.replaced_names` which."""
     assert offences(lambda module: replaced_torch_names(SOURCES[module].read_text())) == {}
 
 

@@ -13,7 +13,7 @@ from tests.layout.test_planner import layer, tensors
 from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp import Rows, plan_report
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout import planner as buffers
+from vescale_fsdp.layout import planner
 from vescale_fsdp.layout.planner import MESSAGE_PRICE, padding_ratio, plan_buffers, plan_group, price_of
 
 GROUPED = "Llama-4-Maverick grouped"  # rows of 5,120, 8,192 and 16,384
@@ -70,7 +70,7 @@ def test_no_other_split_is_smaller(blocks: list[tuple[int, int]], num_shards: in
         return sum(plan.shard_numel for plan in plans)
 
     every = [set(some) for count in range(len(kinds)) for some in itertools.combinations(kinds, count)]
-    found = buffers._best_split(sizes, num_shards, 1)
+    found = planner._best_split(sizes, num_shards, 1)
 
     assert numel({sizes[index][1] for index in found}) == min(map(numel, every))
 
@@ -94,11 +94,11 @@ def test_what_scattering_may_copy_is_a_matter_of_prices() -> None:
 
 def test_equal_layers_are_split_once() -> None:
     """What 24 layers of one model cost is one search."""
-    buffers._best_split.cache_clear()
+    planner._best_split.cache_clear()
     for _ in range(24):
         assert len(plan_buffers(layer(GROUPED, Rows(128)), 768)) == 2
 
-    assert buffers._best_split.cache_info().misses == 1
+    assert planner._best_split.cache_info().misses == 1
 
 
 def test_the_report_shows_both_buffers(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_sources_that_cannot_be(source: object, words: str) -> None:
 
 
 def names_of(shapes: dict[str, tuple[int, ...]], units: list[str] | None = None) -> dict[str, list[str]]:
-    return {unit.name: [p.fqn for p in unit.params] for unit in units_of(shapes_of(shapes), units)}
+    return {name: [p.fqn for p in params] for name, params in units_of(shapes_of(shapes), units).items()}
 
 
 def test_repeated_blocks_are_units_and_the_root_has_the_rest() -> None:

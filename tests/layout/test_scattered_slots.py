@@ -126,7 +126,7 @@ def test_runs_overlap_ranges_exactly_if_they_share_an_element(
     }
 
     others = runs_between(start, start + numel, shard_numel) if numel else ()
-    found = any(PieceRun(*run).meets(other) for other in others)
+    found = any(PieceRun(*run).overlaps(other) for other in others)
 
     assert found == bool(held & set(range(start, start + numel)))
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from torch import nn
 
-from examples.stack_options import Options
+from examples.stacks.options import Options
 from tests.support.distributed import run_ranks
 from vescale_fsdp import FSDPModule
 from vescale_fsdp.conversion.cli.main import cli as vescale_convert

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 
-from examples.accelerate.train import train
-from examples.accelerate_on_cpu import allow_fsdp_on_cpu
-from examples.stack_options import Options
-from examples.tiny_llm import CONFIG
+from examples.stacks.accelerate_on_cpu import allow_fsdp_on_cpu
+from examples.stacks.options import Options
+from examples.stacks.tiny_llm import CONFIG
+from examples.stacks.train_accelerate import train
 from tests.stacks.example_ranks import (
     HALF,
     KINDS,

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.distributed import DistributedConfig
 
-from examples.tiny_llm import tiny_llama
+from examples.stacks.tiny_llm import tiny_llama
 from tests.stacks.example_ranks import run_example, run_on_ranks
 from vescale_fsdp import RaggedDTensor, Rows, Whole
 from vescale_fsdp.errors import LifecycleError

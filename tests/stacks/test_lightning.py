@@ -110,12 +110,10 @@ def test_checkpoints_open_anywhere(out: Path, compared: list[dict[str, Any]]) ->
     assert set(tree["pickled"]) == {"callbacks"}
 
 
-@pytest.mark.parametrize("example", ["train", "train_fabric"])
+@pytest.mark.parametrize("example", ["train_lightning", "train_fabric"])
 def test_the_command_runs(example: str, tmp_path: Path) -> None:
     """The example's docstring's command trains, saves and learns, without a warning of ours."""
-    Job(
-        f"examples.lightning.{example}", 2, ["--out", str(tmp_path), "--steps", "12"], tmp_path / "log"
-    ).wait()
+    Job(f"examples.stacks.{example}", 2, ["--out", str(tmp_path), "--steps", "12"], tmp_path / "log").wait()
 
     log = (tmp_path / "log").read_text()
     (result,) = [json.loads(line) for line in log.splitlines() if line.startswith('{"first_loss"')]

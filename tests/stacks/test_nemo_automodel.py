@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from examples.stack_options import Options
+from examples.stacks.options import Options
 from tests.stacks.example_ranks import (
     HALF,
     LARGEST,
@@ -32,7 +32,7 @@ CLIP = {"norm_type": LARGEST, "max_norm": 0.05}
 
 def train(*args: Any, **kwargs: Any) -> History:
     """The example's; importing Automodel warns, so that is left to the ranks."""
-    from examples.automodel import train as example
+    from examples.stacks import train_automodel as example
 
     return example.train(*args, **kwargs)
 
@@ -71,7 +71,7 @@ def test_the_converter_opens_a_save(folder: Path) -> None:
 
 def _units(runtime: str) -> list[bool]:
     """Whether each sharded module is ours."""
-    from examples.automodel.train import parallelized
+    from examples.stacks.train_automodel import parallelized
 
     model = parallelized(Options(Path(), runtime))
     sharded = [module for module in model.modules() if isinstance(module, TorchFSDPModule)]

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaForCausalLM
 
-from examples.tiny_llm import CONFIG, tiny_llama
+from examples.stacks.tiny_llm import CONFIG, tiny_llama
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import Rows, Transfer, describe_states, fully_shard, joint_ranks, plan_transfer
 

@@ -125,8 +125,17 @@ def test_checkpoints_open_anywhere(out: Path, compared: list[dict[str, Any]]) ->
 
 def test_the_command_runs(tmp_path: Path) -> None:
     """torchtitan's own command line with the example's configuration trains and saves."""
-    options = ["--module", "examples.torchtitan.configs", "--config", "vescale", "--training.steps", "3"]
-    Job("examples.torchtitan.train", 2, [*options, "--dump_folder", str(tmp_path)], tmp_path / "log").wait()
+    options = [
+        "--module",
+        "examples.stacks.torchtitan.configs",
+        "--config",
+        "vescale",
+        "--training.steps",
+        "3",
+    ]
+    Job(
+        "examples.stacks.torchtitan.train", 2, [*options, "--dump_folder", str(tmp_path)], tmp_path / "log"
+    ).wait()
 
     assert read_state(tmp_path / "checkpoint" / "step-3").tree()["train_state"]["step"] == 3
     assert "Untried" not in (tmp_path / "log").read_text()

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import Trainer, TrainingArguments
 
-from examples.accelerate_on_cpu import allow_fsdp_on_cpu
-from examples.stack_options import Options
-from examples.tiny_llm import Sequences, tiny_llama
-from examples.trainer.train import arguments, train
+from examples.stacks.accelerate_on_cpu import allow_fsdp_on_cpu
+from examples.stacks.options import Options
+from examples.stacks.tiny_llm import Sequences, tiny_llama
+from examples.stacks.train_trainer import arguments, train
 from tests.stacks.example_ranks import (
     HALF,
     KINDS,

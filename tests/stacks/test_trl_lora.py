@@ -9,9 +9,9 @@ import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 
-from examples.stack_options import Options
-from examples.tiny_llm import tiny_llama
-from examples.trl_lora.train import LORA, train
+from examples.stacks.options import Options
+from examples.stacks.tiny_llm import tiny_llama
+from examples.stacks.train_trl_lora import LORA, train
 from tests.stacks.example_ranks import (
     HALF,
     KINDS,

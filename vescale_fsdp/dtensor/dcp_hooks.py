@@ -2,8 +2,8 @@
 
 DCP describes a tensor as chunks, n-d boxes of the global tensor. A flat piece is at most ``2 * ndim - 1`` of them
 (`boxes_of_range`). Each box is a view of the local piece, so DCP reads and writes our storage without another copy. An
-empty piece emits nothing: an empty box at a neighbour's offset would win DCP's de-duplication and drop the
-neighbour's data.
+empty piece emits nothing: an empty box at a neighbor's offset would win DCP's de-duplication and drop the
+neighbor's data.
 
 torch's DCP *safetensors* writer (``HuggingFaceStorageWriter``, or a file writer with that serialization format) keys
 tensors by name and silently keeps one of several boxes per rank (torch 2.13, ``filesystem.py``,

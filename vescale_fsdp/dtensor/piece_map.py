@@ -140,7 +140,7 @@ def contiguous_pieces_of(param: torch.Tensor, otherwise: str) -> PieceMap:
     return pieces
 
 
-def zeros_beside(
+def zeros_sharded_with(
     param: torch.Tensor,
     pieces: PieceMap,
     shape: tuple[int, ...],

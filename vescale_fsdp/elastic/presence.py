@@ -13,7 +13,7 @@ import socket
 import time
 from threading import Thread
 
-from vescale_fsdp.checkpoint.ranks.trust import check_exposure, sign
+from vescale_fsdp.checkpoint.ranks.stores import check_exposure, sign
 
 ANSWER_S = 3.0  # a process that trains may hold the interpreter for a while before it answers
 _NONCE_BYTES = 16

@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.ranks.bounded_store import BoundedStore
-from vescale_fsdp.checkpoint.ranks.trust import SECRET, SignedStore, local_address, secret_of
+from vescale_fsdp.checkpoint.ranks.stores import SECRET, BoundedStore, SignedStore, local_address, secret_of
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.presence import Presence, is_present
 from vescale_fsdp.errors import LifecycleError, PlacementError

@@ -13,7 +13,7 @@ import argparse
 import signal
 from datetime import timedelta
 
-from vescale_fsdp.checkpoint.ranks.trust import bound_store, check_exposure, secret_of
+from vescale_fsdp.checkpoint.ranks.stores import bound_store, check_exposure, secret_of
 
 __all__: list[str] = []
 

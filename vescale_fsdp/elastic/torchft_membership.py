@@ -20,8 +20,14 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.ranks.bounded_store import BoundedStore, within
-from vescale_fsdp.checkpoint.ranks.trust import bound_store, check_exposure, local_address, secret_of
+from vescale_fsdp.checkpoint.ranks.stores import (
+    BoundedStore,
+    bound_store,
+    check_exposure,
+    local_address,
+    secret_of,
+    within,
+)
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.errors import LifecycleError
 

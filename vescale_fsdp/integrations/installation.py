@@ -20,11 +20,11 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from types import ModuleType
 
 from vescale_fsdp.errors import LifecycleError, explain
-from vescale_fsdp.integrations.names.pattern_rule import PatternRule
-from vescale_fsdp.integrations.names.replaced_names import StandIn, bound_names, put_back, replace
-from vescale_fsdp.integrations.stand_ins import IN_FORCE, STAND_INS, Settings
+from vescale_fsdp.integrations.replaced_names import StandIn, bound_names, put_back, replace
+from vescale_fsdp.integrations.stand_ins import IN_FORCE, STAND_INS, PatternRule, Settings
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
@@ -200,3 +200,32 @@ def _callers_level() -> int:
     while frame.f_back is not None and frame.f_code.co_filename in own:
         level, frame = level + 1, frame.f_back
     return level
+
+
+@contextmanager
+def ours_within(
+    package: str, *, granularity: GranularityRule, padding_policy: PaddingPolicy
+) -> Iterator[None]:
+    """Replace ``fully_shard`` in the loaded modules of one package, and nowhere else.
+
+    For stacks whose modules bind the name at their top, where `as_fsdp2` comes too late.
+
+    Args:
+        package: its top-level name.
+        granularity, padding_policy: as for `vescale_fsdp.fully_shard`, for all its calls; a pattern of a mapping must
+            match in one of them.
+    """
+    (stand_in,) = (each for each in STAND_INS if each.name == "fully_shard")
+    homes = tuple(
+        name
+        for name, module in list(sys.modules.items())
+        if name.split(".")[0] == package
+        and isinstance(module, ModuleType)
+        and vars(module).get(stand_in.name) is stand_in.original
+    )
+    rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity
+    installation = Installation(Settings(rule, padding_policy), [stand_in._replace(homes=homes)])
+    try:
+        yield
+    finally:
+        installation.uninstall()

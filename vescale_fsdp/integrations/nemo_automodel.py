@@ -18,8 +18,8 @@ from typing import Any
 import nemo_automodel.components.distributed.parallelizer
 import nemo_automodel.components.moe.parallelizer  # noqa: F401
 
+from vescale_fsdp.integrations.installation import ours_within
 from vescale_fsdp.integrations.tried_versions import check_version
-from vescale_fsdp.integrations.within_package import ours_within
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.runtime.fully_shard import fully_shard

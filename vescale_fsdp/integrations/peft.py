@@ -25,7 +25,7 @@ from torch import nn
 
 from vescale_fsdp.dtensor.piece_map import local_part_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.integrations.names.replaced_names import StandIn
+from vescale_fsdp.integrations.replaced_names import StandIn
 from vescale_fsdp.integrations.transformers import ragged_like
 from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.runtime.fsdp_module import FSDPModule

@@ -19,9 +19,11 @@ torch's ``FSDPModule`` needs no stand-in: our class derives from it.
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,16 +41,49 @@ from vescale_fsdp.checkpoint.dcp import state_dict as our_state_dict
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, is_ragged
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor as our_distribute_tensor
 from vescale_fsdp.errors import LifecycleError, PlacementError, UnsupportedOpError
-from vescale_fsdp.integrations.names.pattern_rule import PatternRule
-from vescale_fsdp.integrations.names.replaced_names import StandIn
+from vescale_fsdp.integrations.replaced_names import StandIn
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
-from vescale_fsdp.layout.granularity import GranularityRule, check_rule
+from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_rule, resolve_granularity
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_module import share_comm_ctx as our_share
 from vescale_fsdp.runtime.fsdp_state import register_fsdp_forward_method as our_register
 from vescale_fsdp.runtime.fully_shard import fully_shard as our_fully_shard
+
+
+class PatternRule:
+    """A granularity mapping for all ``fully_shard`` calls of a stack; it remembers which patterns matched.
+
+    In a mapping for one `fully_shard` call, every pattern must match a parameter of that call. A stack makes many
+    calls, and the user cannot know which call meets which parameter; here a pattern must match in one of them.
+
+    Args:
+        mapping: from name patterns (fnmatch) to granularities, the first match wins. A name is the parameter's in the
+            module that the stack shards, so ``*down_proj.weight`` is right wherever that begins.
+    """
+
+    def __init__(self, mapping: Mapping[str, Granularity | str]) -> None:
+        check_rule(mapping)
+        self._mapping = dict(mapping)
+        self._matched: set[str] = set()
+        self._names: dict[str, None] = {}
+
+    def __call__(self, fqn: str, param: nn.Parameter) -> Granularity:
+        """The granularity of one parameter; Element where no pattern matches."""
+        self._names[fqn] = None
+        self._matched.update(pattern for pattern in self._mapping if fnmatch.fnmatchcase(fqn, pattern))
+        return resolve_granularity(self._mapping, fqn, param)
+
+    def unmatched(self) -> dict[str, list[str]]:
+        """Patterns that no parameter matched, each with the names nearest to it; empty before any parameter came."""
+        if not self._names:
+            return {}
+        return {
+            pattern: difflib.get_close_matches(pattern, self._names, n=3, cutoff=0.3)
+            for pattern in self._mapping
+            if pattern not in self._matched
+        }
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,9 +38,9 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.live.hf_form import HuggingFace
 from vescale_fsdp.conversion.live.load_from import load_from
 from vescale_fsdp.errors import ArgumentError, CheckpointError, UnsupportedOpError, some
+from vescale_fsdp.integrations.installation import ours_within
 from vescale_fsdp.integrations.plain_values import holds_checkpoint
 from vescale_fsdp.integrations.tried_versions import check_version
-from vescale_fsdp.integrations.within_package import ours_within
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 

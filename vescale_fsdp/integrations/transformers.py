@@ -22,7 +22,7 @@ from transformers.distributed import fsdp, sharding_utils
 
 from vescale_fsdp.dtensor.piece_map import local_part_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.integrations.names.replaced_names import StandIn
+from vescale_fsdp.integrations.replaced_names import StandIn
 
 
 class _PieceOperation:

@@ -75,7 +75,7 @@ class Element(Granularity):
 
 @dataclass(frozen=True, slots=True)
 class Flat(Granularity):
-    """Runs of ``numel`` flat elements stay whole (flat quantisation blocks).
+    """Runs of ``numel`` flat elements stay whole (flat quantization blocks).
 
     Examples:
         >>> Flat(256).block_numel((100, 30))

@@ -72,7 +72,7 @@ class PieceRun(NamedTuple):
         """Elements of all pieces of the run."""
         return self.num_ranks * self.piece_numel
 
-    def meets(self, other: PieceRun) -> bool:
+    def overlaps(self, other: PieceRun) -> bool:
         """Whether pieces of both runs share an element of the buffer."""
         return max(self.first_rank, other.first_rank) < min(self.ranks.stop, other.ranks.stop) and max(
             self.local_offset, other.local_offset
@@ -297,7 +297,7 @@ class GroupLayout:
                 first = bisect_right(starts, run.first_rank * self.shard_numel) - 1
                 stop = bisect_left(starts, run.ranks.stop * self.shard_numel)
                 for other in (*contiguous[max(first, 0) : stop], *scattered[:index]):
-                    if any(run.meets(piece) for piece in self.runs_of(other)):
+                    if any(run.overlaps(piece) for piece in self.runs_of(other)):
                         raise _overlap(slot, other)
 
     @cached_property

@@ -11,7 +11,7 @@ import difflib
 import fnmatch
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,14 +33,6 @@ class ParamShape:
     def ndim(self) -> int:
         """Dims of the parameter."""
         return len(self.shape)
-
-
-@dataclass(frozen=True)
-class PlannedUnit:
-    """The parameters that one `fully_shard` call owns; names are relative to ``name`` ("" is the root)."""
-
-    name: str
-    params: tuple[ParamShape, ...]
 
 
 @runtime_checkable
@@ -124,8 +116,10 @@ def natural_order(fqn: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in fqn.split(".")]
 
 
-def units_of(shapes: Sequence[ParamShape], names: Sequence[str] | None = None) -> tuple[PlannedUnit, ...]:
-    """Assign parameters to units. The root is last, because it is wrapped last.
+def units_of(shapes: Sequence[ParamShape], names: Sequence[str] | None = None) -> dict[str, list[ParamShape]]:
+    """Assign parameters to units: unit name -> parameters, with names relative to the unit.
+
+    The root, "", is last, because it is wrapped last.
 
     Args:
         shapes: all parameters, by full name.
@@ -136,20 +130,18 @@ def units_of(shapes: Sequence[ParamShape], names: Sequence[str] | None = None) -
     Raises:
         LayoutError: if a name matches no module.
     """
-    prefixes = _repeated(shapes) if names is None else _matching(shapes, names)
-    members: dict[str, list[ParamShape]] = {}
+    modules = _repeated(shapes) if names is None else _matching(shapes, names)
+    units: dict[str, list[ParamShape]] = {}
     for shape in shapes:
-        unit = next((p for p in reversed(_ancestors(shape.fqn)) if p in prefixes), "")
-        members.setdefault(unit, []).append(shape)
-    ordered = sorted(members.items(), key=lambda unit: not unit[0])
-    return tuple(
-        PlannedUnit(name, tuple(_relative(shape, name) for shape in params)) for name, params in ordered
-    )
+        unit = next((module for module in reversed(_ancestors(shape.fqn)) if module in modules), "")
+        units.setdefault(unit, []).append(_relative(shape, unit))
+    if "" in units:
+        units[""] = units.pop("")
+    return units
 
 
-def _relative(shape: ParamShape, prefix: str) -> ParamShape:
-    fqn = shape.fqn.removeprefix(prefix + ".") if prefix else shape.fqn
-    return ParamShape(fqn, shape.shape, shape.dtype, shape.requires_grad, shape.param)
+def _relative(shape: ParamShape, module: str) -> ParamShape:
+    return replace(shape, fqn=shape.fqn.removeprefix(f"{module}.")) if module else shape
 
 
 def _ancestors(fqn: str) -> list[str]:

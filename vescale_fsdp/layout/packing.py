@@ -255,8 +255,11 @@ def _leave(gap: Gap, taken: Sequence[PieceRun], align_numel: int) -> Iterable[Ga
         yield gap._replace(first_rank=rank, num_ranks=gap.first_rank + gap.num_ranks - rank)
 
 
-Position = int | tuple[PieceRun, ...]
-"""A tensor's start in the buffer, or its pieces if it is scattered."""
+class Position(NamedTuple):
+    """The start of a tensor in the buffer, and its pieces if it is scattered."""
+
+    start: int
+    runs: tuple[PieceRun, ...] = ()
 
 
 class Packing(NamedTuple):
@@ -283,7 +286,7 @@ def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
         if smallest is not None:
             bound, placed = smallest
             starts = dict(zip(order, starts_of(placed), strict=True))
-            best = Packing(bound, tuple(starts[index] for index in range(len(sizes))))
+            best = Packing(bound, tuple(Position(starts[index]) for index in range(len(sizes))))
         if bound - least <= bound // WORTH_REORDERING:
             break
     assert best is not None  # a shard that holds everything is below the first bound
@@ -462,17 +465,19 @@ def _place_mixed(
         if pieces_and_gaps is None:
             return None
         runs, gaps = pieces_and_gaps
-        positions[index] = _start_if_contiguous(runs, shard_numel)
+        positions[index] = _position_of(runs, shard_numel)
     starts = starts_of(placed)
-    return tuple(positions[index] if index in scattered else next(starts) for index in range(len(sizes)))
+    return tuple(
+        positions[index] if index in scattered else Position(next(starts)) for index in range(len(sizes))
+    )
 
 
-def _start_if_contiguous(runs: tuple[PieceRun, ...], shard_numel: int) -> Position:
-    """The pieces, or the tensor's start in the buffer if they leave no hole."""
+def _position_of(runs: tuple[PieceRun, ...], shard_numel: int) -> Position:
+    """The position of a tensor with these pieces; it is not scattered if they leave no hole."""
     start = stop = runs[0].first_rank * shard_numel + runs[0].local_offset
     for run in runs:
         whole_shards = run.num_ranks == 1 or run.piece_numel == shard_numel
         if run.first_rank * shard_numel + run.local_offset != stop or not whole_shards:
-            return runs
+            return Position(start, runs)
         stop += run.numel
-    return start
+    return Position(start)

@@ -18,7 +18,7 @@ from vescale_fsdp.errors import LayoutError, some
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.model_shapes import PlannedUnit, ShapeSource, shapes_of, units_of
+from vescale_fsdp.layout.model_shapes import ParamShape, ShapeSource, shapes_of, units_of
 from vescale_fsdp.layout.padding import PaddingPolicy, find_remedies, remedy_texts
 from vescale_fsdp.layout.pictures import Canvas, Curve, layout_picture, padding_picture
 from vescale_fsdp.layout.planner import TensorSpec, padding_ratio, plan_buffers
@@ -241,12 +241,12 @@ def plan_report(
             expected="at least one number of shards",
             got=f"shards={shards!r}",
         )
-    planned_units = units_of(shapes_of(model_or_shapes, dtype=dtype), units)
-    check_patterns(granularity, [shape.fqn for unit in planned_units for shape in unit.params])
+    params_of = units_of(shapes_of(model_or_shapes, dtype=dtype), units)
+    check_patterns(granularity, [shape.fqn for shapes in params_of.values() for shape in shapes])
     names_of: dict[tuple[str, tuple[PlannedParam, ...]], list[str]] = {}  # equal groups are planned once
-    for unit in planned_units:
-        for kind, params in _groups(unit, granularity).items():
-            names_of.setdefault((kind, params), []).append(unit.name)
+    for name, shapes in params_of.items():
+        for kind, params in _groups(shapes, granularity).items():
+            names_of.setdefault((kind, params), []).append(name)
     groups = []
     for (kind, params), names in names_of.items():
         element_type = kind.partition(",")[0]  # without ", frozen"
@@ -256,10 +256,12 @@ def plan_report(
     return PlanReport(tuple(shards), tuple(groups), padding_policy)
 
 
-def _groups(unit: PlannedUnit, granularity: GranularityRule) -> dict[str, tuple[PlannedParam, ...]]:
+def _groups(
+    shapes: Sequence[ParamShape], granularity: GranularityRule
+) -> dict[str, tuple[PlannedParam, ...]]:
     """Planned parameters by dtype; frozen parameters form groups of their own, as in `fully_shard`."""
     groups: dict[str, list[PlannedParam]] = {}
-    for shape in unit.params:
+    for shape in shapes:
         rule = resolve_granularity(granularity, shape.fqn, shape.param if shape.param is not None else shape)
         planned = PlannedParam(shape.fqn, shape.shape, rule, rule.block_numel(shape.shape))
         groups.setdefault(shape.dtype if shape.requires_grad else f"{shape.dtype}, frozen", []).append(

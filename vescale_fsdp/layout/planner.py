@@ -33,7 +33,7 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import chunk_of, numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
-from vescale_fsdp.layout.packing import Packing, Sizes, least_shard, pack_contiguous, pack_scattered
+from vescale_fsdp.layout.packing import Packing, Position, Sizes, least_shard, pack_contiguous, pack_scattered
 
 ALIGN_BYTES = 128
 """Shards and tensors start at multiples of this: a cache line, and more than NCCL, TMA or any GEMM requires."""
@@ -116,19 +116,13 @@ def plan_group(
         LayoutError: for no shards, negative sizes, blocks below one element, repeated names or different dtypes.
     """
     align_numel = _check_input(tensors, num_shards, align_numel, scatter)
-    numels = [tensor.numel for tensor in tensors]
-    blocks = [max(1, min(t.block_numel, numel)) for t, numel in zip(tensors, numels, strict=True)]
-    sizes = tuple((numel, block) for numel, block in zip(numels, blocks, strict=True) if numel)
-    shard_numel, positions = _plan_sizes(sizes, num_shards, align_numel, scatter)
+    sizes = [(tensor.numel, max(1, min(tensor.block_numel, tensor.numel))) for tensor in tensors]
+    filled = tuple(size for size in sizes if size[0])
+    shard_numel, positions = _plan_sizes(filled, num_shards, align_numel, scatter)
     remaining = iter(positions)
     slots = []
-    runs: tuple[PieceRun, ...]
-    for tensor, numel, block in zip(tensors, numels, blocks, strict=True):
-        position = next(remaining) if numel else 0
-        if isinstance(position, int):
-            start, runs = position, ()
-        else:
-            start, runs = position[0].first_rank * shard_numel + position[0].local_offset, position
+    for tensor, (numel, block) in zip(tensors, sizes, strict=True):
+        start, runs = next(remaining) if numel else Position(0)
         slots.append(TensorSlot(tensor.fqn, tuple(tensor.shape), tensor.dtype, block, start, runs))
     return GroupLayout(num_shards, shard_numel, tuple(slots), align_numel)
 
@@ -227,7 +221,7 @@ def _plan_sizes(sizes: Sizes, num_shards: int, align_numel: int, scatter: Scatte
 
     def price(packing: Packing) -> int:
         pairs = zip(sizes, packing.positions, strict=True)
-        copied_numel = sum(numel for (numel, _), position in pairs if isinstance(position, tuple))
+        copied_numel = sum(numel for (numel, _), position in pairs if position.runs)
         return _price(num_shards * packing.shard_numel - payload_numel, copied_numel)
 
     # Tensors that share a block are scattered together, the smallest such class first.

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, local_tensor, zeros_beside
+from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, local_tensor, zeros_sharded_with
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
@@ -111,7 +111,7 @@ class AdamW8bit(BatchedOptimizer):
         numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "parameter"))
         for name, signed in _MOMENTS.items():
             state[f"{name}_codes"] = torch.full_like(param, zero_code(signed), dtype=torch.uint8)
-            state[f"{name}_scales"] = zeros_beside(param, pieces, grid.scales_shape, numels)
+            state[f"{name}_scales"] = zeros_sharded_with(param, pieces, grid.scales_shape, numels)
         return state
 
     def _grid(self, param: torch.Tensor) -> BlockGrid:

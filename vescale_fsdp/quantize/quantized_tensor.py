@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_tensor, zeros_beside
+from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_tensor, zeros_sharded_with
 from vescale_fsdp.quantize.codec import BlockCodec
 
 
@@ -71,7 +71,7 @@ def quantize(tensor: torch.Tensor, codec: BlockCodec) -> Quantized:
     grid = codec.grid(tuple(tensor.shape))
     numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "tensor"))
     codes = torch.zeros_like(tensor, dtype=torch.uint8)
-    scales = zeros_beside(tensor, pieces, grid.scales_shape, numels, codec.scale_dtype)
+    scales = zeros_sharded_with(tensor, pieces, grid.scales_shape, numels, codec.scale_dtype)
     local_codes, local_scales = codec.encode(local_tensor(tensor), grid)
     local_tensor(codes, "tensor of codes").copy_(local_codes)
     local_tensor(scales, "tensor of scales").copy_(local_scales)

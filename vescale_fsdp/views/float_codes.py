@@ -238,7 +238,9 @@ def _to_f16(values: np.ndarray) -> np.ndarray:
     half = size >> np.uint32(13)
     half &= np.uint32(1)
     half += size
-    half += np.uint32(0xC8000FFF)  # changes the bias of the exponent, and rounds: modulo 2^32
+    half += np.uint32(
+        0xC8000FFF
+    )  # (15 - 127) << 23, the change of bias, plus just under half of the last place
     half >>= np.uint32(13)
     # Below 2^-14 the spacing is constant: that of a float32 next to 0.5, so adding 0.5 rounds.
     small = size < 0x38800000

@@ -141,7 +141,7 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
         if manifest.split_bytes is None and store.size(file.name) is None:
             lost.append(file)
             continue
-        store.prove_size(file.name, file.total_bytes)
+        store.check_size(file.name, file.total_bytes)
         for place, region, _, start, _ in file.pieces:
             if region not in found[place]:  # the boxes of a piece follow each other in the file
                 itemsize = itemsizes[place]
@@ -161,14 +161,14 @@ def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile])
 
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
     for file in files:
-        store.prove_size(file.name, file.total_bytes)
+        store.check_size(file.name, file.total_bytes)
     tables = ChunkTables(store, manifest)
     for places in manifest.places_by_name.values():
         entry, sizes = manifest.entries[places[0]], manifest.chunk_sizes[places[0]]
         nbytes = numel_of(sizes) * entry.itemsize
         for box in chunk_boxes(entry.shape, sizes):
             name = chunk_file(manifest, places[0], box)
-            store.prove_size(name, nbytes + CRC_BYTES)
+            store.check_size(name, nbytes + CRC_BYTES)
             where = f"tensor {entry.label} in {store.where}/{name}"
             saved = partial(_saved_crc, tables, store, Chunk(places[0], box), nbytes)
             checked_range = CheckedRange(name, 0, nbytes, CRC32C, saved, where)

@@ -90,7 +90,7 @@ class Array2:
         for chunk in chunk_boxes(shape, self._chunk):
             file = self._file(chunk)
             if is_there := file in files:
-                self._store.prove_size(file, nbytes)
+                self._store.check_size(file, nbytes)
             stored = (file, 0, nbytes) if is_there else ("", 0, 0)
             found.append(StoredChunk(clipped(chunk, shape), *stored, strides))
         return StoredTensor(self.info, tuple(found))

@@ -15,8 +15,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.ranks.bounded_store import BoundedStore, within
-from vescale_fsdp.checkpoint.ranks.trust import bound_store
+from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, bound_store, within
 from vescale_fsdp.elastic import presence
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.presence import Presence, is_present

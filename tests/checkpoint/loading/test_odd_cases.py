@@ -229,7 +229,7 @@ def test_values_that_have_no_place(value: Any, what: str, tmp_path: Path) -> Non
 
 def test_arguments_that_cannot_be(tmp_path: Path) -> None:
     """No path, and metadata that is no JSON, are refused with what was wrong."""
-    with pytest.raises(ValueError, match="no path"):
+    with pytest.raises(ValueError, match="not a path"):
         save("", _small())
     for metadata in ({"x": float("nan")}, {"x": object()}, {"x": {1j: 2}}):
         with pytest.raises(CheckpointError, match="`metadata`"):

@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from vescale_fsdp.checkpoint.memory.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, is_whole, plan_moves
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove, waves_of
-from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.errors import CheckpointError
 
 NODES = st.lists(st.integers(1, 4), min_size=1, max_size=9)

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 
 from vescale_fsdp import DCP
 from vescale_fsdp.checkpoint import save
-from vescale_fsdp.checkpoint.storage import folder_exchange
-from vescale_fsdp.checkpoint.storage.folder_exchange import move_over
+from vescale_fsdp.checkpoint.storage import file_system
+from vescale_fsdp.checkpoint.storage.file_system import move_over
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
 
@@ -32,7 +32,7 @@ def test_the_new_folder_is_there_and_the_old_one_gone(
 ) -> None:
     """Over nothing, over an old folder, and over what a killed process has left."""
     if not exchanges:
-        monkeypatch.setattr(folder_exchange, "_renameat2", lambda: None)
+        monkeypatch.setattr(file_system, "_c_function", lambda *_: None)
     target = LocalStorage(tmp_path / "out")
     for text in ("first", "second"):
         _folder(tmp_path / ".out.saving", text)
@@ -45,7 +45,7 @@ def test_the_new_folder_is_there_and_the_old_one_gone(
 
 def test_an_old_folder_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the second of two renames fails, the first is undone."""
-    monkeypatch.setattr(folder_exchange, "_renameat2", lambda: None)
+    monkeypatch.setattr(file_system, "_c_function", lambda *_: None)
     old = _folder(tmp_path / "out", "old")
     with pytest.raises(FileNotFoundError):
         move_over(tmp_path / "missing", old)
@@ -78,7 +78,7 @@ def _without_folder_renames(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         rename(one, other)
 
-    monkeypatch.setattr(folder_exchange, "_renameat2", lambda: None)
+    monkeypatch.setattr(file_system, "_c_function", lambda *_: None)
     monkeypatch.setattr(os, "rename", refused)
 
 
@@ -94,7 +94,7 @@ def test_a_mounted_bucket_renames_no_folders(
         dcp.load(state, checkpoint_id=tmp_path / "c")
         assert torch.equal(state["w"], torch.full((300,), value))
         assert os.listdir(tmp_path) == ["c"]
-    said = [record for record in caplog.records if record.name == folder_exchange.__name__]
+    said = [record for record in caplog.records if record.name == file_system.__name__]
     assert [record.levelno for record in said] == [logging.INFO] * 2
 
 

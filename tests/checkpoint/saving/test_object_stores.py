@@ -16,8 +16,7 @@ from fsspec.registry import _registry
 from tests.support.s3_server import Weather, s3_server
 from vescale_fsdp import conversion
 from vescale_fsdp.checkpoint import CheckpointManager, load, save, verify
-from vescale_fsdp.checkpoint.storage.multipart import PART_BYTES, MultipartWriter
-from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
+from vescale_fsdp.checkpoint.storage.remote import PART_BYTES, MultipartWriter, RemoteStorage
 
 # botocore still asks for naive UTC times, moto parses with deprecated calls.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")

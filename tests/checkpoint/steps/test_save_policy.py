@@ -31,9 +31,9 @@ from vescale_fsdp.checkpoint import (
     read_state,
 )
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
+from vescale_fsdp.checkpoint.steps.retention import StepRecord
 from vescale_fsdp.checkpoint.steps.save_policy import check_policy
 from vescale_fsdp.checkpoint.steps.save_schedule import SaveSchedule
-from vescale_fsdp.checkpoint.steps.step_records import StepRecord
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 
@@ -441,6 +441,6 @@ def test_a_record_that_cannot_be_written(tmp_path: Path) -> None:
     """The step is good without it, and that is said."""
     manager = CheckpointManager(tmp_path)
     (tmp_path / "step-00000001" / "record.json").mkdir(parents=True)
-    with pytest.warns(UserWarning, match="step 1 is saved, what that took is not noted"):
+    with pytest.warns(UserWarning, match="step 1 is saved, but its record could not be written"):
         manager.save(1, _state(1))
     assert manager.steps() == [1]

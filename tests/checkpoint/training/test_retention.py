@@ -14,7 +14,7 @@ from tests.support.distributed import run_ranks
 from tests.support.faults.saved_steps import outcome_of, state_of
 from vescale_fsdp.checkpoint import CheckpointManager
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
-from vescale_fsdp.checkpoint.steps.step_folders import no_longer_kept
+from vescale_fsdp.checkpoint.steps.retention import surplus_steps
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
 
@@ -82,10 +82,10 @@ def test_which_steps_are_kept() -> None:
     """The newest, every n-th, and all that are newer than what was saved; torn ones are not kept."""
     folders = [(1, True), (2, True), (3, False), (4, True), (5, True), (7, True)]
 
-    assert no_longer_kept(folders, 5, keep_last=1) == [1, 2, 3, 4]
-    assert no_longer_kept(folders, 5, keep_last=3) == [1, 3]
-    assert no_longer_kept(folders, 5, keep_last=4) == no_longer_kept(folders, 5, keep_last=9) == [3]
-    assert no_longer_kept(folders, 5, keep_last=1, keep_every=2) == [1, 3]
+    assert surplus_steps(folders, 5, keep_last=1) == [1, 2, 3, 4]
+    assert surplus_steps(folders, 5, keep_last=3) == [1, 3]
+    assert surplus_steps(folders, 5, keep_last=4) == surplus_steps(folders, 5, keep_last=9) == [3]
+    assert surplus_steps(folders, 5, keep_last=1, keep_every=2) == [1, 3]
 
 
 @pytest.mark.parametrize("text", ["1" * 400, "1" * 5000, "true", '"3"', "1e999", "null"])

@@ -22,7 +22,7 @@ from torch.distributed.tensor import distribute_tensor as distribute_stock
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.ranks import coordinator
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
-from vescale_fsdp.checkpoint.ranks.trust import SignedStore, bound_store
+from vescale_fsdp.checkpoint.ranks.stores import SignedStore, bound_store
 from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
 from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import plan_transfer
 from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states

@@ -26,9 +26,9 @@ OF_STACKS = (
     "vescale_fsdp.integrations.torchtitan.VescaleCheckpoints",
     "vescale_fsdp.integrations.torchtitan.parallelize_with",
     "vescale_fsdp.integrations.torchtitan.with_vescale",
-    "vescale_fsdp.integrations.weight_sync.tensor_buckets.WholeTensors",
-    "vescale_fsdp.integrations.weight_sync.verl.shard_specs",
-    "vescale_fsdp.integrations.weight_sync.vllm.weight_source",
+    "vescale_fsdp.integrations.weight_sync.WholeTensors",
+    "vescale_fsdp.integrations.weight_sync.shard_specs",
+    "vescale_fsdp.integrations.weight_sync.weight_source",
 )
 
 

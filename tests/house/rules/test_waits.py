@@ -37,8 +37,13 @@ IDLE = "the end of its object or process: a daemon, for which nothing waits"
 CLOCK = "a time-out that the socket was given before: test_store_membership.py"
 
 BOUNDS: dict[str, dict[str, str]] = {
-    "checkpoint/manager.py": {"handle.wait()": SAVE, "self._ram.wait()": GROUP, "self.wait()": SAVE},
-    "checkpoint/memory/ram_tier.py": {"copies.wait()": GROUP, "self.wait()": GROUP},
+    "checkpoint/manager.py": {
+        "handle.exception()": SAVE,
+        "handle.wait()": SAVE,
+        "self._ram.wait()": GROUP,
+        "self.wait()": SAVE,
+    },
+    "checkpoint/memory/ram_tier.py": {"copies.exception()": GROUP},
     "checkpoint/ranks/background.py": {"job.future.exception()": DONE, "queue.get()": IDLE},
     "checkpoint/ranks/coordinator.py": {"work.wait()": GROUP},
     "checkpoint/ranks/exchange.py": {"ahead.popleft().result()": SAVE},
@@ -52,7 +57,7 @@ BOUNDS: dict[str, dict[str, str]] = {
     "checkpoint/saving/rank_file_bytes.py": {"stream.record().synchronize()": DEVICE},
     "checkpoint/state/host_copies.py": {"busy.synchronize()": DEVICE, "event.synchronize()": DEVICE},
     "checkpoint/storage/lock_file.py": {"renewing.join()": SAVE},
-    "checkpoint/storage/multipart.py": {
+    "checkpoint/storage/remote.py": {
         "part.result()": SAVE,
         "self._parts[number - 1 - _IN_FLIGHT].result()": SAVE,
     },

@@ -283,7 +283,7 @@ CHILDREN: dict[str, Callable[[], object]] = {
 # Where a call may also end in an error that says why.
 REFUSED = {
     "no room on the disk": ("OSError", "CheckpointError", "ConversionError"),
-    "a thread": ("ArgumentError: Signals can be heard in the main thread only",),
+    "a thread": ("ArgumentError: Signals can be handled in the main thread only",),
 }
 
 

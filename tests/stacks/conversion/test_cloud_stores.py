@@ -24,9 +24,8 @@ from tests.support.distributed import run_ranks
 from vescale_fsdp import DCP, HuggingFace
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, latest, load, save, verify
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
-from vescale_fsdp.checkpoint.storage.multipart import PART_BYTES
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
+from vescale_fsdp.checkpoint.storage.remote import PART_BYTES, RemoteStorage
 from vescale_fsdp.conversion import convert, open_source
 from vescale_fsdp.errors import CorruptCheckpointError
 

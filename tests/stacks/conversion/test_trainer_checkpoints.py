@@ -21,10 +21,10 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import Trainer, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from examples.accelerate_on_cpu import allow_fsdp_on_cpu
-from examples.stack_options import Options
-from examples.tiny_llm import Sequences, tiny_llama
-from examples.trainer.train import arguments
+from examples.stacks.accelerate_on_cpu import allow_fsdp_on_cpu
+from examples.stacks.options import Options
+from examples.stacks.tiny_llm import Sequences, tiny_llama
+from examples.stacks.train_trainer import arguments
 from tests.stacks.example_ranks import run_on_ranks
 from tests.support.dtype_zoo import same_bytes
 from tools.torchrun_job import Job

@@ -19,8 +19,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
-from examples.lightning.train import LitLlama, fit
-from examples.lightning.train_fabric import Run, parallelize
+from examples.stacks.train_fabric import Run, parallelize
+from examples.stacks.train_lightning import LitLlama, fit
 from vescale_fsdp import FSDPModule, Rows
 from vescale_fsdp.integrations.lightning import VescaleFabricStrategy, VescaleStrategy
 

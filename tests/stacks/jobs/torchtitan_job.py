@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from examples.torchtitan.cpu_device import use_cpu
+from examples.stacks.torchtitan.cpu_device import use_cpu
 
 use_cpu()
 
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import fsdp as titan_fsdp
 from torchtitan.distributed import utils as dist_utils
 
-from examples.torchtitan.configs import stock, stock_moe, vescale, vescale_moe
+from examples.stacks.torchtitan.configs import stock, stock_moe, vescale, vescale_moe
 
 STEPS, HALF, FEW = 50, 25, 8
 LOOSE = {"training.max_norm": 1e9}  # a norm adds up in the order of the layout: this one's factor is 1

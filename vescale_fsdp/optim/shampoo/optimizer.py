@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, local_tensor, zeros_beside
+from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, local_tensor, zeros_sharded_with
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Granularity
@@ -143,8 +143,8 @@ class Shampoo(BatchedOptimizer):
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
         for side, shape in grid.factor_shapes.items():
             numels = bands.map(partial(mul, numel_of(shape[1:])))
-            state[f"{side}_factor"] = zeros_beside(param, pieces, shape, numels)
-            state[f"{side}_root"] = zeros_beside(param, pieces, shape, numels)
+            state[f"{side}_factor"] = zeros_sharded_with(param, pieces, shape, numels)
+            state[f"{side}_root"] = zeros_sharded_with(param, pieces, shape, numels)
         return state
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:

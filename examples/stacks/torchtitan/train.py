@@ -1,14 +1,14 @@
 """torchtitan's own command line, on CPU ranks.
 
-    torchrun --nproc-per-node 2 -m examples.torchtitan.train --module examples.torchtitan.configs --config vescale \
-        --dump_folder demo_output/torchtitan
+    torchrun --nproc-per-node 2 -m examples.stacks.torchtitan.train \
+        --module examples.stacks.torchtitan.configs --config vescale --dump_folder demo_output/torchtitan
 
 ``--config stock`` is the same job without a line of ours. With accelerators: ``-m torchtitan.train`` and the same rest.
 """
 
 from __future__ import annotations
 
-from examples.torchtitan.cpu_device import use_cpu
+from examples.stacks.torchtitan.cpu_device import use_cpu
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """NeMo Automodel's parallelizers; the one line for this package is ``with automodel_with_vescale(...)``.
 
-    torchrun --nproc-per-node 2 -m examples.automodel.train --out /tmp/run            on CPUs, a few seconds
-    torchrun --nproc-per-node 3 -m examples.automodel.train --out /tmp/run2 --resume /tmp/run/step_25
+    torchrun --nproc-per-node 2 -m examples.stacks.train_automodel --out /tmp/run            on CPUs, a few seconds
+    torchrun --nproc-per-node 3 -m examples.stacks.train_automodel --out /tmp/run2 --resume /tmp/run/step_25
     vescale-convert inspect /tmp/run/step_25
 
 Two micro-batches per step, clipping, a save in the middle; ``--runtime fsdp2`` is the same with stock FSDP2.
@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from examples.stack_options import GLOBAL_BATCH, MICRO_BATCHES, Options, parse_options
-from examples.tiny_llm import Sequences, tiny_llama
+from examples.stacks.options import GLOBAL_BATCH, MICRO_BATCHES, Options, parse_options
+from examples.stacks.tiny_llm import Sequences, tiny_llama
 from vescale_fsdp import Rows
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.integrations.nemo_automodel import automodel_with_vescale

@@ -1,4 +1,4 @@
-"""A configuration for torchtitan's own command line (``--module examples.torchtitan.configs --config ...``).
+"""A configuration for torchtitan's own command line (``--module examples.stacks.torchtitan.configs --config ...``).
 
 The line that is ours: ``with_vescale(config, ...)`` around what torchtitan's user has written.
 """
@@ -18,7 +18,7 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-from examples.torchtitan.byte_data import ByteLoader, ByteTokenizer
+from examples.stacks.torchtitan.byte_data import ByteLoader, ByteTokenizer
 from vescale_fsdp import Rows
 from vescale_fsdp.integrations.torchtitan import with_vescale
 

@@ -1,7 +1,7 @@
 """Lightning's Trainer with our runtime: a small Llama on Python's own sources, on CPU ranks.
 
-    torchrun --nproc-per-node 2 -m examples.lightning.train --out demo_output/lightning
-    torchrun --nproc-per-node 3 -m examples.lightning.train --out demo_output/lightning --steps 80 --resume
+    torchrun --nproc-per-node 2 -m examples.stacks.train_lightning --out demo_output/lightning
+    torchrun --nproc-per-node 3 -m examples.stacks.train_lightning --out demo_output/lightning --steps 80 --resume
 
 The one line that is not Lightning's: ``strategy=VescaleStrategy(..)`` in place of ``ModelParallelStrategy(..)``.
 ``configure_model`` imports ``fully_shard`` from torch, as Lightning's documentation has it.

@@ -1,22 +1,33 @@
-"""Whole tensors of a sharded state, bucket by bucket, for engines that take nothing else.
+"""Weights of a sharded trainer for engines that ask for them in their own way.
+
+`Transfer` fills the shards of an engine that has any; nothing is gathered. These are for engines that cannot say how
+they shard:
+
+    WholeTensors     every tensor whole, in buckets: checkpoint-engine, ``load_weights`` of most engines
+    weight_source    the same as a ``WeightSource`` of vLLM's weight transfer
+    shard_specs      every rank's own flat piece and its offset, as verl's ``ShardSpec``
 
     tensors = WholeTensors(dict(model.named_parameters()), receivers=(0,))
     for step in range(steps):
         ...
-        for name, tensor in tensors:        on all ranks of the trainer alike
+        for name, tensor in tensors:        on all ranks of the trainer
             engine.load_weights([(name, tensor)])
 
-Everything is planned once. At any time a receiver has one bucket beside its shards, and the consumer what it keeps of
-those before. Only receivers get values; the others get tensors of the meta device, which nobody takes for weights.
+A `WholeTensors` plans once. A receiver holds one bucket at a time next to its shards. Ranks that are no receivers get
+tensors on the meta device.
 
     for bucket in tensors.buckets():        checkpoint-engine: what its workers read from a shared buffer
         buffer.copy_(bucket.data)           1D bytes
         socket.send_pyobj([part._asdict() for part in bucket.parts])
+
+Neither verl nor vLLM has run with this module: both need GPUs. `shard_specs` is written for verl at e39177f13beb (pull
+request 7324), whose ``ShardSpec`` has ``contributes``; `weight_source` for aoshen02/vllm at 0a61d2c7d220 (pull request
+48042).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +52,8 @@ from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import (
     plan_transfer,
 )
 from vescale_fsdp.checkpoint.transfer.transfer import Ranks, Transfer, describe_states
+from vescale_fsdp.dtensor.piece_map import pieces_of
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.torch_private import local_of, version_of
@@ -299,3 +312,86 @@ def _laid_out(tensors: Sequence[WholeTensor]) -> tuple[list[BucketPart], int]:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def shard_specs(
+    tensors: Iterable[tuple[str, torch.Tensor]], spec_class: Any
+) -> Iterator[tuple[str, torch.Tensor, Any]]:
+    """Each tensor's name, this rank's part of it, and a ``ShardSpec`` with the part's offset.
+
+    verl derives boxes from a DTensor's placements, which a ragged piece does not have, but takes a flat offset as well
+    (``ShardSpec(place=<int>)``).
+
+    Args:
+        tensors: names and tensors, in an order that is the same on all ranks: ``model.named_parameters()``.
+        spec_class: verl's ``ShardSpec``.
+
+    Raises:
+        PlacementError: for a tensor whose pieces are no flat ranges: one that is sharded on a second axis too.
+
+    Examples:
+        >>> def specs(model, ShardSpec):
+        ...     return list(shard_specs(model.named_parameters(), ShardSpec))
+    """
+    for name, tensor in tensors:
+        local = local_of(tensor).detach()
+        if not isinstance(tensor, RaggedDTensor):
+            yield name, local, spec_class.from_param(tensor)
+            continue
+        pieces = pieces_of(tensor)
+        if pieces is None:
+            raise PlacementError(
+                "verl has no name for these pieces.",
+                expected="one flat range of the tensor on each rank",
+                got=tuple(map(str, tensor.placements)),
+                where=name,
+                todo="send it by vescale_fsdp.Transfer, or whole (WholeTensors)",
+            )
+        if pieces.cut_over is None:
+            yield name, local, spec_class(full_shape=pieces.shape)
+            continue
+        mesh, axis = pieces.cut_over
+        first = [mesh.get_local_rank(other) == 0 for other in range(mesh.ndim) if other != axis]
+        # A replica says so: values that come twice would be taken for changes twice.
+        yield (
+            name,
+            local.view(-1),
+            spec_class(
+                full_shape=pieces.shape,
+                place=pieces.own_piece.start,
+                gather_group=mesh.get_group(axis),
+                contributes=all(first),
+            ),
+        )
+
+
+def weight_source(tensors: WholeTensors, source_class: Any, meta_class: Any) -> Any:
+    """Whole tensors under vLLM's interface.
+
+    ``NCCLTrainerWeightTransferEngine.trainer_init(..., source=weight_source(tensors, WeightSource, ParamMeta))`` takes
+    it, and every rank of the trainer calls ``send_weights()`` after each step. vLLM's own ``ModuleSource`` gathers each
+    tensor on every rank; here only the sender receives it, in buckets. Backends that pass on what every rank has
+    (``ipc``) need ``receivers=None``.
+
+    Args:
+        tensors: what is sent. The sender, rank 0 to vLLM, must be among its receivers.
+        source_class: vLLM's ``WeightSource``.
+        meta_class: vLLM's ``ParamMeta``.
+
+    Returns:
+        A ``source_class``. Each pass over it is a collective of the trainer's ranks.
+
+    Examples:
+        >>> def source(model, WeightSource, ParamMeta):
+        ...     from vescale_fsdp.integrations.weight_sync import WholeTensors
+        ...     return weight_source(WholeTensors(model.state_dict()), WeightSource, ParamMeta)
+    """
+
+    def metadata(_self: Any) -> list[Any]:
+        return [meta_class(*tensor) for tensor in tensors.tensors]
+
+    def each(_self: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(tensors)
+
+    # Made here, since the class it is to be one of cannot be imported where this package is.
+    return type("WholeTensorSource", (source_class,), {"metadata": metadata, "__iter__": each})()

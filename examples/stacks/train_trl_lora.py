@@ -1,7 +1,7 @@
 """TRL's SFT with LoRA; the one line for this package is ``with as_fsdp2(...)``, and merging takes our function.
 
-    torchrun --nproc-per-node 2 -m examples.trl_lora.train --out /tmp/run           on CPUs, a few seconds
-    torchrun --nproc-per-node 3 -m examples.trl_lora.train --out /tmp/run --resume /tmp/run/checkpoint-25
+    torchrun --nproc-per-node 2 -m examples.stacks.train_trl_lora --out /tmp/run           on CPUs, a few seconds
+    torchrun --nproc-per-node 3 -m examples.stacks.train_trl_lora --out /tmp/run --resume /tmp/run/checkpoint-25
 
 Leaves the merged weights in OUT/merged.safetensors, and the adapter in OUT/checkpoint-.., which
 ``vescale-convert inspect OUT/checkpoint-25/pytorch_model_fsdp_0`` shows.
@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from examples.accelerate_on_cpu import allow_fsdp_on_cpu
-from examples.stack_options import GLOBAL_BATCH, Options, parse_options
-from examples.tiny_llm import CONFIG, Sequences, tiny_llama
-from examples.trainer.train import Watched, arguments, runtime
+from examples.stacks.accelerate_on_cpu import allow_fsdp_on_cpu
+from examples.stacks.options import GLOBAL_BATCH, Options, parse_options
+from examples.stacks.tiny_llm import CONFIG, Sequences, tiny_llama
+from examples.stacks.train_trainer import Watched, arguments, runtime
 from vescale_fsdp.integrations.peft import merge_and_unload
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")

@@ -1,7 +1,7 @@
 """transformers' Trainer; the one line for this package is ``with as_fsdp2(...)``.
 
-    torchrun --nproc-per-node 2 -m examples.trainer.train --out /tmp/run            on CPUs, a few seconds
-    torchrun --nproc-per-node 3 -m examples.trainer.train --out /tmp/run --resume /tmp/run/checkpoint-25
+    torchrun --nproc-per-node 2 -m examples.stacks.train_trainer --out /tmp/run            on CPUs, a few seconds
+    torchrun --nproc-per-node 3 -m examples.stacks.train_trainer --out /tmp/run --resume /tmp/run/checkpoint-25
     vescale-convert inspect /tmp/run/checkpoint-25/pytorch_model_fsdp_0
 
 Two micro-batches per step, clipping, a save in the middle; ``--runtime fsdp2`` is the same with stock FSDP2.
@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
-from examples.accelerate_on_cpu import allow_fsdp_on_cpu
-from examples.stack_options import GLOBAL_BATCH, MICRO_BATCHES, Options, parse_options
-from examples.tiny_llm import Sequences, tiny_llama
+from examples.stacks.accelerate_on_cpu import allow_fsdp_on_cpu
+from examples.stacks.options import GLOBAL_BATCH, MICRO_BATCHES, Options, parse_options
+from examples.stacks.tiny_llm import Sequences, tiny_llama
 from vescale_fsdp import Rows
 from vescale_fsdp.integrations import as_fsdp2
 

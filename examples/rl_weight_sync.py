@@ -1,7 +1,7 @@
 """Reinforcement learning in two jobs: one trains a policy, sharded; another samples from it with the newest weights.
 
-    python -m examples.rl_weight_sync.train                 two trainers and one sampler, on a CPU
-    python -m examples.rl_weight_sync.train --steps 100 --samplers 2 --picture /tmp/weights.svg
+    python -m examples.rl_weight_sync                 two trainers and one sampler, on a CPU
+    python -m examples.rl_weight_sync --steps 100 --samplers 2 --picture /tmp/weights.svg
 
 The policy writes letters and is rewarded for each that follows the one before it in the alphabet. In every step
 

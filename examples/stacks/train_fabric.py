@@ -1,7 +1,7 @@
 """Fabric with our runtime: the loop is the user's, the strategy's ``parallelize_fn`` shards the model.
 
-torchrun --nproc-per-node 2 -m examples.lightning.train_fabric --out demo_output/fabric
-torchrun --nproc-per-node 3 -m examples.lightning.train_fabric --out demo_output/fabric --steps 80 --resume
+torchrun --nproc-per-node 2 -m examples.stacks.train_fabric --out demo_output/fabric
+torchrun --nproc-per-node 3 -m examples.stacks.train_fabric --out demo_output/fabric --steps 80 --resume
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from examples.lightning.train import MICRO_BATCHES, SHAPE, MicroBatches
 from examples.llama import Llama
+from examples.stacks.train_lightning import MICRO_BATCHES, SHAPE, MicroBatches
 from vescale_fsdp import Rows
 from vescale_fsdp.integrations.lightning import VescaleFabricStrategy
 
