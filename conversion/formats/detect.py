@@ -5,8 +5,8 @@
     run/500/default/_METADATA              Orbax's manager
 
 A run folder is refused without a step: "newest" may name another step each time the command runs. DeepSpeed's file
-``latest`` is an exception, since its own tools read it. Checkpoints that are not complete (pointers of git-lfs, unfinished
-saves and downloads) are reported as such, not as damaged files.
+``latest`` is an exception, since its own tools read it. Incomplete checkpoints (pointers of git-lfs, unfinished saves
+and downloads) are reported as such, not as damaged files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a class of transformers says of its weights: names, shapes, ties, orientation, and whether it takes a folder.
 
-    class_table.json    common classes: names and shapes as functions of config.json, options, ties   (tools/class_table.py)
+    class_table.json   common classes: names and shapes as functions of config.json, options, ties (`tools.class_table`)
                         nothing is imported; settings that a row does not describe get no answer
     `class_child`       all other classes, in a child process: 6 CPU seconds and 250 to 600 MiB, which are
                         freed before data is copied, or are needed only after it

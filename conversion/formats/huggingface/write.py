@@ -7,8 +7,8 @@ names every offset. The order of the data is that of the safetensors library (wi
 files are the same byte for byte. Format: README of huggingface/safetensors.
 
 The result contains the model's tensors under their own names, an index if there are several files, and the files of
-``assets`` (config, tokenizer, code, licence). Optimizer state, other training state and the second name of a tied weight
-are left out and reported.
+``assets`` (config, tokenizer, code, licence). Optimizer state, other training state and the second name of a tied
+weight are left out and reported.
 """
 
 from __future__ import annotations
