@@ -12,18 +12,20 @@ from vescale_fsdp.lazy import lazily_export
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    from vescale_fsdp.checkpoint.data.reshardable_loader import ReshardableLoader
-    from vescale_fsdp.checkpoint.data.reshardable_sampler import ReshardableSampler
-    from vescale_fsdp.checkpoint.dcp.reader import RaggedLoadPlanner, RaggedReader
-    from vescale_fsdp.checkpoint.dcp.state_dict import (
+    from vescale_fsdp.checkpoint.formats.dcp.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
         set_model_state_dict,
         set_optimizer_state_dict,
         set_state_dict,
     )
-    from vescale_fsdp.checkpoint.dcp.writer import RaggedSavePlanner, RaggedWriter
-    from vescale_fsdp.checkpoint.loading.load import LoadReport, load
+    from vescale_fsdp.checkpoint.formats.dcp.storage import (
+        RaggedLoadPlanner,
+        RaggedReader,
+        RaggedSavePlanner,
+        RaggedWriter,
+    )
+    from vescale_fsdp.checkpoint.loading.load import LoadReport, SourceOptions, load
     from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, CheckpointTensor, read_state
     from vescale_fsdp.checkpoint.loading.verify import Problem, VerifyReport, verify
     from vescale_fsdp.checkpoint.manager import CheckpointManager, Restored
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
     from vescale_fsdp.checkpoint.saving.save import save
     from vescale_fsdp.checkpoint.state.per_rank import PerRank, Reshardable, Resharded
+    from vescale_fsdp.checkpoint.state.reshardable_data import ReshardableLoader, ReshardableSampler
     from vescale_fsdp.checkpoint.steps.retention import RetentionPolicy, StepRecord
     from vescale_fsdp.checkpoint.steps.save_policy import (
         AllOf,
@@ -75,6 +78,7 @@ __all__ = [
     "SaveContext",
     "SaveHandle",
     "SavePolicy",
+    "SourceOptions",
     "StepRecord",
     "VerifyReport",
     "async_save",
@@ -96,13 +100,12 @@ lazily_export(
     {
         "torch.distributed.checkpoint.state_dict": "get_state_dict",
         "vescale_fsdp.checkpoint.saving.async_save": "SaveHandle async_save",
-        "vescale_fsdp.checkpoint.dcp.reader": "RaggedLoadPlanner RaggedReader",
-        "vescale_fsdp.checkpoint.dcp.writer": "RaggedSavePlanner RaggedWriter",
-        "vescale_fsdp.checkpoint.loading.load": "LoadReport load",
+        "vescale_fsdp.checkpoint.formats.dcp.storage": "RaggedLoadPlanner RaggedReader RaggedSavePlanner "
+        "RaggedWriter",
+        "vescale_fsdp.checkpoint.loading.load": "LoadReport SourceOptions load",
         "vescale_fsdp.checkpoint.manager": "CheckpointManager Restored",
         "vescale_fsdp.checkpoint.state.per_rank": "PerRank Reshardable Resharded",
-        "vescale_fsdp.checkpoint.data.reshardable_loader": "ReshardableLoader",
-        "vescale_fsdp.checkpoint.data.reshardable_sampler": "ReshardableSampler",
+        "vescale_fsdp.checkpoint.state.reshardable_data": "ReshardableLoader ReshardableSampler",
         "vescale_fsdp.checkpoint.memory.ram_tier": "RamTier",
         "vescale_fsdp.checkpoint.steps.retention": "RetentionPolicy StepRecord",
         "vescale_fsdp.checkpoint.steps.save_policy": "AllOf AnyOf BeforeDeadline BestOf EveryMinutes "
@@ -111,7 +114,7 @@ lazily_export(
         "vescale_fsdp.checkpoint.storage.progress": "ProgressReport",
         "vescale_fsdp.checkpoint.loading.read_state": "CheckpointReader CheckpointTensor read_state",
         "vescale_fsdp.checkpoint.saving.save": "save",
-        "vescale_fsdp.checkpoint.dcp.state_dict": "get_model_state_dict get_optimizer_state_dict "
+        "vescale_fsdp.checkpoint.formats.dcp.state_dict": "get_model_state_dict get_optimizer_state_dict "
         "set_model_state_dict set_optimizer_state_dict set_state_dict",
         "vescale_fsdp.checkpoint.loading.verify": "Problem VerifyReport verify",
     },

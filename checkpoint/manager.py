@@ -20,16 +20,20 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.loading.load import Read, Verify, prove_choices
+from vescale_fsdp.checkpoint.loading.load import Read, Verify, check_choices
 from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.background import EXIT_TIMEOUT_S, check_exit_timeout
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, is_of_storage
+from vescale_fsdp.checkpoint.ranks.coordinator import (
+    Coordinator,
+    coordinator_for,
+    is_of_storage,
+    num_neighbours,
+)
 from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.restore import Restored, StepSearch, no_such_step, restore_newest
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, Optimizers, SaveHandle
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, check_choice
@@ -620,7 +624,7 @@ class CheckpointManager:
         alike: dict[str, Json] = {"strict": strict, "verify": verify, "read": read, "read_only": read_only}
         run: RunFile | None = None
         with self._coordinator.together(f"starting to restore from {self._root.where}", alike=alike):
-            prove_choices(verify, read)
+            check_choices(verify, read)
             patterns = (include,) if isinstance(include, str) else include
             wanted = None if step is None else operator.index(step)
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vescale_fsdp.checkpoint.moves.carried_state import CarriedState, model_state, whole_state
 from vescale_fsdp.checkpoint.moves.copying import Progress
 from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
 from vescale_fsdp.checkpoint.moves.source import Source
@@ -28,7 +29,6 @@ from vescale_fsdp.conversion.formats.huggingface.assets import (
 )
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.run_plan import Execution, Outcome, Part
-from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
 from vescale_fsdp.errors import ConversionError, some
 
 _ORDER_LOST = (
@@ -345,7 +345,7 @@ def _merged(state: CarriedState, url: str, config: dict[str, Any]) -> CarriedSta
 def _dequantized(state: CarriedState, text: str, assets: Assets, source: Source) -> CarriedState:
     """The state with quantised weights as floats, and the settings told."""
     from vescale_fsdp.checkpoint.moves.casting import float_type
-    from vescale_fsdp.conversion.state.dequantized_weights import dequantized
+    from vescale_fsdp.conversion.state.quantized_weights import dequantized
 
     dtype = float_type(text)
     found = dequantized(state, _settings(assets, source), dtype)

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits, Progress, prove_rest, written_digest
+from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits, Progress, verify_rest, written_digest
 from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, StagedFile, Storage
@@ -233,7 +233,7 @@ class Execution:
                 ),
             )
             copier.copy(todo, in_order=self._in_order)
-            prove_rest(self._files, limits.usable_threads)
+            verify_rest(self._files, limits.usable_threads)
             if not self._mine.is_complete:
                 self._mine.add(complete=True)
             published = self._publish_if_last()
@@ -291,7 +291,7 @@ class Execution:
             if self._options.overwrite or any(is_journal(name) for name in self._old_files):
                 return False
             raise refuse_other_result(self._url) from None
-        prove_rest(self._files, limits.usable_threads)
+        verify_rest(self._files, limits.usable_threads)
         self._progress(sum(file.tensor_nbytes for file in self._files))
         return True
 

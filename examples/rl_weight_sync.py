@@ -36,7 +36,6 @@ from vescale_fsdp import (
     fully_shard,
     joint_ranks,
     plan_transfer,
-    transfer_report,
 )
 
 LETTERS, LENGTH = 8, 6
@@ -95,9 +94,9 @@ class Exchange:
         self._samples = (None, samples) if is_trainer else (samples, None)
         plan = plan_transfer(*describe_states(*self._weights, ranks=ranks))
         if ranks.rank == 0:
-            print(transfer_report(plan), flush=True)
+            print(plan, flush=True)
             if options.picture is not None:
-                options.picture.write_text(transfer_report(plan).to_svg("weights, trainers to samplers"))
+                options.picture.write_text(plan.to_svg("weights, trainers to samplers"))
         # A sampler goes on with the weights it has where a trainer fails.
         self._move_weights = Transfer(plan, ranks=ranks, keep_old=True)
         self._move_samples = Transfer(

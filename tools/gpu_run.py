@@ -31,7 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.bench.rows import machine
-from vescale_fsdp.runtime.comm.memory_pools import FEATURE
+from vescale_fsdp.runtime.fsdp_module import MEMORY_POOLS
 
 ROOT = Path(__file__).parents[1]
 LEAST_S = 10  # with less left of the budget no step is begun
@@ -99,7 +99,7 @@ def _figures(out: Path, device: str, *, dry: bool) -> Iterator[Step]:
     if dry:
         return  # a CPU has no pools, and the benchmarks of steps take minutes there, and are run by themselves
     pools = _module("tools.gpu.parity", "--device", "cuda", "--backend", "nccl", "--only", "memory")
-    untried = {"VESCALE_FSDP_UNTRIED": FEATURE}
+    untried = {"VESCALE_FSDP_UNTRIED": MEMORY_POOLS}
     yield Step("parity in a library's memory, still untried", pools, 120, proves=False, env=untried)
     step = (sys.executable, "tools/bench/step.py", "--device", device, "--fake-world", "64", "--rounds", "1")
     for stem, size in {

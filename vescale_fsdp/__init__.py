@@ -13,14 +13,12 @@ from vescale_fsdp.lazy import lazily_export
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+    from vescale_fsdp.checkpoint.formats.dcp.form import DCP
+    from vescale_fsdp.checkpoint.transfer.description import StateDescription, describe_states
     from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
-    from vescale_fsdp.checkpoint.transfer.planning.description import StateDescription
-    from vescale_fsdp.checkpoint.transfer.planning.report import TransferReport, transfer_report
-    from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
-    from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle, describe_states
-    from vescale_fsdp.conversion.live.dcp_form import DCP
+    from vescale_fsdp.checkpoint.transfer.plan import TransferPlan, plan_transfer
+    from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle
     from vescale_fsdp.conversion.live.hf_form import HuggingFace
-    from vescale_fsdp.conversion.live.load_from import LoadFromReport, load_from
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
     from vescale_fsdp.dtensor.operators.dispatch_table import is_supported
     from vescale_fsdp.dtensor.operators.random_values import get_rng_state, manual_seed, set_rng_state
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
     from vescale_fsdp.layout.plan_report import PlanReport, plan_report
     from vescale_fsdp.layout.planner import TensorSpec, plan_group
+    from vescale_fsdp.runtime.data_mesh import DataParallelMeshDims
     from vescale_fsdp.runtime.fsdp_module import (
         FSDPModule,
         UnshardHandle,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     )
     from vescale_fsdp.runtime.fsdp_state import register_fsdp_forward_method
     from vescale_fsdp.runtime.fully_shard import fully_shard
-    from vescale_fsdp.runtime.setup.data_mesh import DataParallelMeshDims
     from vescale_fsdp.torch_private import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
 __all__ = [
@@ -65,7 +63,6 @@ __all__ = [
     "GroupLayout",
     "HSDPMeshInfo",
     "HuggingFace",
-    "LoadFromReport",
     "Membership",
     "MixedPrecisionPolicy",
     "ModelLayout",
@@ -90,7 +87,6 @@ __all__ = [
     "Transfer",
     "TransferHandle",
     "TransferPlan",
-    "TransferReport",
     "UnshardHandle",
     "Whole",
     "check_storage_writer",
@@ -101,7 +97,6 @@ __all__ = [
     "is_ragged",
     "is_supported",
     "joint_ranks",
-    "load_from",
     "manual_seed",
     "plan_group",
     "plan_report",
@@ -111,7 +106,6 @@ __all__ = [
     "register_fsdp_forward_method",
     "set_rng_state",
     "share_comm_ctx",
-    "transfer_report",
 ]
 
 __version__ = (
@@ -123,10 +117,9 @@ lazily_export(
     __name__,
     {
         "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
-        "vescale_fsdp.runtime.setup.data_mesh": "DataParallelMeshDims",
-        "vescale_fsdp.conversion.live.dcp_form": "DCP",
+        "vescale_fsdp.runtime.data_mesh": "DataParallelMeshDims",
+        "vescale_fsdp.checkpoint.formats.dcp.form": "DCP",
         "vescale_fsdp.conversion.live.hf_form": "HuggingFace",
-        "vescale_fsdp.conversion.live.load_from": "LoadFromReport load_from",
         "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
         "vescale_fsdp.dtensor.ragged_dtensor": (
             "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute redistribute_async"
@@ -148,9 +141,8 @@ lazily_export(
         "vescale_fsdp.dtensor.operators.random_values": "get_rng_state manual_seed set_rng_state",
         "vescale_fsdp.layout.plan_report": "PlanReport plan_report",
         "vescale_fsdp.checkpoint.transfer.joint_ranks": "joint_ranks",
-        "vescale_fsdp.checkpoint.transfer.planning.description": "StateDescription",
-        "vescale_fsdp.checkpoint.transfer.planning.transfer_plan": "TransferPlan plan_transfer",
-        "vescale_fsdp.checkpoint.transfer.planning.report": "TransferReport transfer_report",
-        "vescale_fsdp.checkpoint.transfer.transfer": "Transfer TransferHandle describe_states",
+        "vescale_fsdp.checkpoint.transfer.description": "StateDescription describe_states",
+        "vescale_fsdp.checkpoint.transfer.plan": "TransferPlan plan_transfer",
+        "vescale_fsdp.checkpoint.transfer.transfer": "Transfer TransferHandle",
     },
 )

@@ -1,8 +1,98 @@
-"""Formats that `vescale_fsdp.checkpoint` does not read itself: what opens them, imported when it is called."""
+"""The formats of checkpoints that can be read: how each is recognized, and the function that opens it.
+
+`checkpoint.load` and ``vescale-convert`` read this table. Functions are named as ``module:function`` and imported when
+a checkpoint of the format is met, so that native loads import no other format. Other packages add formats by entry
+points of the group ``vescale_fsdp.formats``: the entry point has the format's name and loads to a `Format`.
+"""
 
 from __future__ import annotations
 
-from vescale_fsdp.lazy import lazy_function
+import re
+from collections.abc import Collection, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-# (path or URL) -> vescale_fsdp.checkpoint.moves.source.Source
-open_foreign = lazy_function("vescale_fsdp.conversion.formats.detect", "open_source")
+from vescale_fsdp.lazy import function_named
+
+_OPENERS = "vescale_fsdp.conversion.formats.table"
+
+
+class Format(NamedTuple):
+    """One format.
+
+    Args:
+        file: pattern of names; a folder that has such a file is a checkpoint of this format.
+        opener: ``module:function``, called with the folder's storage, a file in it (empty for a folder) and whether its
+            pickles are trusted; returns a `conversion.Source`, having read metadata only.
+        is_file: the checkpoint is that file rather than a folder with it.
+    """
+
+    file: str
+    opener: str
+    is_file: bool = False
+
+    def open(self, store: Any, file: str, trust_pickle: bool) -> Any:
+        """Open a checkpoint of this format."""
+        return function_named(self.opener)(store, file, trust_pickle)
+
+
+# In the order in which a folder is compared with them: a format whose folders hold another format's files comes first.
+FORMATS = {
+    "native": Format(r"manifest\.json", f"{_OPENERS}:open_native"),
+    "megatron": Format(r"common\.pt", f"{_OPENERS}:open_megatron"),
+    "dcp": Format(r"\.metadata", f"{_OPENERS}:open_dcp"),
+    "zarr": Format(r"zarr\.json|\.z(group|array|metadata)", f"{_OPENERS}:open_zarr"),
+    "orbax": Format(r"([^/]+/)?_METADATA", f"{_OPENERS}:open_orbax"),
+    # A folder with a model and its adapter is the model's; see `detect`.
+    "adapter": Format(r"adapter_model\.safetensors", f"{_OPENERS}:open_adapter"),
+    "shards": Format(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors", f"{_OPENERS}:open_shards"),
+    "hf": Format(r"[^/]*\.safetensors(\.index\.json)?", f"{_OPENERS}:open_hf"),
+    "bin": Format(r"(diffusion_)?pytorch_model(_fsdp)?\.bin(\.index\.json)?", f"{_OPENERS}:open_bin"),
+    # Its folder, or the one around it, which has the file `latest`. After those of Hugging Face: a Trainer gathers a
+    # model next to it, and what it left in a model's folder may be old.
+    "deepspeed": Format(
+        r"([^/]+/)?((zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|\w*zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+        r"|layer_\d+-model_\d+-model_states\.pt|zero/.+/fp32\.pt)",
+        f"{_OPENERS}:open_deepspeed",
+    ),
+    "ranks": Format(r"[^/]+_rank_?\d+\.(bin|pt|pth)", f"{_OPENERS}:open_ranks"),
+    "safetensors": Format(r".*\.safetensors", f"{_OPENERS}:open_safetensors", is_file=True),
+    "torch": Format(r".*\.(pt|pth|bin|ckpt)", f"{_OPENERS}:open_torch", is_file=True),
+}
+# A folder of folders: a model and its optimizer as two checkpoints of torch.distributed.checkpoint.
+DCP_INSIDE = r"[^/]+/\.metadata"
+
+
+@lru_cache
+def added_formats() -> dict[str, Format]:
+    """Formats of other packages, by name; looked up when no format of this package fits."""
+    from importlib.metadata import entry_points  # 20 ms that native loads do without
+
+    return {point.name: point.load() for point in entry_points(group="vescale_fsdp.formats")}
+
+
+def all_formats() -> Iterator[tuple[str, Format]]:
+    """Formats by name: this package's, then those of others."""
+    yield from FORMATS.items()
+    yield from added_formats().items()
+
+
+def is_known(files: Collection[str]) -> bool:
+    """Whether a folder with these files may be a checkpoint of one of the formats."""
+    if any(re.fullmatch(DCP_INSIDE, name) for name in files):
+        return True
+    return any(
+        re.fullmatch(form.file, name) for _, form in all_formats() if not form.is_file for name in files
+    )
+
+
+def open_foreign(url: Any) -> Any:
+    """The `Source` of a checkpoint of any format, by path or URL."""
+    return function_named("vescale_fsdp.conversion.formats.detect:open_source")(url)
+
+
+def load_through_views(url: str, state: Any, source: Any, **options: Any) -> Any:
+    """Fill a live state from a checkpoint of any format, through casts and key rules; returns its `LoadReport`."""
+    return function_named("vescale_fsdp.conversion.live.load:load_through_views")(
+        url, state, source, **options
+    )

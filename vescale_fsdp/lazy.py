@@ -57,3 +57,9 @@ def lazily_export(package: str, names: Mapping[str, str]) -> None:
 def lazy_function(module: str, name: str) -> Callable[..., Any]:
     """A function of a module that is imported when the function is called."""
     return lambda *args, **kwargs: getattr(import_module(module), name)(*args, **kwargs)
+
+
+def function_named(name: str) -> Callable[..., Any]:
+    """The function that ``module:function`` names; its module is imported now."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)  # type: ignore[no-any-return]

@@ -37,8 +37,8 @@ CLASSES = {
     "vescale_fsdp.placement": {"vescale_fsdp.layout.placement": "RaggedShard StridedRaggedShard"},
     "vescale_fsdp.planner": {"vescale_fsdp.layout.planner": "TensorSpec"},
     "vescale_fsdp.quantize.gather": {"vescale_fsdp.quantize.quantized_gather": "QuantizedGather"},
-    "vescale_fsdp.quantize.grid": {"vescale_fsdp.quantize.block_grid": "BlockGrid"},
-    "vescale_fsdp.quantize.quantized": {"vescale_fsdp.quantize.quantized_tensor": "Quantized"},
+    "vescale_fsdp.quantize.grid": {"vescale_fsdp.quantize.codec": "BlockGrid"},
+    "vescale_fsdp.quantize.quantized": {"vescale_fsdp.quantize.codec": "Quantized"},
     "vescale_fsdp.report": {
         "vescale_fsdp.layout.plan_report": "PlanReport PlanRow PlannedGroup PlannedParam"
     },

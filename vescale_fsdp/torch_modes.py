@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 Given = ParamSpec("Given")
 T = TypeVar("T")
 
-AS_IT_IS = nullcontext()  # may be entered again inside itself: one for all uses, of which a step has many
+NULL_CONTEXT = nullcontext()  # may be entered again inside itself: one for all uses, of which a step has many
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -39,7 +39,7 @@ def outside_fake_mode() -> AbstractContextManager[Any]:
 
 def fake_mode_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """The mode that a tensor without values belongs to, so that others are made like it; nothing for any other."""
-    return tensor.fake_mode if isinstance(tensor, FakeTensor) else AS_IT_IS
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else NULL_CONTEXT
 
 
 def in_functorch() -> bool:
@@ -51,7 +51,7 @@ def outside_modes() -> AbstractContextManager[Any]:
     """Do what is inside as if no transform of ``torch.func`` (torch 2.11-2.13) nor inference mode were active."""
     # A transform's wrapped tensors have no storage to resize, and refuse requires_grad_. Tensors made in inference
     # mode have no version counter, and no later forward could save them for its backward.
-    left = torch.inference_mode(False) if torch.is_inference_mode_enabled() else AS_IT_IS
+    left = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NULL_CONTEXT
     if not in_functorch():
         return left
     both = ExitStack()
@@ -62,7 +62,7 @@ def outside_modes() -> AbstractContextManager[Any]:
 
 def without_grad() -> AbstractContextManager[Any]:
     """``torch.no_grad()`` where autograd records: entering it costs microseconds, and hooks run where it does not."""
-    return torch.no_grad() if torch.is_grad_enabled() else AS_IT_IS
+    return torch.no_grad() if torch.is_grad_enabled() else NULL_CONTEXT
 
 
 def without_autocast() -> AbstractContextManager[Any]:
@@ -97,7 +97,7 @@ def profiled(label: str, name: str) -> AbstractContextManager[Any]:
     """
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(label + name)
-    return AS_IT_IS
+    return NULL_CONTEXT
 
 
 def process_group_pool(group: dist.ProcessGroup, device: torch.device) -> Any:

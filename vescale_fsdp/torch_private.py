@@ -113,7 +113,7 @@ __all__ = [
     "fqn_of",
     "gloo_group",
     "grad_dtype_of",
-    "groups_as_patient_as",
+    "groups_with_timeout_of",
     "is_asked_by",
     "is_noted_sharded",
     "is_replicated",
@@ -322,7 +322,7 @@ def coalesced(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 @contextmanager
-def groups_as_patient_as(base: dist.ProcessGroup) -> Iterator[None]:
+def groups_with_timeout_of(base: dist.ProcessGroup) -> Iterator[None]:
     """Groups that are made inside get the time-out of ``base``.
 
     torch gives a new group its backend's default, whatever `init_process_group` was told, and the groups of a
@@ -405,13 +405,13 @@ def concatenate_meshes(*slices: DeviceMesh) -> DeviceMesh:
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """A 1-D mesh of all axes of a slice of a named mesh, in their order (torch 2.11-2.13). A collective call."""
-    with groups_as_patient_as(mesh.get_group(0)):
+    with groups_with_timeout_of(mesh.get_group(0)):
         return mesh._flatten(name)
 
 
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """The only axis of a mesh split into several (torch 2.11-2.13). A collective call."""
-    with groups_as_patient_as(mesh.get_group(0)):
+    with groups_with_timeout_of(mesh.get_group(0)):
         return mesh._unflatten(0, sizes, names)
 
 

@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import NamedTuple
 
-from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
-from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables, read_chunk
-from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
+from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
+from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables, read_chunk
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
+    Chunk,
     array_json,
     chunk_boxes,
     chunk_file,

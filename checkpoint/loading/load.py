@@ -14,30 +14,31 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.checkpoint.loading.read_plan import Reads
+from vescale_fsdp.checkpoint.formats.native.read import Reads
+from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
-from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbours
 from vescale_fsdp.checkpoint.ranks.first_error import noting
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.checkpoint.state.live_objects import has_meta_modules
 from vescale_fsdp.checkpoint.state.match import Match, Strict, TensorRead, match
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.checkpoint.storage.open import open_parent, open_storage
 from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
 from vescale_fsdp.dtensor.half_loaded import mark_half_loaded, mark_whole
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
@@ -50,6 +51,7 @@ from vescale_fsdp.errors import (
     VescaleError,
     some,
 )
+from vescale_fsdp.formats import is_known, load_through_views
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import local_of
 
@@ -67,11 +69,13 @@ class LoadReport:
     Attributes:
         missing: leaves of the state that the checkpoint lacks; they keep their values.
         unexpected: leaves of the checkpoint that the state lacks.
-        metadata: the ``metadata`` argument of `save`.
-        num_bytes_read: bytes of tensors that this rank read from the storage; what ``verify="before"`` proves first
-            and reads then counts twice.
+        metadata: the ``metadata`` argument of `save`; None for other formats.
+        num_bytes_read: bytes of tensors that this rank read from the storage; what ``verify="before"`` hashes first
+            and reads then counts twice. For other formats, the bytes of its parts of the tensors.
         num_bytes_received: bytes of them that other ranks read and sent.
         mismatched: tensors of other shapes or dtypes, which keep their values: what the checkpoint and the state have.
+        left_out: other entries of the checkpoint that the state cannot take, such as a scheduler's.
+        warnings: what the checkpoint's files leave open, in sentences; the logger ``vescale_fsdp`` reports them too.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -80,12 +84,41 @@ class LoadReport:
         ('b',)
     """
 
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    metadata: Json
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    metadata: Json = None
     num_bytes_read: int = 0
     num_bytes_received: int = 0
     mismatched: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """How `load` reads a checkpoint whose tensors differ from the state's in name, layout or encoding.
+
+    Args:
+        rules: key rules, as ``vescale-convert --rules``: a shipped set's name or a TOML file.
+        rules_to: whose names the state has, ``"ours"`` or ``"hf"``: the side of the rules that is made.
+        config: folder or URL of the config.json that rules and ``dequantize`` use; default: the checkpoint's own.
+        dequantize: the float type that quantized weights become, before rules: ``"bf16"``, as for ``vescale-convert``.
+        model_prefix: what the model's names begin with in the checkpoint; detected by default.
+
+    Examples:
+        >>> from vescale_fsdp.checkpoint import save
+        >>> save("of_two", {"teacher": {"w": torch.ones(2)}, "student": {"w": torch.zeros(2)}})
+        >>> state = {"w": torch.zeros(2)}
+        >>> _ = load("of_two", state, source=SourceOptions(model_prefix="teacher"))
+        >>> state["w"].tolist()
+        [1.0, 1.0]
+    """
+
+    rules: str | None = None
+    rules_to: str = "ours"
+    config: str | None = None
+    dequantize: str | None = None
+    model_prefix: str | None = None
 
 
 def load(
@@ -94,48 +127,65 @@ def load(
     *,
     strict: bool = True,
     include: str | Sequence[str] | None = None,
+    dtype: str | Sequence[str] = (),
+    init: Callable[[nn.Module], object] | None = None,
+    source: SourceOptions | None = None,
     verify: Verify = "while",
     read: Read = "auto",
     process_group: dist.ProcessGroup | None = None,
     progress: Tell = False,
 ) -> LoadReport:
-    """Fill a state in place from a checkpoint. A collective.
+    """Fill a state in place from a checkpoint of any format, on any number of ranks. A collective.
 
     Tensors are filled where they are, whatever their sharding now and when they were saved. Plain values
     are replaced in their dicts and lists; Stateful objects get ``load_state_dict``. An optimizer takes its state and
     options by parameter name, in whichever of torch's forms they were saved, also before its first step.
 
+    Native checkpoints (`save`) are matched name by name. Every other format that ``vescale-convert`` reads is opened
+    too, and native ones likewise if ``dtype``, ``init`` or ``source`` is given or the state has modules on the meta
+    device. The model and the optimizer are then found in the checkpoint whatever it calls them, and each rank reads the
+    bytes of its own parts, in boxes of at most 16 MiB.
+
     Args:
-        path: folder or fsspec URL of a checkpoint.
-        state: nested like the state that was saved.
-        strict: raise if leaves are missing or unexpected, or a name pattern fits none; False reports what is
-            missing or unexpected instead.
+        path: folder or fsspec URL of a checkpoint, or a file such as ``model.safetensors``. A folder of a peft adapter
+            fills the adapter of a model that has one and leaves its base unchanged.
+        state: nested like the state that was saved; for other formats a module, or a dict such as
+            ``{"model": model, "optimizer": optimizer, "step": 0}``. Tensors of modules on the meta device get memory.
+        strict: raise if leaves are missing, unexpected or mismatched, or a name pattern fits none; False reports
+            them and loads the rest.
         include: name patterns (fnmatch, such as ``"model.*"``); only leaves that fit one are loaded. Keys may be joined
             by ``/`` too.
+        dtype: ``"state"`` casts floats to the dtypes that the state has. Casts as for ``vescale-convert --dtype``,
+            such as ``["bfloat16", "*.gate.bias=float32"]``, are applied first.
+        init: called with each module that has buffers on the meta device which no checkpoint holds, once they have
+            memory and before anything is read; ``model._init_weights`` for models of transformers.
+        source: what a checkpoint with other names, layouts or encodings needs.
         verify: "while" hashes what has been read, so that bytes come from the disk or over the network once.
             Damage is found all the same, but tensors may hold some of it when the error is raised: a
             `PartialLoadError` then. "before" reads and hashes all bytes before the first tensor is overwritten
             on any rank, so that damage leaves the state as it was. "never" trusts the disk; names, sizes and
-            headers of files are checked all the same.
+            headers of files are checked all the same. Other formats are read with "while" only.
         read: how ranks read what several of them want, such as replicas. "once": one of them reads and verifies it,
             and sends it to the others in pieces, so that all bytes read are the checkpoint's. "each": every rank
             reads for itself, which is faster from a local disk: its cache serves them all. "auto": once from
-            object stores and from file systems that are mounted over a network, else each. The zarr form is
-            read by each rank in any case.
+            object stores and from file systems that are mounted over a network, else each. The zarr form and other
+            formats are read by each rank.
         process_group: the ranks that load together; default: all.
-        progress: is told how far this rank has come; True draws a bar on rank 0.
+        progress: a function that gets reports of this rank's progress; True draws a bar on rank 0.
 
     Returns:
-        What was missing or unexpected, and how many bytes were read.
+        What was missing, unexpected or mismatched, and how many bytes were read.
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint does not fit the state.
+        ConversionError: if files of no known format are there, or options do not fit the checkpoint.
         CorruptCheckpointError: on all ranks, if any of them finds damage. Whatever else a rank meets, such as a
             lost connection, it raises itself, and the others a CheckpointError that names it.
         PartialLoadError: on all ranks, in place of either, if the first tensor had been overwritten by then;
             ``error.overwritten`` names this rank's. One that damage led to is a CorruptCheckpointError too. DTensors
             that `fully_shard` made refuse their unit's next forward until a load has filled them, ``load_state_dict``
-            included. Nothing watches over other tensors, FSDP2's among them: there the error has to be heeded.
+            included. Nothing watches over other tensors, FSDP2's among them: there the error has to be heeded. Modules
+            that were on the meta device are there again.
         ValueError: if there is no such way to verify or to read.
 
     Examples:
@@ -145,14 +195,73 @@ def load(
         >>> report = load("to_load", state)
         >>> state["w"].sum().item(), state["step"], report.missing
         (4.0, 7, ())
+        >>> torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, "linear.pt")
+        >>> with torch.device("meta"):
+        ...     model = nn.Linear(3, 2)
+        >>> load("linear.pt", model).missing, model.weight.sum().item()
+        ((), 6.0)
     """
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
+    casts = (dtype,) if isinstance(dtype, str) else tuple(dtype)
     coordinator = coordinator_for(process_group)
-    with coordinator.together(f"opening {path}", is_first=True):
+    alike: dict[str, Json] = {
+        "dtype": list(casts),
+        "init": init is not None,
+        "source": None if source is None else asdict(source),
+    }
+    with coordinator.together(f"opening {path}", _NOTHING_LOADED, alike, is_first=True):
+        check_choices(verify, read)
         storage = open_storage(path, neighbours=num_neighbours())
         meter = meter_for(progress, coordinator.rank)
-        loader = Loader(storage, coordinator, verify, read=read, meter=meter)
-    return loader.load(state, strict=strict, include=patterns)
+        manifest = _manifest_of(storage, path)
+        has_options = bool(casts) or init is not None or source is not None
+        through_views = manifest is None or has_options or has_meta_modules(state)
+        alike["the checkpoint is native, and the state in memory"] = not through_views
+        if through_views and (verify != "while" or read == "once"):
+            raise ArgumentError(
+                "This load has one way to verify and to read.",
+                expected="verify='while' and read='auto' or 'each', unless a native checkpoint is loaded as it is",
+                got=f"verify={verify!r}, read={read!r}",
+                where=str(path),
+                todo="leave verify and read out",
+            )
+    if not through_views:
+        loader = Loader(storage, coordinator, verify, read=read, meter=meter, manifest=manifest)
+        return loader.load(state, strict=strict, include=patterns)
+    report: LoadReport = load_through_views(
+        os.fspath(path) if isinstance(path, (str, os.PathLike)) else path.where,
+        state,
+        source or SourceOptions(),
+        casts=casts,
+        include=patterns,
+        strict=strict,
+        init=init,
+        coordinator=coordinator,
+        meter=meter,
+    )
+    return report if manifest is None else replace(report, metadata=manifest.metadata)
+
+
+def _manifest_of(storage: Storage, path: str | os.PathLike[str] | Storage) -> Manifest | None:
+    """The manifest of a native checkpoint; None where files of another format are.
+
+    Raises:
+        NoCheckpointError: if no known format's files are there.
+    """
+    try:
+        return read_manifest(storage)
+    except NoCheckpointError:
+        if isinstance(path, Storage):
+            raise
+        files = storage.list_files()
+        # An interrupted save has left zarr.json, but no manifest.
+        is_unfinished = any(name.startswith("data-") for name in files)
+        if files and (is_unfinished or not is_known(files)):
+            raise
+        parent, name = open_parent(os.fspath(path).rstrip("/"))
+        if not files and parent.size(name) is None:
+            raise
+        return None
 
 
 class Supply(Protocol):
@@ -175,9 +284,10 @@ class Loader:
     supply: Supply | None = None
     read: Read = "auto"
     meter: Meter = field(default_factory=Meter)
+    manifest: Manifest | None = None  # None to read it
 
     def __post_init__(self) -> None:
-        prove_choices(self.verify, self.read)
+        check_choices(self.verify, self.read)
 
     @property
     def _reads_once(self) -> bool:
@@ -243,7 +353,8 @@ class Loader:
     def _open(self) -> CheckpointReader:
         """The checkpoint, proven to be one and the same for all ranks: it may be replaced between two reads."""
         with self.coordinator.together(f"opening {self.storage.where}", _NOTHING_LOADED), gc_paused():
-            reader = CheckpointReader(self.storage, cost=self.supply.cost if self.supply else self._cost)
+            cost = self.supply.cost if self.supply else self._cost
+            reader = CheckpointReader(self.storage, cost=cost, manifest=self.manifest)
         save_ids = self.coordinator.everyone(reader.manifest.save_id)
         first_ranks = {save_id: save_ids.index(save_id) for save_id in save_ids}
         if len(first_ranks) > 1:
@@ -308,7 +419,7 @@ class Loader:
             tensor = local_of(read.tensor) if isinstance(read.tensor, DTensor) else read.tensor
             if tensor.device.type == "meta":
                 raise _cannot_fill(
-                    read.name, "a tensor on the meta device", "call to_empty() on the model first"
+                    read.name, "a tensor on the meta device", "call to_empty() on its module first"
                 )
             described = describer.describe(read.name, read.tensor)
             local = described.local
@@ -344,7 +455,7 @@ class Loader:
             self._per_rank(reader, found)
             reads.open()
         if self.verify == "before":
-            reads.prove()
+            reads.verify()
 
     def _merging(self, reader: CheckpointReader, found: Match) -> set[str]:
         """Per-rank values that are made of those of all ranks that saved."""
@@ -398,7 +509,7 @@ def _closed_behind(reads: Reads) -> Iterator[Reads]:
     reads.close()
 
 
-def prove_choices(verify: str, read: str) -> None:
+def check_choices(verify: str, read: str) -> None:
     """Refuse what is no way to verify or to read."""
     if verify not in get_args(Verify):
         expected = "'before', 'while' or 'never'"

@@ -21,17 +21,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.loading.locate import ShareFinder
-from vescale_fsdp.checkpoint.loading.read_plan import ReadPlan, Reads
-from vescale_fsdp.checkpoint.loading.targets import Bytes, Sink
-from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
-from vescale_fsdp.checkpoint.loading.zarr_reader import ZarrReads
+from vescale_fsdp.checkpoint.formats.native.read import ReadPlan, Reads
+from vescale_fsdp.checkpoint.formats.native.targets import Bytes, Sink
+from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
+from vescale_fsdp.checkpoint.formats.zarr.read import ZarrReads
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.rank_file import ShareFinder
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, dotted_name, join_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
+from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbours
 from vescale_fsdp.checkpoint.state.per_rank import leaf_of, unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
@@ -74,10 +74,10 @@ def _no_checkpoint(storage: Storage) -> NoCheckpointError:
         todo = "for a folder of steps, CheckpointManager(path).restore(state); or give the path of one step"
     elif ".metadata" in names:
         got += ", but .metadata of torch.distributed.checkpoint"
-        todo = "dcp.load reads it, and vescale-convert to-vescale brings it into this format"
+        todo = "`load` and dcp.load read it, and vescale-convert to-vescale brings it into this format"
     elif any(name.endswith((".safetensors", ".bin", ".pt", ".pth")) for name in names):
         got += ", but files of weights"
-        todo = "vescale-convert to-vescale brings them into this format"
+        todo = "`load` reads them, and vescale-convert to-vescale brings them into this format"
     return NoCheckpointError(
         "There is no checkpoint at this path.",
         expected="a folder with manifest.json (it is written last: a folder without one is incomplete)",
@@ -197,9 +197,15 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         (['model.w'], 6.0, (2, 3))
     """
 
-    def __init__(self, storage: Storage, *, cost: Callable[[int], int] = lambda rank: 0) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        cost: Callable[[int], int] = lambda rank: 0,
+        manifest: Manifest | None = None,
+    ) -> None:
         self.storage = storage
-        self.manifest = read_manifest(storage)
+        self.manifest = read_manifest(storage) if manifest is None else manifest
         self.metadata: Json = self.manifest.metadata
         self._finder = ShareFinder(self.manifest, cost)
         self._tables = ChunkTables(storage, self.manifest)

@@ -119,7 +119,7 @@ def verify(
             return _verify_own(path.store, manifest, progress)
         return _verify_source(path, deep, progress)
     from vescale_fsdp.checkpoint.loading.read_state import read_manifest  # torch, which no source needs
-    from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
+    from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbours
 
     storage = open_storage(path, neighbours=num_neighbours())
     try:
@@ -200,14 +200,14 @@ def _read_tensor(
     for chunk in chunks:
         if chunk.checked is not None:
             with _noting(problems, info.name):
-                source.prove_range(chunk.checked)
+                source.reads.verify_range(chunk.checked)
             count(chunk.checked.nbytes)
     if is_inflated(info.nbytes, tensor.stored_nbytes):  # the stored bytes, not the items they are repeated as
         for chunk in chunks:
             stop = chunk.offset + (0 if chunk.checked else chunk.stored_nbytes(info.dtype.itemsize))
             for start in range(chunk.offset, stop, _READ_BYTES):
                 nbytes = min(_READ_BYTES, stop - start)
-                source.read_bytes(chunk.file, start, memoryview(bytearray(nbytes)))
+                source.reads.read(chunk.file, start, memoryview(bytearray(nbytes)))
                 count(nbytes)
     elif not chunks or any(chunk.checked is None for chunk in chunks):
         for piece in pieces_of(SourceView(source, info.name, info.name), _READ_BYTES):

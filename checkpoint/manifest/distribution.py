@@ -1,28 +1,28 @@
-"""Distributions: the rule that says which ranks hold which region of a tensor. O(1) in ranks.
+"""Distributions: a rule that gives the region of a tensor that each rank holds. O(1) in ranks.
 
 A rule has *axes* (how a rank's coordinate on a mesh axis follows from its number) and *cuts* (what each
-sharding axis does to the tensor, in order of application). Replicated axes are simply left out: ranks with
-equal coordinates on the axes that cut are replicas of each other.
+sharding axis does to the tensor, in order of application). Replicated axes are left out: ranks with equal
+coordinates on the axes that cut are replicas of each other.
 
     8 ranks, mesh (replicate=2, shard=4), ragged        axes: (size 4, stride 1)     coordinate = rank % 4
     8 ranks, FSDP=4 on dim 0 over TP=2 on dim 1         axes: (4, 2), (2, 1)         rank // 2 % 4, rank % 2
     a plain tensor                                      axes: none                   all ranks are replicas
 
-Strided shards (FSDP inside TP on one dim) need no kind of their own: TP's cut is applied first.
+Strided shards (FSDP inside TP on one dim) need no cut of their own: TP's cut is applied first.
 """
 
 from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import FlatRange, RunLengths, chunk_of, contiguous_strides, whole_box
@@ -30,6 +30,93 @@ from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 
 if TYPE_CHECKING:
     from vescale_fsdp.layout.placement import RaggedShard
+
+
+Run = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class RankSet:
+    """A set of ranks by rule: ``start + i * outer_step + j * step`` for i < outer, j < count, of every run.
+
+    Args:
+        runs: (start, count, step, outer, outer_step), in ascending order of start.
+    """
+
+    runs: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, ranks: Iterable[int]) -> RankSet:
+        """The set of these ranks, in runs with two levels of repetition."""
+        return cls(tuple(_repeat(_runs(sorted(set(ranks))))))
+
+    @classmethod
+    def world(cls, world_size: int) -> RankSet:
+        """All ranks of a world."""
+        return cls(((0, world_size, 1, 1, 0),))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks, ascending."""
+        return tuple(
+            sorted(
+                start + turn * outer_step + place * step
+                for start, count, step, outer, outer_step in self.runs
+                for turn in range(outer)
+                for place in range(count)
+            )
+        )
+
+    def __contains__(self, rank: int) -> bool:
+        place = bisect_left(self.ranks, rank)
+        return place < len(self.ranks) and self.ranks[place] == rank
+
+    def union(self, other: RankSet) -> RankSet:
+        """Ranks in either set."""
+        return RankSet.of([*self.ranks, *other.ranks])
+
+    def to_json(self) -> list[list[int]]:
+        """Plain values that `from_json` reads back without loss."""
+        return [list(run) for run in self.runs]
+
+    @classmethod
+    def from_json(cls, data: Any) -> RankSet:
+        """Inverse of `to_json`."""
+        return cls(tuple((int(a), int(b), int(c), int(d), int(e)) for a, b, c, d, e in data))
+
+
+def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Greedy (start, count, step) runs of ascending ranks."""
+    runs: list[tuple[int, int, int]] = []
+    at = 0
+    while at < len(ranks):
+        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
+        stop = at + 1
+        while stop < len(ranks) and ranks[stop] - ranks[stop - 1] == step:
+            stop += 1
+        # Two ranks far apart are more often the end of one run and the start of the next.
+        if stop - at == 2 and step > 1 and stop < len(ranks):
+            stop, step = at + 1, 1
+        runs.append((ranks[at], stop - at, step if stop - at > 1 else 1))
+        at = stop
+    return runs
+
+
+def _repeat(runs: Sequence[tuple[int, int, int]]) -> Iterable[Run]:
+    """Join equal runs at equal distances."""
+    at = 0
+    while at < len(runs):
+        start, count, step = runs[at]
+        stop = at + 1
+        distance = runs[stop][0] - start if stop < len(runs) else 0
+        while (
+            stop < len(runs)
+            and runs[stop][1:] == (count, step)
+            and runs[stop][0] == start + (stop - at) * distance
+        ):
+            stop += 1
+        yield start, count, step, stop - at, distance if stop - at > 1 else 0
+        at = stop
 
 
 @dataclass(frozen=True)
@@ -40,7 +127,7 @@ class Axis:
         size: ranks along the axis.
         stride: the coordinate is ``(rank - base) // stride % size``.
         base: lowest rank of the mesh, for meshes that do not start at a multiple of their extent.
-        table: (rank, coordinate) of every rank of a mesh that follows no such rule, else None.
+        table: (rank, coordinate) of every rank, for a mesh that follows no such rule; else None.
     """
 
     size: int
@@ -77,7 +164,7 @@ Axes = tuple[Axis, ...]
 
 
 class Cut(ABC):
-    """What one sharding axis does to the region that earlier cuts have left."""
+    """How one sharding axis divides the region that is left after earlier cuts."""
 
     __slots__ = ()
 
@@ -89,7 +176,7 @@ class Cut(ABC):
     def touching(
         self, region: Region, size: int, wanted: Region, layouts: Sequence[GroupLayout]
     ) -> Iterator[int]:
-        """Coordinates whose part of ``region`` may share elements with ``wanted``."""
+        """Coordinates whose part of ``region`` may overlap ``wanted``."""
 
     @abstractmethod
     def to_json(self) -> list[Any]:
@@ -151,7 +238,7 @@ class _FlatCut(Cut):
             flat = wanted.span
         else:
             strides = contiguous_strides(region.box.sizes)
-            places = []
+            ranges = []
             for box, _ in wanted.pieces():
                 shared = box.intersect(region.box)
                 if shared is not None:
@@ -160,17 +247,17 @@ class _FlatCut(Cut):
                         for a, b, s in zip(shared.offsets, region.box.offsets, strides, strict=True)
                     )
                     last = first + sum((n - 1) * s for n, s in zip(shared.sizes, strides, strict=True))
-                    places.append((first, last + 1))
-            if not places:
+                    ranges.append((first, last + 1))
+            if not ranges:
                 return
-            flat = FlatRange(min(a for a, _ in places), max(b for _, b in places))
+            flat = FlatRange(min(a for a, _ in ranges), max(b for _, b in ranges))
         if flat.numel:
             yield from self.coordinates_of(region, size, flat, layouts)
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutCut(_FlatCut):
-    """The pieces that a group layout gives: ``layout`` and ``slot`` are places in the manifest's tables."""
+    """The pieces of a group layout's slot; ``layout`` and ``slot`` are indices into the manifest's tables."""
 
     layout: int
     slot: int
@@ -252,7 +339,7 @@ def cut_from_json(data: Sequence[Any]) -> Cut:
 
 
 def shard_order(shards: Mapping[int, tuple[int, int]], sizes: Sequence[int]) -> list[int] | None:
-    """Mesh axes in the order in which they cut a tensor; None if their split factors tell of no order.
+    """Mesh axes in the order in which they cut a tensor; None if their split factors give no order.
 
     torch writes an axis that cuts after axes that come later in the mesh as a strided shard; its split factor is
     the product of their sizes. Other factors occur too: of a tensor cut by columns and then flattened, say, each
@@ -283,7 +370,7 @@ class Distribution:
     def region(
         self, shape: tuple[int, ...], coordinates: Sequence[int], layouts: Sequence[GroupLayout]
     ) -> Region:
-        """What ranks at these coordinates hold of a tensor of this shape."""
+        """The region of a tensor of this shape that ranks at these coordinates hold."""
         box = whole_box(shape)
         region = Region(box, FlatRange(0, box.numel))
         for axis, cut, coordinate in zip(self.axes, self.cuts, coordinates, strict=True):
@@ -293,7 +380,7 @@ class Distribution:
     def touching(
         self, shape: tuple[int, ...], wanted: Region | None, layouts: Sequence[GroupLayout]
     ) -> Iterator[tuple[tuple[int, ...], Region]]:
-        """Coordinates whose region may share elements with ``wanted`` (None: with anything), and that region."""
+        """Coordinates whose region may overlap ``wanted`` (None: all coordinates), each with its region."""
         box = whole_box(shape)
         whole = Region(box, FlatRange(0, box.numel))
         yield from self._touching(whole, 0, (), whole if wanted is None else wanted, layouts)
@@ -317,7 +404,7 @@ class Distribution:
 
 
 class Holders:
-    """Which ranks of a set stand at which coordinates, and in which order replicas of one place come."""
+    """The coordinates of each rank of a set, and the order of replicas. A place is a flattened coordinate."""
 
     def __init__(self, ranks: RankSet, axes: Axes) -> None:
         self._sizes = tuple(axis.size for axis in axes)
@@ -325,7 +412,7 @@ class Holders:
         places = [0] * len(members)
         for axis in axes:
             coordinates = axis.coordinates(members)
-            # Outside of one axis is outside of the mesh: stays below zero on all further axes.
+            # A rank outside of one axis is outside of the mesh: it stays below zero on all later axes.
             places = [
                 place * axis.size + coordinate if place >= 0 <= coordinate else -1
                 for place, coordinate in zip(places, coordinates, strict=True)
@@ -355,5 +442,5 @@ class Holders:
         return tuple(reversed(coordinates)), replicas.index(rank), len(replicas)
 
     def missing_place(self) -> int | None:
-        """A place that no rank stands at, or None if all are taken."""
+        """A place without a rank, or None if every place has one."""
         return next((place for place in range(prod(self._sizes)) if place not in self._ranks_at), None)

@@ -1,8 +1,24 @@
-"""What makes a folder a checkpoint of this format, or a step of a run: the names that tell without reading."""
+"""File names of this format: those that identify a checkpoint or a step, and the folders of tensors' arrays.
+
+A folder of the zarr form is named after its tensor. Any key of a state becomes a path that file systems and object
+stores accept:
+
+    model/layers.0.weight        model/layers.0.weight        plain names stay unchanged
+    a key with /                 a key with ~1                 names escape it before they come here
+    ..                           %2E%2E                        has a meaning for a file system, or for zarr
+    zarr.json                    zarr%2Ejson                   a file next to arrays
+    W next to w                  W%~8f0e...                    differs only by case: the later one
+    a name of 300 bytes          its first 100 bytes%~8f0e...  too long for a folder's name
+
+The tensor's name is an attribute of its array, so no reader has to decode a path.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import accumulate
+from urllib.parse import quote
 
 FORMAT_NAME = "vescale-checkpoint"
 FORMAT_VERSION = 2  # the newest that is read; what each brought: FORMAT.md
@@ -11,6 +27,10 @@ ZARR_NAME = "zarr.json"  # metadata of an array or a group
 
 _STEP = re.compile(r"step-(\d{8,})")
 _RANK_FILE = re.compile(r"(\d{5,})-of-\d{5,}\.safetensors")
+_PLAIN = " !#$&'()+,;=@[]{}~-_."
+_MAX_PART_BYTES = 200  # file systems accept 255
+_MAX_PATH_BYTES = 600  # object stores accept 1024, with the folder before and the chunk after
+_HEAD_BYTES = 100
 
 
 def step_name(step: int) -> str:
@@ -28,3 +48,57 @@ def parse_rank_file_name(name: str) -> int | None:
     """The rank that wrote a file of this name, as `Manifest.file_name` gives it; None for every other name."""
     match = _RANK_FILE.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def array_paths(names: Iterable[str]) -> dict[str, str]:
+    """The path of each tensor's array inside the data folder, by name.
+
+    All paths differ, and none is inside another, even if the file system ignores case.
+    """
+    paths: dict[str, str] = {}
+    arrays: set[str] = set()
+    groups: dict[str, str] = {}  # path in lower case -> as it is written
+    for name in names:
+        parts = [_escaped(part) for part in name.split("/")]
+        path = "/".join(parts)
+        parents = list(accumulate(parts[:-1], "{}/{}".format))
+        clashes = path.lower() in arrays or path.lower() in groups
+        for parent in parents:
+            clashes |= parent.lower() in arrays or groups.get(parent.lower(), parent) != parent
+        if clashes or len(path) > _MAX_PATH_BYTES or max(map(len, parts)) > _MAX_PART_BYTES:
+            path, parents = _hashed(name), []
+        paths[name] = path
+        arrays.add(path.lower())
+        groups |= {parent.lower(): parent for parent in parents}
+    return paths
+
+
+def _escaped(part: str) -> str:
+    """One key as a folder name; all bytes except plain ones are percent-escaped."""
+    text = quote(part, safe=_PLAIN, errors="surrogatepass")
+    if not text:
+        return "%empty"
+    if text.lower() == "zarr.json" or text.lower().endswith(".safetensors"):  # names of this format's files
+        head, _, tail = text.rpartition(".")
+        text = f"{head}%2E{tail}"
+    if text[-1] in ". ":  # some file systems drop a trailing dot or space
+        text = text[:-1] + f"%{ord(text[-1]):02X}"
+    if text[0] in ". " or text.startswith("__"):  # hidden files; names that zarr reserves
+        text = f"%{ord(text[0]):02X}" + text[1:]
+    return text
+
+
+def _hashed(name: str) -> str:
+    import hashlib  # loads OpenSSL: 5 ms of a start that names no arrays
+
+    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    return f"{_escaped(name)[:_HEAD_BYTES]}%~{digest}"  # no escape looks like this
+
+
+def array_paths_1(names: Iterable[str]) -> dict[str, str]:
+    """As `array_paths`, for checkpoints of version 1 of the format."""
+    paths = {}
+    for name in names:
+        parts = [quote(part, safe=_PLAIN) for part in name.split("/")]
+        paths[name] = "/".join("%2E" * len(text) if text in (".", "..") else text or "%00" for text in parts)
+    return paths

@@ -1,8 +1,8 @@
-"""The manifest: the one small JSON that makes a folder a checkpoint, and tells where every byte lies.
+"""The manifest: the one small JSON that makes a folder a checkpoint, and says where every byte is.
 
-A frozen value that does not grow with the number of ranks. Which tensors a rank's file holds, in which
-order, at which offsets, follows from it by arithmetic (see `rank_file`). What it says of the state stands in
-`structure`, of single values in `state_tree`. FORMAT.md is the specification.
+A frozen value that does not grow with the number of ranks. Which tensors a rank's file has, in which
+order, at which offsets, follows from it by arithmetic (see `rank_file` and `zarr_layout`). `structure` describes the
+state, `state_tree` single values. FORMAT.md is the specification.
 """
 
 from __future__ import annotations
@@ -16,22 +16,31 @@ from math import prod
 from typing import Any, NamedTuple
 
 from vescale_fsdp.checkpoint.checksums import RunningDigest, hex_digest_of
-from vescale_fsdp.checkpoint.manifest.array_names import array_paths, array_paths_1
 from vescale_fsdp.checkpoint.manifest.distribution import (
     Axis,
     Cut,
     Distribution,
     Holders,
     LayoutCut,
+    RankSet,
     ShardCut,
     UnitsCut,
 )
-from vescale_fsdp.checkpoint.manifest.file_names import FORMAT_NAME, FORMAT_VERSION
-from vescale_fsdp.checkpoint.manifest.join_structures import merge_structures, prove_complete
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.file_names import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    array_paths,
+    array_paths_1,
+)
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
-from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, dump_json
+from vescale_fsdp.checkpoint.manifest.structure import (
+    Entry,
+    Structure,
+    check_complete,
+    dump_json,
+    merge_structures,
+)
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
@@ -43,16 +52,16 @@ SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _MAX_STRIPE_BYTES = 1 << 30  # 1 GiB
 _MAX_NUMEL = 1 << 62
-_MAX_RANKS = 1 << 20  # what is computed per rank ends within seconds
+_MAX_RANKS = 1 << 20  # bounds the time of what is computed per rank
 _MAX_CHUNKS = 1 << 24  # of one tensor: each is a file
 
 
 class NoCheckpointError(CheckpointError):
-    """There is no checkpoint at a path: none yet, or none any more."""
+    """There is no checkpoint at a path: not yet, or not any more."""
 
 
 class StoredShare(NamedTuple):
-    """What a rank stores of tensor number ``place``: of the region that it holds, its part among replicas."""
+    """A rank's part of tensor number ``place``: of its region ``held``, the share that it stores among replicas."""
 
     place: int
     share: Region
@@ -61,21 +70,21 @@ class StoredShare(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds and where.
+    """The content of a checkpoint, and its layout in files.
 
     Args:
-        save_id: 16 hex digits, new for every attempt; data lies in ``data-<save_id>/``.
+        save_id: 16 hex digits, new for every attempt; data is in ``data-<save_id>/``.
         world_size: ranks that saved.
         structure: state tree, tensors and tables.
         rank_sets: table of sets of ranks.
-        holders: for each tensor, the place in ``rank_sets`` of the ranks that hold it.
-        blob_bytes: bytes kept in each rank's file for per-rank values (0 if there are none).
+        holders: for each tensor, the index in ``rank_sets`` of the ranks that hold it.
+        blob_bytes: bytes reserved in each rank's file for per-rank values (0 if there are none).
         metadata: the JSON given to `save`; the key `user` of the file.
         stripe_bytes: bytes per checksum.
-        split_bytes: replicas share the writing of a region of at least so many bytes; None lets every replica
+        split_bytes: replicas share the writing of a region of at least so many bytes; None makes every replica
             store all of it, for storage that ranks do not share.
         chunks: for the zarr form, each tensor's chunk sizes; None for the native form.
-        version: of the format; a native checkpoint is of the first, so that older readers take it.
+        version: of the format; 1 for the native form, so that older readers accept it.
     """
 
     save_id: str
@@ -100,14 +109,11 @@ class Manifest:
         return {}
 
     def holders_of(self, place: int) -> Holders:
-        """Who holds tensor number ``place``, and in which order."""
-        entry = self.entries[place]
-        key = (self.holders[place], entry.axes)
-        found = self._holders.get(key)
-        if found is None:
-            found = Holders(self.rank_sets[key[0]], self.structure.axes[key[1]])
-            self._holders[key] = found
-        return found
+        """The ranks that hold tensor number ``place``, and the order of replicas."""
+        key = (self.holders[place], self.entries[place].axes)
+        if key not in self._holders:
+            self._holders[key] = Holders(self.rank_sets[key[0]], self.structure.axes[key[1]])
+        return self._holders[key]
 
     @cached_property
     def distributions(self) -> list[Distribution]:
@@ -115,7 +121,7 @@ class Manifest:
         return [self.structure.distribution(entry) for entry in self.entries]
 
     def split(self, place: int, region: Region, replica: int, replicas: int) -> Region:
-        """What one of several replicas of a region stores: an equal part, or all of a small one's first."""
+        """The part of a region that one of its replicas stores: an equal part; the first stores all of a small one."""
         if replicas == 1 or self.split_bytes is None:
             return region
         if self.is_undivided(place, region):
@@ -129,20 +135,20 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors and per-rank values: what files hold beside headers and checksums, replicas counted once."""
+        """Bytes of all tensors and per-rank values, without headers and checksums; replicas count once."""
         return sum(entry.numel * entry.itemsize for entry in self.entries) + self.world_size * self.blob_bytes
 
     @cached_property
     def shares(self) -> list[list[StoredShare]]:
-        """What each rank stores, in file order: found in time that grows with pieces, not with ranks times tensors.
+        """What each rank stores, in file order; computed in time that grows with pieces, not with ranks times tensors.
 
-        For readers of all files. There may be many pieces: whoever wants one rank's asks its `RankFile`.
+        For readers of all files. A reader of one file uses its `RankFile`, which needs less memory.
         """
-        found: list[list[StoredShare]] = [[] for _ in range(self.world_size)]
+        stored: list[list[StoredShare]] = [[] for _ in range(self.world_size)]
         structure = self.structure
         # Moments are cut as weights are.
         parts: dict[tuple[object, ...], list[tuple[list[int], Region]]] = {}
-        # Tensors of arrays are in no rank's file.
+        # In the zarr form no tensor is in a rank's file.
         for place, entry in enumerate(() if self.is_zarr else structure.entries):
             cut = (entry.shape, entry.axes, entry.cuts, self.holders[place])
             held_by = parts.get(cut)
@@ -153,25 +159,25 @@ class Manifest:
             for ranks, held in held_by:
                 if len(ranks) == 1:
                     if held.numel:
-                        found[ranks[0]].append(StoredShare(place, held, held))
+                        stored[ranks[0]].append(StoredShare(place, held, held))
                     continue
                 for replica, rank in enumerate(ranks[:1] if self.is_undivided(place, held) else ranks):
                     share = self.split(place, held, replica, len(ranks))
                     if share.numel:
-                        found[rank].append(StoredShare(place, share, held))
-        return found
+                        stored[rank].append(StoredShare(place, share, held))
+        return stored
 
     @cached_property
     def places_by_name(self) -> dict[str, list[int]]:
         """Numbers of the tensors of each name; more than one if ranks cut it in different ways."""
-        found: dict[str, list[int]] = {}
+        places: dict[str, list[int]] = {}
         for place, entry in enumerate(self.entries):
-            found.setdefault(entry.name, []).append(place)
-        return found
+            places.setdefault(entry.name, []).append(place)
+        return places
 
     @property
     def is_zarr(self) -> bool:
-        """Whether tensors lie in zarr arrays, not in ranks' files."""
+        """Whether tensors are in zarr arrays, not in ranks' files."""
         return self.chunks is not None
 
     @property
@@ -182,21 +188,21 @@ class Manifest:
 
     @property
     def has_chunk_table(self) -> bool:
-        """Whether ranks' files hold the checksums of the chunks that they wrote."""
+        """Whether ranks' files have the checksums of the chunks that the ranks wrote."""
         return self.is_zarr and self.version >= 2
 
     @cached_property
     def array_paths(self) -> list[str]:
         """Folder of each tensor's array in the zarr form, relative to the checkpoint's."""
-        found = (array_paths_1 if self.version == 1 else array_paths)(self.places_by_name)
-        return [f"data-{self.save_id}/{found[entry.name]}" for entry in self.entries]
+        paths = (array_paths_1 if self.version == 1 else array_paths)(self.places_by_name)
+        return [f"data-{self.save_id}/{paths[entry.name]}" for entry in self.entries]
 
     def file_name(self, rank: int) -> str:
         """A rank's file, relative to the checkpoint's folder."""
         return f"data-{self.save_id}/{rank:05d}-of-{self.world_size:05d}.safetensors"
 
     def to_bytes(self) -> bytes:
-        """The manifest as it is written, checksum included."""
+        """The file's content, checksum included."""
         structure = self.structure
         content = dump_json(
             {
@@ -223,11 +229,11 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, where: str) -> Manifest:
-        """Read a manifest, trusting nothing in it.
+        """Read a manifest from an untrusted source.
 
         Raises:
             CheckpointError: if it is of a newer version of the format.
-            CorruptCheckpointError: if it is no manifest, is damaged, or describes what cannot be.
+            CorruptCheckpointError: if it is no manifest, is damaged, or contradicts itself.
         """
         data = _parse(raw, where)
         try:
@@ -244,11 +250,11 @@ class Manifest:
                 tuple(whole_numbers(sizes) for sizes in data["chunks"]) if "chunks" in data else None,
                 data["version"],
             )
-            _prove(manifest, where)
-            decode(manifest.structure.tree, partial(_prove_leaf, manifest, where), where)
+            _check(manifest, where)
+            decode(manifest.structure.tree, partial(_check_leaf, manifest, where), where)
         except CheckpointError:
             raise
-        except Exception as error:  # wrong types and numbers of any JSON end in errors of any class
+        except Exception as error:  # JSON of wrong types or numbers raises errors of any class
             raise _corrupt(where, f"{type(error).__name__}: {error}") from error
         return manifest
 
@@ -266,14 +272,14 @@ def build_manifest(
     """The manifest of a state whose ranks have these structures. Pure: needs no process group.
 
     Raises:
-        CheckpointError: if the structures do not fit together, or part of a tensor is held by no rank.
+        CheckpointError: if the structures contradict each other, or no rank holds some part of a tensor.
     """
     if len(classes) == 1:
         ranks, structure = classes[0]
         sets = (ranks,) * len(structure.entries)
     else:
         structure, sets = merge_structures(classes)
-    prove_complete(structure, sets, classes)
+    check_complete(structure, sets, classes)
     table: dict[RankSet, int] = {}
     holders = tuple(table.setdefault(ranks, len(table)) for ranks in sets)
     return Manifest(
@@ -290,13 +296,8 @@ def build_manifest(
 
 
 def _seal(checksum: object) -> bytes:
-    """The end of a manifest, of which all before is hashed, and the brace."""
+    """The end of a manifest. The checksum covers everything before it, and a closing brace."""
     return f',"checksum":"{checksum}"}}'.encode()
-
-
-def _checksum(data: Mapping[str, Any]) -> str:
-    content = {key: value for key, value in data.items() if key != "checksum"}
-    return hex_digest_of(dump_json(content))
 
 
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
@@ -314,19 +315,21 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     try:
         data = json.loads(raw, parse_constant=_no_constant)
         if not isinstance(data, dict) or data.get("format") != FORMAT_NAME:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise _corrupt(where, f"format {found!r}")
+            name = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise _corrupt(where, f"format {name!r}")
         seal = _seal(data.get("checksum"))
         written = RunningDigest(memoryview(raw)[: -len(seal)])
         written.update(b"}")
         as_written = raw.endswith(seal) and written.hexdigest() == data["checksum"]
-        # Not the bytes that were written, but perhaps the JSON that they stand for.
-        if not as_written and data.get("checksum") != _checksum(parse_json(raw)):
-            raise _corrupt(where, "its checksum does not fit its content")
+        if not as_written:
+            # Other bytes than were written may still be the same JSON, reformatted.
+            content = {key: value for key, value in parse_json(raw).items() if key != "checksum"}
+            if data.get("checksum") != hex_digest_of(dump_json(content)):
+                raise _corrupt(where, "its checksum does not fit its content")
     except (ValueError, RecursionError) as error:
         raise _corrupt(where, str(error)) from error
     version = data.get("version")
-    # Asked after the checksum: a flipped bit can make a 3 of a 1, and nobody should update because of it.
+    # Checked after the checksum: a flipped bit can turn a 1 into a 3, for which no user should update.
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointError(
             "The checkpoint was written by a newer version of the format.",
@@ -344,8 +347,8 @@ def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not JSON")
 
 
-def _prove(manifest: Manifest, where: str) -> None:
-    """Bounds and references, so that nothing computed from a manifest can leave its folder or its arrays."""
+def _check(manifest: Manifest, where: str) -> None:
+    """Check bounds and references, so that nothing computed from the manifest leaves its folder or its arrays."""
     world_size, split_bytes = manifest.world_size, manifest.split_bytes
     save_id, stripe_bytes = manifest.save_id, manifest.stripe_bytes
     fits = {
@@ -366,11 +369,11 @@ def _prove(manifest: Manifest, where: str) -> None:
     if manifest.is_zarr and len(manifest.chunk_sizes) != len(manifest.entries):
         raise _corrupt(where, f"chunks of {len(manifest.chunk_sizes)} tensors")
     for place in range(len(manifest.entries)):
-        _prove_entry(manifest, place, where)
+        _check_entry(manifest, place, where)
 
 
-def _prove_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None:
-    """That what a leaf of the state tree refers to is there: asked before a state is matched with the tree."""
+def _check_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None:
+    """Check the references of a leaf of the state tree, before a state is matched with the tree."""
     if node["$"] == "tensor":
         place = node["i"]
         if type(place) is not int or not 0 <= place < len(manifest.entries):
@@ -382,7 +385,7 @@ def _prove_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None
 
 
 def _rank_set_fits(ranks: RankSet, world_size: int) -> bool:
-    """Whether a set's runs are inside the world; asked before they are spelled out."""
+    """Whether a set's runs are inside the world; checked before the ranks are listed."""
     for start, count, step, outer, outer_step in ranks.runs:
         if min(start, count, step, outer, outer_step) < 0 or count * outer > world_size:
             return False
@@ -391,9 +394,9 @@ def _rank_set_fits(ranks: RankSet, world_size: int) -> bool:
     return True
 
 
-def _prove_entry(manifest: Manifest, place: int, where: str) -> None:
+def _check_entry(manifest: Manifest, place: int, where: str) -> None:
     entry, structure = manifest.entries[place], manifest.structure
-    _ = entry.itemsize  # raises for a dtype that nobody knows
+    _ = entry.itemsize  # raises for an unknown dtype
     problem = None
     if min(entry.shape, default=0) < 0 or entry.numel > _MAX_NUMEL:
         problem = f"shape {entry.shape}"
@@ -402,7 +405,7 @@ def _prove_entry(manifest: Manifest, place: int, where: str) -> None:
     elif not 0 <= manifest.holders[place] < len(manifest.rank_sets):
         problem = f"ranks {manifest.holders[place]}"
     if manifest.is_zarr and problem is None:
-        entry.name.encode()  # raises for half a surrogate pair, of which no folder's name is made
+        entry.name.encode()  # raises for half a surrogate pair, which no folder's name can have
         chunks = manifest.chunk_sizes[place]
         fits = all(1 <= size <= max(1, full) for size, full in zip(chunks, entry.shape, strict=False))
         count = prod(-(-full // max(1, size)) for size, full in zip(chunks, entry.shape, strict=False))
@@ -416,7 +419,7 @@ def _prove_entry(manifest: Manifest, place: int, where: str) -> None:
 
 
 def _cut_fits(manifest: Manifest, entry: Entry, axis: Axis, cut: Cut) -> bool:
-    """Whether a cut is possible: asked before its pieces are spelled out."""
+    """Whether a cut is possible; checked before its pieces are listed."""
     if not 1 <= axis.size <= manifest.world_size or (axis.table is None and axis.stride < 1):
         return False
     if isinstance(cut, ShardCut):

@@ -1,13 +1,13 @@
-"""A rank's file, computed from the manifest alone: its pieces, its header to the byte, its checksums' place.
+"""A rank's file, computed from the manifest alone: its pieces, its header to the byte, the position of its checksums.
 
     bytes   0        8              data                              blob        table      end
             |u64 len | JSON, spaces | piece | piece | ... | piece |   per-rank  | checksums |
                                       dense, in the order of the manifest's tensors
 
-In the zarr form there are no pieces; the checksums of the chunks that the rank owns stand in their place.
+In the zarr form there are no pieces; instead, the file has the checksums of the chunks that the rank owns.
 
 The header ends at a multiple of 64 bytes and pieces come with falling item size, so every piece is aligned.
-Checksums are the last entry of the safetensors file, so they travel with it, and every writer can append.
+Checksums are the last entry of the safetensors file: they move with it, and a writer can append them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from __future__ import annotations
 import json
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from json.encoder import encode_basestring_ascii
 from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.checksums import CHECKSUM_BYTES, CRC_BYTES, checksum_of
-from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, held_chunks
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, Manifest, StoredShare
-from vescale_fsdp.checkpoint.manifest.region import Region
+from vescale_fsdp.checkpoint.manifest.region import Region, SharedPatch, SharedRun, overlaps
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
+from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, held_chunks
+from vescale_fsdp.errors import CorruptCheckpointError
 
 BLOB_NAME = "__per_rank__"
 TABLE_NAME = "__checksums__"
@@ -34,10 +35,10 @@ _HEADER_ALIGN_BYTES = 64
 
 
 class FilePiece(NamedTuple):
-    """A stored piece: which tensor, which region of it, and where its bytes lie in the file.
+    """A stored piece: which tensor, which region of it, and its byte range in the file.
 
     Attributes:
-        local_start: the piece's first element, counted from the first that the rank holds.
+        local_start: the piece's first element, counted from the first element of the rank's region.
     """
 
     place: int
@@ -48,12 +49,12 @@ class FilePiece(NamedTuple):
 
 
 class RankFile:
-    """Where everything lies in one rank's file.
+    """The layout of one rank's file.
 
     Args:
         manifest: the checkpoint's manifest.
         rank: the rank that wrote (or will write) the file.
-        shares: what the rank stores, of `Manifest.shares`, where the files of all ranks are wanted; None to find
+        shares: the rank's entry of `Manifest.shares`, for callers that need the files of all ranks; None to compute
             it for this rank alone.
     """
 
@@ -69,23 +70,23 @@ class RankFile:
 
     @cached_property
     def _relative(self) -> list[FilePiece]:
-        """What the rank stores of each tensor, its share among replicas; bytes are counted from the header's end."""
-        found: list[FilePiece] = []
+        """The pieces, with byte ranges counted from the header's end."""
+        pieces: list[FilePiece] = []
         start, entries = 0, self.manifest.entries
-        for place, share, held in self._own_shares if self._shares is None else self._shares:
+        for place, share, held in self._own_shares() if self._shares is None else self._shares:
             stop = start + share.numel * entries[place].itemsize
-            found.append(FilePiece(place, share, share.span.start - held.span.start, start, stop))
+            pieces.append(FilePiece(place, share, share.span.start - held.span.start, start, stop))
             start = stop
-        return found
+        return pieces
 
-    @property
     def _own_shares(self) -> Iterator[StoredShare]:
         """What this rank stores, in file order."""
         manifest, layouts = self.manifest, self.manifest.structure.layouts
         if manifest.is_zarr:
-            return  # tensors lie in arrays of their own
+            return  # tensors are in arrays of their own
+        # Most tensors have the same ranks and axes; weights and their moments are cut alike.
         positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
-        regions: dict[tuple[object, ...], Region] = {}  # weights and their moments are cut alike
+        regions: dict[tuple[object, ...], Region] = {}
         for place, entry in enumerate(manifest.entries):
             key = (manifest.holders[place], entry.axes)
             if key not in positions:
@@ -105,7 +106,7 @@ class RankFile:
 
     @cached_property
     def pieces(self) -> tuple[FilePiece, ...]:
-        """The pieces with their bytes, in file order; empty pieces do not occur."""
+        """The pieces, in file order; none is empty."""
         base = len(self.header)
         return tuple(
             FilePiece(place, region, local_start, base + start, base + stop)
@@ -123,12 +124,12 @@ class RankFile:
 
     @property
     def blob_start(self) -> int:
-        """Where the per-rank values start."""
+        """First byte of the per-rank values."""
         return len(self.header) + self._payload_bytes
 
     @property
     def table_start(self) -> int:
-        """Where the checksums start; all bytes before are covered by them."""
+        """First byte of the checksums, which cover all bytes before."""
         return self.blob_start + self.manifest.blob_bytes
 
     @cached_property
@@ -138,7 +139,7 @@ class RankFile:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the file. The table has one more checksum: its own."""
+        """Size of the file. The table ends with a checksum of itself."""
         return self.table_start + (self.num_stripes + 1) * CHECKSUM_BYTES
 
     def stripe(self, index: int) -> tuple[int, int]:
@@ -147,11 +148,16 @@ class RankFile:
         return index * size, min((index + 1) * size, self.table_start)
 
     def chunk_table(self, checksums: Mapping[Chunk, int]) -> bytes:
-        """The bytes that stand in the place of pieces: crc32c of the rank's chunks, as its file lists them."""
+        """The bytes that replace pieces in the zarr form: crc32c of the rank's chunks, in the file's order."""
         return struct.pack(f"<{len(self.chunks)}I", *(checksums[chunk] for chunk in self.chunks))
 
+    @property
+    def tensor_names(self) -> list[str]:
+        """Names of everything after the header, for messages."""
+        return self.names_in(len(self.header), self.table_start)
+
     def names_in(self, start: int, stop: int) -> list[str]:
-        """Names of what lies in a range of the file's bytes, for messages."""
+        """Names of the tensors and other parts in a byte range, for messages."""
         names = ["the header"] if start < len(self.header) else []
         first = max(0, bisect_right(self.pieces, start, key=lambda piece: piece.start_bytes) - 1)
         for piece in self.pieces[first:]:
@@ -212,3 +218,71 @@ def _item(name: str, code: str, numel: int, start: int, stop: int) -> str:
 def _pad(text: bytes) -> bytes:
     padded = -(-(8 + len(text)) // _HEADER_ALIGN_BYTES) * _HEADER_ALIGN_BYTES
     return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
+
+
+class FileShare(NamedTuple):
+    """The part of a region that is in one piece of one file."""
+
+    rank: int
+    piece: FilePiece
+    share: SharedRun | SharedPatch
+
+
+class ShareFinder:
+    """Finds the parts of regions in files; each rank's file is computed once, when first needed.
+
+    Args:
+        manifest: the checkpoint's manifest.
+        cost: of reading a rank's file. If every replica stores all, the first of the cheapest is read.
+    """
+
+    def __init__(self, manifest: Manifest, cost: Callable[[int], int] = lambda rank: 0) -> None:
+        self.manifest = manifest
+        self._cost = cost
+        self._files: dict[int, RankFile] = {}
+        self._shares: dict[tuple[object, ...], list[tuple[int, SharedRun | SharedPatch]]] = {}
+
+    def file(self, rank: int) -> RankFile:
+        """The layout of a rank's file."""
+        if rank not in self._files:
+            self._files[rank] = RankFile(self.manifest, rank)
+        return self._files[rank]
+
+    def shares(self, place: int, wanted: Region) -> list[FileShare]:
+        """Shares of files that together have every element of a region of tensor number ``place``.
+
+        Raises:
+            CorruptCheckpointError: if elements are missing, naming the tensor.
+        """
+        entry = self.manifest.entries[place]
+        # Weights and their moments are cut alike: one computation serves all of them.
+        key = (wanted, entry.shape, entry.itemsize, entry.axes, entry.cuts, self.manifest.holders[place])
+        shares = self._shares.get(key)
+        if shares is None:
+            shares = self._shares[key] = list(self._find_shares(place, wanted))
+            numel = sum(share.numel for _, share in shares)
+            if numel != wanted.numel:
+                raise CorruptCheckpointError(
+                    "The checkpoint does not hold all of a tensor.",
+                    expected=f"{wanted.numel} elements of box {wanted.box.offsets} + {wanted.box.sizes}",
+                    got=f"{numel}",
+                    where=entry.label,
+                    todo="restore an older step",
+                )
+        return [FileShare(rank, self.file(rank).piece_of[place], share) for rank, share in shares]
+
+    def _find_shares(self, place: int, wanted: Region) -> Iterator[tuple[int, SharedRun | SharedPatch]]:
+        """(rank, part) for each stored part of a region."""
+        if not wanted.numel:
+            return
+        manifest, entry = self.manifest, self.manifest.entries[place]
+        holders = manifest.holders_of(place)
+        touching = manifest.distributions[place].touching(entry.shape, wanted, manifest.structure.layouts)
+        for coordinates, region in touching:
+            ranks = holders.ranks_at(coordinates)
+            if manifest.split_bytes is None:
+                ranks = [min(ranks, key=self._cost)]
+            for replica, rank in enumerate(ranks):
+                share = manifest.split(place, region, replica, len(ranks))
+                for part in overlaps(share, wanted) if share.numel else ():
+                    yield rank, part

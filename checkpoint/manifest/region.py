@@ -1,6 +1,6 @@
-"""Regions: what one rank holds of one tensor, and what two regions share. Integers only.
+"""Regions: one rank's part of one tensor, and the overlap of two regions. Integers only.
 
-A region is a flat range of the row-major elements of a box. That covers every case:
+A region is a flat range of the row-major elements of a box, which covers every case:
 
     ragged piece             box = the whole tensor     range = the piece
     Shard, TP, EP            box = the rank's box       range = all of the box
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The elements ``span`` of ``box``, both half-open; the box lies in a tensor the owner knows."""
+    """The elements ``span`` of ``box``, both half-open; the caller knows the tensor that the box is in."""
 
     box: Box
     span: FlatRange
@@ -51,7 +51,7 @@ class Region:
         )
 
     def pieces(self) -> Iterator[tuple[Box, int]]:
-        """Boxes of the tensor that tile the region, each with its first element's place in the region."""
+        """Boxes of the tensor that tile the region, each with the index of its first element in the region."""
         if self.span.start == 0 and self.span.stop == self.box.numel:
             if self.numel:
                 yield self.box, 0
@@ -69,7 +69,7 @@ def whole_region(shape: Sequence[int]) -> Region:
 
 
 class SharedRun(NamedTuple):
-    """Elements that are contiguous in both regions: places are counted from each region's first element."""
+    """Elements that are contiguous in both regions; ``source`` and ``target`` count from each region's start."""
 
     source: int
     target: int
@@ -88,9 +88,9 @@ class SharedPatch(NamedTuple):
     """A box that two regions share, strided in at least one of them.
 
     Attributes:
-        source, target: place of the surrounding box's first element in either region.
+        source, target: index of the surrounding box's first element in each region.
         source_sizes, target_sizes: sizes of the surrounding boxes, each contiguous in its region.
-        source_box, target_box: the shared box, relative to the corner of either surrounding box.
+        source_box, target_box: the shared box, relative to the corner of each surrounding box.
     """
 
     source: int
@@ -117,7 +117,7 @@ class SharedPatch(NamedTuple):
 
 
 def overlaps(source: Region, target: Region) -> list[SharedRun | SharedPatch]:
-    """What ``target`` can take from ``source``; nothing if they share no element."""
+    """The elements that both regions have, as runs and patches."""
     if source.box == target.box:
         shared = source.span.intersect(target.span)
         if not shared.numel:
@@ -125,14 +125,26 @@ def overlaps(source: Region, target: Region) -> list[SharedRun | SharedPatch]:
         return [SharedRun(shared.start - source.span.start, shared.start - target.span.start, shared.numel)]
     if source.box.intersect(target.box) is None:
         return []
-    found: list[SharedRun | SharedPatch] = []
+    merged: list[SharedRun | SharedPatch] = []
     targets = list(target.pieces())
-    for source_box, source_place in source.pieces():
-        for target_box, target_place in targets:
+    for source_box, source_start in source.pieces():
+        for target_box, target_start in targets:
             shared_box = source_box.intersect(target_box)
-            if shared_box is not None:
-                found.append(_share(shared_box, source_box, source_place, target_box, target_place))
-    return _merge(found)
+            if shared_box is None:
+                continue
+            item = _share(shared_box, source_box, source_start, target_box, target_start)
+            last = merged[-1] if merged else None
+            # Runs that follow one another in both regions are one.
+            if (
+                isinstance(item, SharedRun)
+                and isinstance(last, SharedRun)
+                and last.source + last.numel == item.source
+                and last.target + last.numel == item.target
+            ):
+                merged[-1] = SharedRun(last.source, last.target, last.numel + item.numel)
+            else:
+                merged.append(item)
+    return merged
 
 
 def _share(
@@ -149,23 +161,6 @@ def _share(
 
 def _relative(inner: Box, outer: Box) -> Box:
     return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
-
-
-def _merge(found: list[SharedRun | SharedPatch]) -> list[SharedRun | SharedPatch]:
-    """Join runs that follow one another in both regions."""
-    merged: list[SharedRun | SharedPatch] = []
-    for item in found:
-        last = merged[-1] if merged else None
-        if (
-            isinstance(item, SharedRun)
-            and isinstance(last, SharedRun)
-            and last.source + last.numel == item.source
-            and last.target + last.numel == item.target
-        ):
-            merged[-1] = SharedRun(last.source, last.target, last.numel + item.numel)
-        else:
-            merged.append(item)
-    return merged
 
 
 def runs_of_box(sizes: tuple[int, ...], box: Box, *, max_gap_numel: int) -> list[FlatRange]:
@@ -187,7 +182,7 @@ def runs_of_box(sizes: tuple[int, ...], box: Box, *, max_gap_numel: int) -> list
                 else:
                     shifted.append(FlatRange(start, stop))
             if len(shifted) == 1 and runs[0].start + stride - runs[-1].stop <= max_gap_numel:
-                # Every further index only extends the one run: no need to visit them all.
+                # Every further index only extends the one run.
                 last = runs[-1].shift((offset + size - 1) * stride).stop
                 shifted = [FlatRange(shifted[0].start, last)]
                 break

@@ -8,9 +8,8 @@ Plain values stand for themselves; what JSON lacks is an object with a ``"$"`` k
     {"$": "complex", "v": [re, im]}   {"$": "dtype", "v": "int8"}    {"$": "device", "v": "cpu"}
     {"$": "absent"}             a tensor whose mesh does not include this rank
 
-A ``bytearray`` is bytes with ``"array": true``. Nothing is pickled, so nothing runs when a checkpoint is opened.
-`decode` reads nodes, `state.capture` makes them. Values that are not of Python's own types are imported only where
-one occurs.
+A ``bytearray`` is bytes with ``"array": true``. Nothing is pickled, so opening a checkpoint runs no code of it.
+`decode` reads nodes, `state.capture` makes them. torch and numpy are imported only for values of their types.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named, is_numpy_
 from vescale_fsdp.errors import CorruptCheckpointError
 
 Json = Any
-# Levels of containers. A load needs more of the interpreter's stack for each than a save does.
+# Levels of containers: bounds the interpreter's stack, of which a load needs more per level than a save.
 MAX_DEPTH = 100
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -53,11 +52,11 @@ def dotted_name(name: str) -> str:
 
 
 def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = "manifest") -> Any:
-    """The value of a node; ``tensor(node)`` answers for tensor and per-rank leaves.
+    """The value of a node; ``tensor(node)`` gives the values of tensor and per-rank leaves.
 
     Raises:
         CorruptCheckpointError: for a node of unknown kind.
-        ValueError, TypeError: for other nodes that cannot be; a manifest has been proven to hold none.
+        ValueError, TypeError: for other malformed nodes, which a manifest that was read has none of.
     """
     if isinstance(node, list):
         return [decode(item, tensor, where) for item in node]
@@ -69,10 +68,10 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
     if kind in ("tensor", "per_rank", "absent"):
         return tensor(node)
     if kind == "dict" and isinstance(value, list):
-        found = {decode(key, tensor, where): decode(item, tensor, where) for key, item in value}
-        if len(found) != len(value):
+        decoded = {decode(key, tensor, where): decode(item, tensor, where) for key, item in value}
+        if len(decoded) != len(value):
             raise ValueError("a key occurs twice")
-        return found
+        return decoded
     if isinstance(kind, str) and kind in _SEQUENCES and isinstance(value, list):
         return _SEQUENCES[kind]([decode(item, tensor, where) for item in value])
     if kind == "float" and value in ("nan", "inf", "-inf"):
@@ -108,7 +107,7 @@ def depth_of(value: Json) -> int:
 
 
 def has_tensors(node: Json) -> bool:
-    """Whether a tensor or per-rank leaf lies under a node."""
+    """Whether a node is or contains a tensor or per-rank leaf."""
     if isinstance(node, list):
         return any(has_tensors(item) for item in node)
     if not isinstance(node, Mapping):

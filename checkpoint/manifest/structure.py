@@ -1,34 +1,47 @@
-"""The structure of a state: all that ranks must agree on, and nothing that grows with them.
+"""The structure of a state: everything that all ranks must agree on, independent of the number of ranks.
 
-    state_tree     one value: how containers, plain values and references to tensors are written as JSON
-    structure      one state: its tree, what is known of each tensor, how these are cut
-    manifest       one checkpoint: a structure, and which ranks hold and wrote it, where
+    state_tree     one value: containers, plain values and references to tensors as JSON
+    structure      one state: its tree, the description of each tensor, how tensors are cut
+    manifest       one checkpoint: a structure, the ranks that hold and wrote it, and the files
 
-`Structure` is a value: the state tree, what is known of every tensor, and the layouts. Two ranks hold the
-same kind of state exactly if their structures are equal, which a 16-byte digest tells. `capture.take_state`
-finds it on a live state; reading one from a manifest needs no torch.
+Two ranks hold the same kind of state exactly if their structures are equal; a 16-byte digest compares them.
+`capture.take_state` builds the structure of a live state; reading one from a manifest needs no torch.
+
+Ranks that hold different state (pipeline stages, experts) have different structures, which `merge_structures` joins
+key by key. A tensor may occur in several structures: equal descriptions join their ranks; each of several different
+descriptions must be complete on its own, or the ranks disagree about the layout and the save is refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from sys import intern
 from typing import Any
 
 from vescale_fsdp.checkpoint.checksums import digest_of
-from vescale_fsdp.checkpoint.manifest.distribution import Axes, Axis, Cut, Distribution, cut_from_json
-from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name
+from vescale_fsdp.checkpoint.manifest.distribution import (
+    Axes,
+    Axis,
+    Cut,
+    Distribution,
+    Holders,
+    LayoutCut,
+    RankSet,
+    cut_from_json,
+)
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name, dotted_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
+from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.foreign_json import tensor_shape, whole_numbers
 from vescale_fsdp.layout.group_layout import GroupLayout
 
 
 def dump_json(value: Json) -> bytes:
-    """The one way JSON is written here: compact, so that equal values have equal bytes."""
+    """Compact JSON: equal values have equal bytes."""
     return _encode(value).encode()
 
 
@@ -37,7 +50,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of one tensor: ``axes`` is a place in a table of mesh axes."""
+    """The description of one tensor; ``axes`` is an index into the structure's table of mesh axes."""
 
     name: str
     dtype: str
@@ -84,7 +97,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Structure:
-    """State tree, tensors in file order, and the tables they point into."""
+    """State tree, tensors in file order, and the tables that they refer to."""
 
     tree: Json
     entries: tuple[Entry, ...]
@@ -93,8 +106,8 @@ class Structure:
 
     @property
     def document(self) -> bytes:
-        """The structure as JSON, equal for equal structures; made anew each time, since it is large."""
-        # Entry by entry: dicts of all at once are many times the text.
+        """The structure as JSON, equal for equal structures; not cached, since it is large."""
+        # Entry by entry: the dicts of all entries need many times the memory of the text.
         tensors = b",".join(dump_json(entry.to_json()) for entry in self.entries)
         axes = dump_json([[axis.to_json() for axis in axes] for axes in self.axes])
         layouts = dump_json([layout.to_json() for layout in self.layouts])
@@ -108,7 +121,7 @@ class Structure:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Structure:
-        """Inverse of `document`, which a manifest holds among other things."""
+        """Inverse of `document`; a manifest has the same keys."""
         return cls(
             data["state"],
             tuple(Entry.from_json(entry) for entry in data["tensors"]),
@@ -122,7 +135,7 @@ class Structure:
 
 
 def renumber(node: Json, number_of: Mapping[int, int]) -> Json:
-    """A tree whose tensor leaves carry new numbers."""
+    """A tree with new numbers in its tensor leaves."""
     if isinstance(node, list):
         return [renumber(item, number_of) for item in node]
     if not isinstance(node, dict):
@@ -130,3 +143,163 @@ def renumber(node: Json, number_of: Mapping[int, int]) -> Json:
     if node.get("$") == "tensor":
         return {**node, "i": number_of[node["i"]]}
     return {key: renumber(item, number_of) for key, item in node.items()}
+
+
+class _Merged:
+    """The joined tree and tables; ``entries`` maps each tensor to the ranks that hold it."""
+
+    def __init__(self) -> None:
+        self.tree: Json = None
+        self.axes: dict[Axes, int] = {}
+        self.layouts: dict[GroupLayout, int] = {}
+        self.entries: dict[Entry, RankSet] = {}
+
+
+def merge_structures(classes: Sequence[tuple[RankSet, Structure]]) -> tuple[Structure, tuple[RankSet, ...]]:
+    """Join the structures of all ranks.
+
+    Args:
+        classes: each distinct structure with the ranks that have it, in order of their first rank.
+
+    Returns:
+        The joined structure, with tensors in file order, and the ranks that hold each tensor.
+
+    Raises:
+        CheckpointError: if ranks disagree, naming the first difference.
+    """
+    merged = _Merged()
+    for ranks, structure in classes:
+        _add(merged, structure, ranks)
+    joined = list(merged.entries)
+    order = sorted(range(len(joined)), key=lambda place: -joined[place].itemsize)
+    tree = renumber(merged.tree, {place: number for number, place in enumerate(order)})
+    entries = tuple(joined[place] for place in order)
+    holders = tuple(merged.entries[entry] for entry in entries)
+    return Structure(tree, entries, tuple(merged.axes), tuple(merged.layouts)), holders
+
+
+def _add(merged: _Merged, structure: Structure, ranks: RankSet) -> None:
+    axes = [merged.axes.setdefault(item, len(merged.axes)) for item in structure.axes]
+    layouts = [merged.layouts.setdefault(item, len(merged.layouts)) for item in structure.layouts]
+    numbers = {}
+    places = {entry: place for place, entry in enumerate(merged.entries)}
+    for place, entry in enumerate(structure.entries):
+        moved = replace(
+            entry, axes=axes[entry.axes], cuts=tuple(_move_cut(cut, layouts) for cut in entry.cuts)
+        )
+        known = merged.entries.get(moved)
+        merged.entries[moved] = ranks if known is None else known.union(ranks)
+        numbers[place] = places.setdefault(moved, len(places))
+    tree = renumber(structure.tree, numbers)
+    merged.tree = tree if merged.tree is None else _join(merged.tree, tree, "", list(merged.entries))
+
+
+def _move_cut(cut: Cut, layouts: Sequence[int]) -> Cut:
+    return LayoutCut(layouts[cut.layout], cut.slot) if isinstance(cut, LayoutCut) else cut
+
+
+def _join(left: Json, right: Json, name: str, entries: Sequence[Entry]) -> Json:
+    """Join two nodes with the same path."""
+    if left == right or _kind(right) == "absent":
+        return left
+    if _kind(left) == "absent":
+        return right
+    if _kind(left) == "tensor" and _kind(right) == "tensor":
+        a, b = entries[left["i"]], entries[right["i"]]
+        if (a.shape, a.dtype) == (b.shape, b.dtype):
+            return left
+        raise _differ(name, f"{a.dtype} {a.shape}", f"{b.dtype} {b.shape}")
+    if isinstance(left, dict) and isinstance(right, dict) and "$" not in left and "$" not in right:
+        joined = dict(left)
+        for key, item in right.items():
+            joined[key] = _join(left[key], item, child_name(name, key), entries) if key in left else item
+        return joined
+    if _kind(left) == _kind(right) == "dict":
+        return {"$": "dict", "v": _join_items(left["v"], right["v"], name, entries)}
+    items = [node["v"] if _kind(node) == "tuple" else node for node in (left, right)]
+    if all(isinstance(item, list) for item in items) and len(items[0]) == len(items[1]):
+        joined_items = [
+            _join(a, b, child_name(name, place), entries)
+            for place, (a, b) in enumerate(zip(*items, strict=True))
+        ]
+        return {"$": "tuple", "v": joined_items} if _kind(left) == "tuple" else joined_items
+    raise _differ(name, left, right)
+
+
+def _join_items(left: Any, right: Any, name: str, entries: Sequence[Entry]) -> list[Any]:
+    joined = {dump_json(key): (key, item) for key, item in left}
+    for key, item in right:
+        text = dump_json(key)
+        if text in joined:
+            item = _join(joined[text][1], item, child_name(name, key), entries)
+        joined[text] = (key, item)
+    return [[key, item] for key, item in joined.values()]
+
+
+def _kind(node: Json) -> str | None:
+    return node.get("$") if isinstance(node, Mapping) else None
+
+
+def _differ(name: str, left: object, right: object) -> CheckpointError:
+    return CheckpointError(
+        "Ranks disagree about the state; the first difference is named below.",
+        expected=f"the same on all ranks: {_short(left)}",
+        got=_short(right),
+        where=name or "the state itself",
+        todo="give all ranks the same value, or wrap it in PerRank(value)",
+    )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else text[:200] + " ..."
+
+
+def check_complete(
+    structure: Structure, sets: Sequence[RankSet], classes: Sequence[tuple[RankSet, Structure]]
+) -> None:
+    """Refuse a state in which no rank holds some part of a tensor.
+
+    Raises:
+        CheckpointError: naming the tensor, and the first difference between ranks.
+    """
+    checked: dict[tuple[RankSet, int], int | None] = {}
+    for entry, ranks in zip(structure.entries, sets, strict=True):
+        key = (ranks, entry.axes)
+        if key not in checked:
+            checked[key] = Holders(ranks, structure.axes[entry.axes]).missing_place()
+        missing = checked[key]
+        if missing is not None and entry.numel:
+            raise CheckpointError(
+                "Ranks disagree about the layout: part of a tensor is held by no rank.",
+                expected=f"a rank at every place of axes {[axis.size for axis in structure.axes[entry.axes]]}",
+                got=f"no rank at place {missing}; {_first_difference(entry.name, classes)}",
+                where=entry.label,
+                todo="shard the model the same way on all ranks of its mesh, and let all of them save",
+            )
+
+
+def _first_difference(name: str, classes: Sequence[tuple[RankSet, Structure]]) -> str:
+    """How the first two structures that differ describe one tensor."""
+    described: dict[str, int] = {}  # description -> first rank that has it
+    for ranks, structure in classes:
+        described.setdefault(_description(name, structure), ranks.ranks[0])
+    if len(described) < 2:
+        ranks_asked = [ranks.ranks[0] for ranks, _ in classes][:4]
+        return f"only ranks {ranks_asked} .. were asked, all with {next(iter(described))}"
+    return "; ".join(f"rank {rank} says {text}" for text, rank in list(described.items())[:2])
+
+
+def _description(name: str, structure: Structure) -> str:
+    entry = next((entry for entry in structure.entries if entry.name == name), None)
+    if entry is None:
+        return "nothing"
+    cuts = []
+    for cut in entry.cuts:
+        if isinstance(cut, LayoutCut):
+            layout = structure.layouts[cut.layout]
+            offset = layout.slots[cut.slot].offset
+            cuts.append(f"shards of {layout.shard_numel} elements, offset {offset}")
+        else:
+            cuts.append(str(cut))
+    return f"{entry.dtype} {list(entry.shape)} cut by ({', '.join(cuts)})"

@@ -1,9 +1,9 @@
-"""Names of dtypes in manifests, and how their bytes are called in a safetensors file.
+"""Names of dtypes in manifests, and their types in safetensors files.
 
-A manifest names a dtype as torch does, without the prefix: ``"bfloat16"``. Names, widths and what a rank file holds a
-dtype as stand in `vescale_fsdp.layout.dtypes`; a dtype that is newer than that table is stored as integers.
+A manifest names a dtype as torch does, without the prefix: ``"bfloat16"``. The table of names, widths and stored types
+is `vescale_fsdp.layout.dtypes`; a dtype that is newer than that table is stored as integers.
 
-torch is imported where one of its dtypes is asked for: reading a manifest takes names and widths only.
+torch is imported only where a torch dtype is needed: reading a manifest needs names and widths only.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def _torch_dtypes() -> dict[str, torch.dtype]:
     """Every dtype of this torch by name."""
     import torch
 
-    found = (value for value in vars(torch).values() if isinstance(value, torch.dtype))
-    return {str(dtype).removeprefix("torch."): dtype for dtype in found}
+    dtypes = (value for value in vars(torch).values() if isinstance(value, torch.dtype))
+    return {str(dtype).removeprefix("torch."): dtype for dtype in dtypes}
 
 
 @cache
@@ -58,33 +58,33 @@ def dtype_named(name: str) -> torch.dtype:
 
 @cache
 def stored_dtype(name: str) -> DType:
-    """What is known of a dtype by its name; one newer than the table is stored as integers of its width.
+    """The table's row for a dtype; a dtype newer than the table is stored as integers of its width.
 
     Raises:
-        CheckpointError: if neither the table nor this version of torch has it.
+        CheckpointError: if neither the table nor this version of torch has the dtype.
     """
     return known_dtype(name) or DType(None, name, 8 * dtype_named(name).itemsize, "int")
 
 
 def is_numpy_dtype(name: str) -> bool:
-    """Whether numpy and torch both have a dtype of this name; numpy's names tell another byte order."""
+    """Whether numpy and torch both have a dtype of this name; numpy's names can include a byte order."""
     known = known_dtype(name)
     return known is not None and known.is_numpy and known.name == name
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """1D bytes: the memory of a contiguous tensor without lazy conjugation or negation, by view."""
-    # Not view(-1): one element of a column is contiguous, keeps the column's stride, and has then no bytes.
+    # Not view(-1): one element of a column is contiguous but keeps the column's stride, which view(uint8) refuses.
     return tensor.as_strided((tensor.numel(),), (1,)).view(dtype_named("uint8"))
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The same values in CPU memory, contiguous, without lazy conjugation or negation; by view where possible."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    # Under its carrier, as torch has no copy kernels for some dtypes.
+    # As its carrier dtype, since torch has no copy kernels for some dtypes.
     return plain.view(carrier_of(plain.dtype)).cpu().contiguous().view(plain.dtype)
 
 
 def carrier_of(dtype: torch.dtype) -> torch.dtype:
-    """A dtype of the same width that every copy kernel supports; bits are moved under it unchanged."""
+    """A dtype of the same width that every copy kernel supports, which leaves the bits unchanged."""
     return dtype_named(_CARRIERS[dtype.itemsize])

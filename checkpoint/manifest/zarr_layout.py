@@ -1,11 +1,14 @@
-"""The zarr form of a checkpoint: which chunks a tensor has, which rank writes each, and the JSON beside them.
+"""The zarr form of a checkpoint: each tensor's chunks, the rank that writes each chunk, and the JSON of arrays.
 
 One zarr v3 array per tensor. Its chunk grid follows the cuts, so that ranks' boundaries fall between chunks
-where whole rows allow it; where they do not (cuts inside rows), the rank that holds a chunk's first element
-owns it and gets the rest from its neighbours. Never do two ranks write one chunk.
+where whole rows allow it. Where they do not (cuts inside rows), the rank that holds a chunk's first element
+owns the chunk and receives the other parts from its neighbors; replicas take turns. No two ranks write one chunk.
 
     path/data-<save_id>/model/layers.0.weight/zarr.json     array: shape, chunks, dtype, crc32c
     path/data-<save_id>/model/layers.0.weight/c/0/0         chunk (0, 0): little-endian bytes, then their crc32c
+
+Every rank computes the same from the manifest alone. An owner's rank file has the checksums of all its chunks in the
+order of `held_chunks`, so that the position identifies the chunk.
 """
 
 from __future__ import annotations
@@ -13,27 +16,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut, ShardCut
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, Manifest
+from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
-from vescale_fsdp.layout.geometry import Box, chunk_of, numel_of
+from vescale_fsdp.layout.geometry import Box, FlatRange, chunk_of, numel_of
 
 _TARGET_BYTES = 4 << 20  # 4 MiB per chunk, if rows allow
 
 
 def as_arrays(manifest: Manifest, chunks: Sequence[tuple[int, ...]] | None = None) -> Manifest:
-    """The manifest of the same state in the zarr form; with these chunk sizes, if any are given."""
+    """The manifest of the same state in the zarr form.
+
+    Args:
+        chunks: sizes of each tensor's chunks; default: `chunk_shape`.
+    """
     if chunks is None:
         chunks = [chunk_shape(manifest, place) for place in range(len(manifest.entries))]
     return replace(manifest, chunks=tuple(chunks), version=FORMAT_VERSION)
 
 
 def chunk_shape(manifest: Manifest, place: int) -> tuple[int, ...]:
-    """Sizes of a tensor's chunks: at most the shards' where dims are cut, and whole rows of about 4 MiB."""
+    """Sizes of a tensor's chunks: at most a shard's along dims that are cut, and whole rows of about 4 MiB."""
     entry = manifest.entries[place]
     sizes = [max(1, size) for size in entry.shape]
     limit_rows = None
@@ -47,14 +57,14 @@ def chunk_shape(manifest: Manifest, place: int) -> tuple[int, ...]:
     row_bytes = max(1, numel_of(sizes[1:]) * entry.itemsize)
     wanted = max(1, min(sizes[0], _TARGET_BYTES // row_bytes))
     if limit_rows is not None:
-        # The largest number of rows that divides every boundary's.
+        # The largest number of rows that divides every boundary.
         wanted = next(rows for rows in range(min(wanted, limit_rows), 0, -1) if limit_rows % rows == 0)
     sizes[0] = wanted
     return tuple(sizes)
 
 
 def _aligned_rows(manifest: Manifest, place: int, cut: LayoutCut) -> int | None:
-    """Rows of which every rank boundary is a multiple; None if there is no boundary, or one inside a row."""
+    """Number of rows that divides every rank boundary; None without a boundary, or with one inside a row."""
     entry = manifest.entries[place]
     layout = manifest.structure.layouts[cut.layout]
     slot = layout.slots[cut.slot]
@@ -70,7 +80,7 @@ def _aligned_rows(manifest: Manifest, place: int, cut: LayoutCut) -> int | None:
 
 
 def chunk_boxes(shape: tuple[int, ...], chunks: tuple[int, ...], within: Box | None = None) -> Iterator[Box]:
-    """Boxes of all chunks (those that share an element with ``within``), unclipped: edges reach over."""
+    """Boxes of all chunks, or of those that overlap ``within``; they may extend over the tensor's edges."""
     if any(size == 0 for size in shape):
         return
     ranges = [range(-(-size // chunk)) for size, chunk in zip(shape, chunks, strict=True)]
@@ -79,15 +89,12 @@ def chunk_boxes(shape: tuple[int, ...], chunks: tuple[int, ...], within: Box | N
             range(start // chunk, min(len(grid), -(-(start + size) // chunk)))
             for grid, start, size, chunk in zip(ranges, within.offsets, within.sizes, chunks, strict=True)
         ]
-    indices: list[tuple[int, ...]] = [()]
-    for grid in ranges:
-        indices = [(*index, i) for index in indices for i in grid]
-    for index in indices:
+    for index in product(*ranges):
         yield Box(tuple(i * chunk for i, chunk in zip(index, chunks, strict=True)), chunks)
 
 
 def clipped(box: Box, shape: tuple[int, ...]) -> Box:
-    """The part of a chunk that lies inside the tensor."""
+    """The part of a chunk inside the tensor."""
     sizes = tuple(
         min(size, full - start) for start, size, full in zip(box.offsets, box.sizes, shape, strict=True)
     )
@@ -104,6 +111,11 @@ def array_json(manifest: Manifest, place: int) -> bytes:
     """``zarr.json`` of a tensor's array."""
     entry = manifest.entries[place]
     stored = stored_dtype(entry.dtype).zarr_name
+    fill_value: Json = 0.0 if stored.startswith("float") else 0
+    if stored == "bool":
+        fill_value = False
+    elif stored.startswith("complex"):
+        fill_value = [0.0, 0.0]
     attributes: dict[str, Json] = {"logical_dtype": entry.dtype}
     if manifest.version >= 2:
         attributes["name"] = entry.name
@@ -116,34 +128,24 @@ def array_json(manifest: Manifest, place: int) -> bytes:
             "shard_numel": layout.shard_numel,
             "slot": layout.slots[cut.slot].to_json(),
         }
+    grid = {"name": "regular", "configuration": {"chunk_shape": list(manifest.chunk_sizes[place])}}
     return dump_json(
         {
             "zarr_format": 3,
             "node_type": "array",
             "shape": list(entry.shape),
             "data_type": stored,
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": list(manifest.chunk_sizes[place])},
-            },
+            "chunk_grid": grid,
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": _fill_value(stored),
+            "fill_value": fill_value,
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
             "attributes": attributes,
         }
     )
 
 
-def _fill_value(stored: str) -> Json:
-    if stored == "bool":
-        return False
-    if stored.startswith("complex"):
-        return [0.0, 0.0]
-    return 0.0 if stored.startswith("float") else 0
-
-
 def group_files(manifest: Manifest) -> dict[str, bytes]:
-    """Name and content of every group's ``zarr.json``, parents first; the checkpoint's own comes last."""
+    """Name and content of each group's ``zarr.json``, parents first; the checkpoint's own group comes last."""
     data = f"data-{manifest.save_id}"
     paths = {data: None}
     for path in manifest.array_paths:
@@ -155,3 +157,65 @@ def group_files(manifest: Manifest) -> dict[str, bytes]:
         name: dump_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
         for name, attributes in groups.items()
     }
+
+
+class Chunk(NamedTuple):
+    """A chunk of tensor number ``place``; ``box`` may extend over the tensor's edges."""
+
+    place: int
+    box: Box
+
+    @property
+    def region(self) -> Region:
+        """All elements of the chunk."""
+        return Region(self.box, FlatRange(0, self.box.numel))
+
+
+class Holder(NamedTuple):
+    """A rank that provides a part of a chunk; among replicas of the part, the one whose turn it is."""
+
+    rank: int
+    region: Region
+    numel: int  # of the part
+
+
+def held_chunks(manifest: Manifest, rank: int) -> Iterator[tuple[Chunk, list[Holder]]]:
+    """The chunks of which a rank provides a part: tensors in the manifest's order, chunks in row-major order."""
+    for places in manifest.places_by_name.values():
+        place = places[0]  # other descriptions of a tensor have the same values
+        entry = manifest.entries[place]
+        held = manifest.holders_of(place).position(rank)
+        if held is None or not entry.numel:
+            continue
+        own = manifest.distributions[place].region(entry.shape, held[0], manifest.structure.layouts)
+        for chunk in chunks_of(manifest, place, own):
+            holders = holders_of(manifest, chunk)
+            if any(holder.rank == rank for holder in holders):
+                yield chunk, holders
+
+
+def chunks_of(manifest: Manifest, place: int, region: Region) -> list[Chunk]:
+    """Chunks that overlap a region of a tensor, each once, in row-major order."""
+    shape, sizes = manifest.entries[place].shape, manifest.chunk_sizes[place]
+    boxes = {
+        box
+        for part, _ in region.pieces()
+        for box in chunk_boxes(shape, sizes, part)
+        if box.intersect(part) is not None or not shape
+    }
+    return [Chunk(place, box) for box in sorted(boxes, key=lambda box: box.offsets)]
+
+
+def holders_of(manifest: Manifest, chunk: Chunk) -> list[Holder]:
+    """The ranks that provide a chunk's elements, in element order; the first one writes the chunk."""
+    entry, holders = manifest.entries[chunk.place], manifest.holders_of(chunk.place)
+    turn = sum(offset // size for offset, size in zip(chunk.box.offsets, chunk.box.sizes, strict=True))
+    chosen = []
+    for coordinates, region in manifest.distributions[chunk.place].touching(
+        entry.shape, chunk.region, manifest.structure.layouts
+    ):
+        numel = sum(share.numel for share in overlaps(region, chunk.region))
+        if numel:
+            ranks = holders.ranks_at(coordinates)
+            chosen.append(Holder(ranks[turn % len(ranks)], region, numel))
+    return chosen

@@ -1,34 +1,36 @@
-"""Who keeps copies of whose part: ranks by node, nodes in cliques, rings inside a clique. Arithmetic, no messages.
+"""Which rank keeps, sends or makes which file of a step in memory. Arithmetic only, no messages.
 
     replicas=1, nodes of 2 ranks     nodes       a: 0 1   b: 2 3   c: 4 5   d: 6 7
                                      cliques     a b | c d
                                      copies      0 -> 2, 1 -> 3, 2 -> 0, 3 -> 1, 4 -> 6, ..
 
-A clique of ``replicas + 1`` nodes loses nothing unless all of its nodes are lost. Cliques rather than one long ring,
-since of the same number of lost nodes fewer combinations then hit all copies of a part.
+A clique of ``replicas + 1`` nodes loses data only if all of its nodes are lost. Cliques are safer than one long ring:
+of the same number of lost nodes, fewer combinations contain all copies of a part.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from vescale_fsdp.checkpoint.ranks.exchange import FileMove
 from vescale_fsdp.errors import CheckpointError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux
 
 
 def node_name(folder: str | os.PathLike[str]) -> str:
-    """What is the same for all processes that see one folder in memory, and for no others. The folder is made.
+    """A name that is the same for all processes that see one folder in memory, and for no others; makes the folder.
 
-    Containers of one machine have a memory file system each, and machines of one name a boot each.
+    Containers of one machine have different memory file systems, and machines with one name have different boot ids.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    found = Path(folder).stat()
+    status = Path(folder).stat()
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    return f"{socket.gethostname()} {boot} {found.st_dev:x} {found.st_ino:x}"
+    return f"{socket.gethostname()} {boot} {status.st_dev:x} {status.st_ino:x}"
 
 
 def ranks_by_node(nodes: Sequence[str]) -> list[list[int]]:
@@ -37,57 +39,125 @@ def ranks_by_node(nodes: Sequence[str]) -> list[list[int]]:
     Args:
         nodes: by rank, the name of its node.
     """
-    found: dict[str, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
-        found.setdefault(node, []).append(rank)
-    return list(found.values())
+        ranks.setdefault(node, []).append(rank)
+    return list(ranks.values())
 
 
 def partners_in_cliques(nodes: Sequence[str], replicas: int) -> list[list[int]]:
-    """By rank, those that keep a copy of its part; nodes that are left over join the last clique.
+    """By rank, the ranks that keep a copy of its file; remaining nodes join the last clique.
 
     Args:
         nodes: by rank, the name of its node.
-        replicas: copies of each part beside the node's own; as many as there are other nodes, if these are fewer.
+        replicas: copies of each file on other nodes; at most as many as there are other nodes.
     """
     by_node = ranks_by_node(nodes)
     size = min(replicas + 1, len(by_node))
-    found: list[list[int]] = [[] for _ in nodes]
+    partners: list[list[int]] = [[] for _ in nodes]
     num_cliques = len(by_node) // size
     for number in range(num_cliques):
         clique = by_node[number * size : (number + 1) * size if number < num_cliques - 1 else len(by_node)]
-        for place, ranks in enumerate(clique):
+        for index, ranks in enumerate(clique):
             for step in range(1, size):
-                keepers = clique[(place + step) % len(clique)]
+                keepers = clique[(index + step) % len(clique)]
                 for local, rank in enumerate(ranks):
-                    found[rank].append(keepers[local % len(keepers)])
-    return found
+                    partners[rank].append(keepers[local % len(keepers)])
+    return partners
 
 
 def partners_in_rings(rings: Sequence[Sequence[int]], nodes: Sequence[str], replicas: int) -> list[list[int]]:
-    """By rank, those that follow it in its ring.
+    """By rank, the ranks that follow it in its ring, which keep a copy of its file.
 
     Args:
         rings: by rank, the ranks of its ring, in order.
         nodes: by rank, the name of its node.
-        replicas: copies of each part beside the node's own; as many as there are other nodes, if these are fewer.
+        replicas: copies of each file on other nodes; at most as many as there are other nodes.
 
     Raises:
-        CheckpointError: if a ring is too short, or a copy would lie on the node whose loss it is for.
+        CheckpointError: if a ring is too short, or two copies would be on one node.
     """
-    found = []
+    partners = []
     replicas = min(replicas, len(set(nodes)) - 1)
     for rank, ring in enumerate(rings):
-        place = ring.index(rank)
-        keepers = [ring[(place + step) % len(ring)] for step in range(1, replicas + 1)]
-        if len({nodes[rank], *(nodes[keeper] for keeper in keepers)}) <= replicas:
+        index = ring.index(rank)
+        keepers = [ring[(index + step) % len(ring)] for step in range(1, replicas + 1)]
+        num_nodes = len({nodes[keeper] for keeper in (rank, *keepers)})
+        if num_nodes <= replicas:
             raise CheckpointError(
                 "A mesh does not lead to other nodes.",
                 expected=f"{replicas + 1} ranks on as many nodes next to each other, for replicas={replicas}",
-                got=f"ranks {list(ring)[:8]}, of which {[rank, *keepers][:8]} lie on "
-                f"{len({nodes[keeper] for keeper in [rank, *keepers]})} nodes",
+                got=f"ranks {list(ring)[:8]}, of which {[rank, *keepers][:8]} are on {num_nodes} nodes",
                 where="RamTier(mesh=..)",
                 todo="pass the mesh dimension that runs across nodes, such as mesh['replicate']",
             )
-        found.append(keepers)
-    return found
+        partners.append(keepers)
+    return partners
+
+
+def _least_busy(ranks: Iterable[int], load: Counter[int]) -> int:
+    """The rank with the least load, which then has one more."""
+    rank = min(ranks, key=lambda rank: (load[rank], rank))
+    load[rank] += 1
+    return rank
+
+
+def plan_makers(wanted: Sequence[Sequence[int]], lost: Iterable[int]) -> dict[int, int]:
+    """The rank that makes each lost file: of the ranks that need the file, the one that makes the fewest.
+
+    Args:
+        wanted: by rank, the saved ranks whose files it needs.
+        lost: saved ranks whose files are lost.
+    """
+    load = Counter[int]()
+    return {
+        saved_rank: _least_busy((rank for rank, needs in enumerate(wanted) if saved_rank in needs), load)
+        for saved_rank in sorted(lost)
+    }
+
+
+def plan_moves(wanted: Sequence[set[str]], held: Sequence[set[str]], nodes: Sequence[str]) -> list[FileMove]:
+    """Moves after which every node has the files that its ranks need.
+
+    Args:
+        wanted: by rank, names of files; each is on some node.
+        held: by rank, names of files on its node.
+        nodes: by rank, the name of its node.
+    """
+    holders: dict[str, list[int]] = {name: [] for names in wanted for name in names}
+    for rank, names in enumerate(held):
+        for name in names & holders.keys():
+            holders[name].append(rank)
+    sent, received = Counter[int](), Counter[int]()
+    return [
+        FileMove(name, _least_busy(holders[name], sent), _least_busy(ranks, received))
+        for ranks in ranks_by_node(nodes)
+        for name in sorted(set().union(*(wanted[rank] for rank in ranks)) - held[ranks[0]])
+    ]
+
+
+def plan_copies(
+    names: Sequence[str], held: Sequence[Sequence[str]], nodes: Sequence[str], num_copies: int
+) -> list[FileMove]:
+    """Moves after which ``num_copies + 1`` nodes have each file that any node has; the emptiest nodes get copies.
+
+    Args:
+        names: of files.
+        held: by rank, names of files on its node.
+        nodes: by rank, the name of its node.
+    """
+    by_node = ranks_by_node(nodes)
+    holders = {
+        name: [number for number, ranks in enumerate(by_node) if name in held[ranks[0]]] for name in names
+    }
+    num_held = Counter(number for numbers in holders.values() for number in numbers)
+    sent, received = Counter[int](), Counter[int]()
+    moves = []
+    for name, numbers in holders.items():
+        senders = [rank for number in numbers for rank in by_node[number]]
+        others = [number for number in range(len(by_node)) if number not in numbers]
+        missing = max(0, num_copies + 1 - len(numbers)) if numbers else 0
+        for number in sorted(others, key=lambda number: (num_held[number], number))[:missing]:
+            moves.append(FileMove(name, _least_busy(senders, sent), _least_busy(by_node[number], received)))
+            num_held[number] += 1
+    return moves

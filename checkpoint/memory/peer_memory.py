@@ -1,67 +1,65 @@
-"""`PeerMemory`: a step that lies in the memory of several nodes, brought to those that read it.
+"""`PeerMemory`: the files of a step that is in the memory of several nodes, brought to the nodes that read them.
 
-    nodes hold          a: 0 1 2 3    b: (lost)    c: 4 5 6 7    d: 4 5 6 7      files of the ranks that saved
-    now wanted          a: 0 1 2      b: 3 4       c: 5 6        d: 7
+    nodes have          a: 0 1 2 3    b: (lost)    c: 4 5 6 7    d: 4 5 6 7      files of the ranks that saved
+    nodes need          a: 0 1 2      b: 3 4       c: 5 6        d: 7
     moves               3: a -> b, 4: c -> b
 
-Each file goes to a node once, from the rank that has least to send. Nothing is read from a disk, unless a file is lost
-with all nodes that held it: where the disk has the same step, one of the ranks that want the file makes it anew.
+Each file is sent to a node once, by the least busy rank. The disk is read only for a file that no node has: if it has
+the same step, one of the ranks that need the file makes it again from there.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from vescale_fsdp.checkpoint.formats.native.write import FileImage, write_rank_file
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
-from vescale_fsdp.checkpoint.memory.partners import ranks_by_node
+from vescale_fsdp.checkpoint.memory.partners import plan_makers, plan_moves
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import FROM_DISK, FileMove, move_files
-from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
-from vescale_fsdp.checkpoint.saving.rank_file_writer import write_rank_file
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
+_ON_OWN_NODE, _ON_OTHER_NODE, _LOST = range(0, 6, 2)
+
 
 class DiskTwin:
-    """The folder of a step on disk, which may be its twin, another attempt at it, or nothing.
+    """The folder of a step on disk, from which lost files of the same step in memory are made again.
+
+    A manager gives a step on disk and in memory the same save_id, so equal ids mean equal states. The files differ: in
+    memory every rank stores everything that it has, on disk replicas share the work. So a file is made from several
+    pieces of the disk, which are verified.
 
     Args:
-        storage: the folder.
+        storage: the folder, which may contain another attempt, or nothing.
     """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
     def has(self, manifest: Manifest) -> bool:
-        """Whether the folder holds the same state as a step in memory."""
+        """Whether the folder contains the same state as a step in memory."""
         try:
-            found = read_manifest(self._storage)
-        except NoCheckpointError:
+            ours = read_manifest(self._storage)
+        except CheckpointError:  # none, or a damaged one, which the search of steps reports
             return False
-        except CheckpointError:
-            return False  # damaged: the search comes to it by itself, and says so
-        return (found.save_id, found.world_size, found.blob_bytes, found.entries) == (
-            manifest.save_id,
-            manifest.world_size,
-            manifest.blob_bytes,
-            manifest.entries,
-        )
+        keys = ("save_id", "world_size", "blob_bytes", "entries")
+        return all(getattr(ours, key) == getattr(manifest, key) for key in keys)
 
     def make(self, manifest: Manifest, saved_rank: int, memory: Storage) -> None:
-        """Make a rank's file in memory anew. Takes as much memory beside it while it is at it.
+        """Make a rank's file in memory. Meanwhile its tensors are in memory twice.
 
         Raises:
             CorruptCheckpointError: if the disk's pieces are damaged.
-            OSError: if they cannot be read, or there is no room.
+            OSError: if they cannot be read, or memory is full.
         """
         file = RankFile(manifest, saved_rank)
         reader = CheckpointReader(self._storage)
@@ -75,25 +73,22 @@ class DiskTwin:
         reader.fill(wanted, verify=True)
         blob = bytes(reader.blobs([saved_rank])[0])
         working = memory.working_name(file.name, "disk")
-        memory.remove(working)  # of a run that was killed
+        memory.remove(working)  # of a killed run
         write_rank_file(memory, FileImage(file, locals_by_name, blob), Meter(), name=working)
         memory.rename(working, file.name)
 
 
-_ON_OWN_NODE, _ON_OTHER_NODE, _LOST = range(0, 6, 2)
-
-
 class LostPartError(CheckpointError):
-    """A part of a step is in no node's memory any more, nor on disk."""
+    """A part of a step is neither in any node's memory nor on disk."""
 
 
 class HeldPart(NamedTuple):
-    """What a node's memory holds of a step.
+    """The files of a step in a node's memory.
 
     Attributes:
         node: as `node_name` gives it.
-        saved_ranks: whose files it holds, whole.
-        world_size: of the ranks that saved; 0 where the node has no manifest of it, or a damaged one.
+        saved_ranks: the ranks whose complete files it has.
+        world_size: number of ranks that saved; 0 where the node has no manifest of the step, or a damaged one.
     """
 
     node: str
@@ -102,22 +97,22 @@ class HeldPart(NamedTuple):
 
 
 def is_whole(held: Iterable[HeldPart]) -> bool:
-    """Whether nodes hold the files of all ranks that saved a step, together."""
+    """Whether the nodes together have the files of all ranks that saved a step."""
     parts = list(held)
     world_size = max(part.world_size for part in parts)
     return world_size > 0 and len({rank for part in parts for rank in part.saved_ranks}) == world_size
 
 
 class PeerMemory:
-    """One step, held by several nodes.
+    """One step in the memory of several nodes.
 
     Args:
         storage: the step's folder in this node's memory; it may not exist yet.
-        held: by rank, what its node holds of the step.
-        twin: where the disk has it, if it does.
+        held: by rank, the files of the step on its node.
+        twin: the step's folder on disk.
 
     Attributes:
-        moves: files that were brought from one node to another, or from disk, the same on all ranks.
+        moves: files that were brought from other nodes or from disk, the same on all ranks.
     """
 
     def __init__(
@@ -129,14 +124,14 @@ class PeerMemory:
         self.moves: tuple[FileMove, ...] = ()
 
     def cost(self, saved_rank: int) -> int:
-        """Of a file: whether it lies on this node, on another, or is lost; of equal ones the rank's own comes first."""
+        """Sort key of files: on this node, on another node, lost; of equal ones the rank's own file comes first."""
         where = _ON_OTHER_NODE if saved_rank in self._anywhere else _LOST
         if saved_rank in self._on_own_node:
             where = _ON_OWN_NODE
         return where + (saved_rank != self._coordinator.rank)
 
     def bring_manifest(self) -> None:
-        """Let every node know the step; a collective.
+        """Bring the manifest to every node; a collective.
 
         Raises:
             CorruptCheckpointError: on all ranks, if no node can read its manifest.
@@ -156,7 +151,7 @@ class PeerMemory:
         """Bring the files that this rank reads to its node; a collective.
 
         Raises:
-            LostPartError: on all ranks, if one of them reads a file that no node holds, and the disk does not either.
+            LostPartError: on all ranks, if one of them reads a file that neither a node nor the disk has.
         """
         wanted = self._coordinator.everyone(sorted(saved_ranks - self._on_own_node))
         lost = {
@@ -167,7 +162,7 @@ class PeerMemory:
         }
         held = [set(part.saved_ranks) for part in self._held]
         if lost:
-            self._prove_twin(manifest, lost)
+            self._check_twin(manifest, lost)
             makers = plan_makers(wanted, lost.keys())
             self._make(manifest, makers)
             for number, maker in makers.items():
@@ -179,7 +174,7 @@ class PeerMemory:
             [set(map(manifest.file_name, numbers)) for numbers in held],
         )
 
-    def _prove_twin(self, manifest: Manifest, lost: Mapping[int, int]) -> None:
+    def _check_twin(self, manifest: Manifest, lost: Mapping[int, int]) -> None:
         """Raise on all ranks unless all of them see the same step on disk."""
         has_twin = False
         with self._coordinator.together(
@@ -188,7 +183,7 @@ class PeerMemory:
             has_twin = self._twin.has(manifest)
         if not all(self._coordinator.everyone(has_twin)):
             raise LostPartError(
-                "A part of this step is in no node's memory any more.",
+                "A part of this step is in no node's memory.",
                 expected="the file of each rank that saved, a copy of it, or the same step on disk",
                 got=f"none of rank {', '.join(map(str, sorted(lost)[:8]))}, wanted by rank {min(lost.values())}",
                 where=self._storage.where,
@@ -196,8 +191,8 @@ class PeerMemory:
             )
 
     def _make(self, manifest: Manifest, makers: Mapping[int, int]) -> None:
-        """Make lost files anew, each on one rank."""
-        doing = f"making anew of the disk what {self._storage.where} has lost"
+        """Make lost files again, each on one rank."""
+        doing = f"making lost files of {self._storage.where} from disk"
         with self._coordinator.together(doing, "nothing was overwritten"):
             for number, maker in makers.items():
                 if maker == self._coordinator.rank:
@@ -211,74 +206,3 @@ class PeerMemory:
         doing = f"bringing {self._storage.where} from other nodes' memory"
         move_files(self._coordinator, self._storage, moves, doing)
         self.moves += tuple(moves)
-
-
-def plan_makers(wanted: Sequence[Sequence[int]], lost: Iterable[int]) -> dict[int, int]:
-    """Who makes which lost file: of the ranks that want it the one that makes the fewest.
-
-    Args:
-        wanted: by rank, whose files it wants.
-    """
-    made = Counter[int]()
-    makers = {}
-    for number in sorted(lost):
-        wanting = [rank for rank, numbers in enumerate(wanted) if number in numbers]
-        makers[number] = min(wanting, key=lambda rank: (made[rank], rank))
-        made[makers[number]] += 1
-    return makers
-
-
-def plan_moves(wanted: Sequence[set[str]], held: Sequence[set[str]], nodes: Sequence[str]) -> list[FileMove]:
-    """Moves after which every node holds what its ranks want.
-
-    Args:
-        wanted: by rank, names of files; each is held by some rank.
-        held: by rank, names of files that lie on its node.
-        nodes: by rank, the name of its node.
-    """
-    holders: dict[str, list[int]] = {name: [] for names in wanted for name in names}
-    for rank, names in enumerate(held):
-        for name in names & holders.keys():
-            holders[name].append(rank)
-    sent, received = Counter[int](), Counter[int]()
-    moves = []
-    for ranks in ranks_by_node(nodes):
-        lacking = set().union(*(wanted[rank] for rank in ranks)) - held[ranks[0]]
-        for name in sorted(lacking):
-            sender = min(holders[name], key=lambda rank: (sent[rank], rank))
-            receiver = min(ranks, key=lambda rank: (received[rank], rank))
-            sent[sender] += 1
-            received[receiver] += 1
-            moves.append(FileMove(name, sender, receiver))
-    return moves
-
-
-def plan_copies(
-    names: Sequence[str], held: Sequence[Sequence[str]], nodes: Sequence[str], num_copies: int
-) -> list[FileMove]:
-    """Moves after which ``num_copies + 1`` nodes hold each file that any holds: those that hold the fewest get it.
-
-    Args:
-        names: of files.
-        held: by rank, those that lie on its node.
-        nodes: by rank, the name of its node.
-    """
-    by_node = ranks_by_node(nodes)
-    lies_on = {
-        name: {number for number, ranks in enumerate(by_node) if name in held[ranks[0]]} for name in names
-    }
-    num_held = Counter(number for numbers in lies_on.values() for number in numbers)
-    sent, received = Counter[int](), Counter[int]()
-    moves = []
-    for name, holders in lies_on.items():
-        senders = [rank for number in sorted(holders) for rank in by_node[number]]
-        others = [number for number in range(len(by_node)) if number not in holders]
-        lacking = num_copies + 1 - len(holders) if holders else 0
-        for number in sorted(others, key=lambda number: (num_held[number], number))[: max(0, lacking)]:
-            sender = min(senders, key=lambda rank: (sent[rank], rank))
-            receiver = min(by_node[number], key=lambda rank: (received[rank], rank))
-            sent[sender] += 1
-            received[receiver] += 1
-            num_held[number] += 1
-            moves.append(FileMove(name, sender, receiver))
-    return moves

@@ -1,20 +1,20 @@
-"""`RamTier`: newest states in the nodes' shared memory, which outlives a killed worker.
+"""`RamTier`: the newest steps in the nodes' shared memory, which survives a killed worker.
 
-Same format, same checks, on a memory file system (``/dev/shm``): a save is one copy and costs no disk; a restart
-reads it back at memory speed. Every rank stores all that it holds and every node has its own manifest, so that on the
-same nodes no rank needs another's memory. A step's save_id begins with the id of the run's branch (see `run_file`):
-steps of another run, or of a branch that a rollback has left, are never restored, and are removed by the next save.
+The format and the checks are those of the disk, on a memory file system (``/dev/shm``): a save is one copy, and a
+restart reads it at memory speed. Every rank stores everything that it has, and every node has its own manifest, so on
+the same nodes no rank needs another node's memory. A step's save_id begins with the id of the run's branch (see
+`run_file`): steps of another run, or of a branch that a rollback has ended, are never restored, and the next save
+removes them.
 
-    replicas=0      a node that is lost takes its part with it; what was replicated over nodes survives
-    replicas=1      a partner node has a copy of each file, sent behind training out of the memory that holds it
-                    anyway, so that the trainer waits for nothing more. Losing any one node costs no read of a disk
+    replicas=0      a lost node loses its part; parameters that are replicated across nodes survive
+    replicas=1      a partner node has a copy of each file, sent in the background from the memory that has the step
+                    anyway. After the loss of one node no disk is read
 
-On other nodes, or on fewer or more of them, what a rank needs comes from the nodes that hold it (see `peer_memory`).
-What none of them holds any more comes from disk, if the same step was saved there too (see `disk_twin`); else the step
-is passed over. A damaged file is deleted, and counts as lost from its node alone; what was lost is copied again as soon
-as a step has been restored.
+On other nodes, or on another number of them, a rank gets files from the nodes that have them (see `peer_memory`), or
+from disk, if the same step was saved there; else the step is skipped. A damaged file is deleted and counts as lost.
+After a restore, missing copies are made again.
 
-Memory that cannot take a step, or a copy, is a warning: it never stops a save to disk.
+If memory cannot take a step or a copy, that is a warning: it never stops a save to disk.
 """
 
 from __future__ import annotations
@@ -33,18 +33,23 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp.checkpoint.formats.form import lock_errors
 from vescale_fsdp.checkpoint.loading.file_checks import rank_file_problem
 from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_rank_file_name, step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.memory.partners import node_name, partners_in_cliques, partners_in_rings
-from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, plan_copies
+from vescale_fsdp.checkpoint.memory.partners import (
+    node_name,
+    partners_in_cliques,
+    partners_in_rings,
+    plan_copies,
+)
+from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart
 from vescale_fsdp.checkpoint.ranks.background import BackgroundThread
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, is_interrupt, is_of_storage
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove, move_files
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
-from vescale_fsdp.checkpoint.saving.form import told_if_busy
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.steps.retention import remove_chosen, surplus_steps
@@ -66,17 +71,17 @@ class RamTier:
     """Steps kept in shared memory.
 
     Args:
-        name: of the run; restarts of the same run must give the same one, and no other run on these nodes may. A run
-            is known by its root: steps of another root's run are never restored, whatever the name.
+        name: of the run; the same for all restarts of a run, and different for other runs on these nodes. Steps of a
+            run with another root are never restored, whatever the name.
         interval: steps between two saves to memory.
-        keep_last: steps to keep, at least 1; while a step is written or copied, one more is held.
-        replicas: other nodes that hold a copy of each node's part, sent in the background. Nodes are told apart by
-            their memory file systems, and keep each other's copies in cliques of ``replicas + 1``. Fewer nodes hold
+        keep_last: steps to keep, at least 1; while a step is written or copied, there is one more.
+        replicas: number of other nodes that keep a copy of each node's part, sent in the background. Nodes are
+            distinguished by their memory file systems, and form cliques of ``replicas + 1``. On fewer nodes there are
             fewer copies, with a warning.
         mesh: one dimension of a mesh whose ranks keep each other's copies instead, such as ``mesh["replicate"]``;
-            neighbours along it lie on different nodes.
-        folder: a memory file system. Steps lie in a folder of it that only this user can enter; one that another user
-            may have made is refused by every method that looks into it.
+            its neighbours must be on different nodes.
+        folder: a memory file system. Steps are in a private folder there; a folder that another user may have made is
+            an error.
 
     Raises:
         ValueError: if a limit is too low, the name is not a plain file name, or the mesh has several dimensions.
@@ -120,29 +125,31 @@ class RamTier:
         self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False, private=True)
         self._copier = BackgroundThread("checkpoint-copies")
         self._copies: SaveHandle | None = None
-        self._seen: weakref.ref[Coordinator] | None = None  # whose ranks the next three are of
+        self._seen: weakref.ref[Coordinator] | None = (
+            None  # the coordinator that the next four attributes belong to
+        )
         self._nodes: list[str] = []  # by rank
-        self._leads_node = False  # whether this rank is its node's first
-        self._partners: list[list[int]] = []  # by rank, those that keep copies of its files
-        self._tells = True  # whether this rank warns of what another one met
-        self._copied_step = -1  # the newest of which all copies are there, as far as this process knows
+        self._leads_node = False  # whether this rank is the first of its node
+        self._partners: list[list[int]] = []  # by rank, the ranks that keep copies of its file
+        self._warns = True  # whether this rank warns of errors of other ranks
+        self._copied_step = -1  # the newest step with all copies, as far as this process knows
         self._is_swept = False
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is to be saved."""
+        """Whether a step is saved to memory."""
         return step % self._interval == 0
 
     def begin(self, coordinator: Coordinator, run: RunFile) -> tuple[str, bool]:
-        """Before a save; a collective, which waits for no copies.
+        """Begin a save; a collective, which does not wait for copies.
 
         Returns:
-            The step's save_id, for a save of the same state to disk; and whether copies of an earlier step are still
-            on their way.
+            The step's save_id, for a save of the same state to disk; and whether copies of an earlier step are in
+            flight.
         """
-        # Rank 0 draws the attempt's number, which all ranks learn by the same meeting.
+        # Rank 0 draws the attempt's number; the same all-reduce sends it to all ranks.
         attempt = secrets.randbits(32) if coordinator.rank == 0 else 0
         is_copying = self._copies is not None and not self._copies.done()
-        doing = "looking for copies of the step before"
+        doing = "looking for copies of the previous step"
         attempt, is_copying_anywhere = coordinator.raise_together(
             None, doing, numbers=[attempt, int(is_copying)]
         )
@@ -160,20 +167,20 @@ class RamTier:
         behind: Coordinator,
         check_replicas: CheckReplicas = "sample",
     ) -> bool:
-        """Save a step and forget older ones; a collective. Waits for the copies of the step before.
+        """Save a step and remove older ones; a collective. Waits for the copies of the previous step.
 
         Args:
-            save_id: as `begin` gave it.
-            run: to which the step belongs, the same on all ranks.
-            behind: the same ranks as ``coordinator``, with a group that serves nothing but copies; where there are
-                replicas. It is they who forget older steps then, when the copies are there.
+            save_id: from `begin`.
+            run: of the step, the same on all ranks.
+            behind: the same ranks as ``coordinator``, with a group that is used for copies only. With replicas, older
+                steps are removed in the background too, after the copies.
             check_replicas: as for `vescale_fsdp.checkpoint.save`.
 
         Returns:
-            Whether memory has taken it, the same on all ranks. If not, a warning says on which rank, and why.
+            Whether the step was saved, the same on all ranks. If not, a warning names the rank and the cause.
 
         Raises:
-            CheckpointError: for what is wrong with the state, and would stop a save to disk as well.
+            CheckpointError: for an error in the state, which would stop a save to disk as well.
         """
         self._finish_copies(coordinator)
         try:
@@ -201,13 +208,13 @@ class RamTier:
         save_id: str,
         check_replicas: CheckReplicas,
     ) -> None:
-        self._look_around(coordinator)
+        self._find_nodes(coordinator)
         storage = self.step_storage(step)
         with ExitStack() as held:
             with coordinator.together(f"locking {storage.where}"):
                 self._sweep()
                 if self._leads_node and coordinator.rank:  # the save itself locks rank 0's
-                    with told_if_busy(storage):
+                    with lock_errors(storage):
                         held.enter_context(storage.lock())
             saver = Saver(
                 storage,
@@ -221,36 +228,36 @@ class RamTier:
             saver.save(state, metadata)
 
     def _sweep(self) -> None:
-        """Before this process writes for the first time: what killed jobs left on this node."""
+        """Remove what killed jobs have left on this node, before the first write."""
         if self._leads_node and not self._is_swept:
             remove_leftovers(self._root)
         self._is_swept = True
 
     def _clear_away(self, step: int, save_id: str) -> None:
-        """Give back this node's memory after an attempt that failed on any."""
+        """Free this node's memory after an attempt that failed on any node."""
         if self._leads_node:
             storage, name = self.step_storage(step), f"data-{save_id}"
-            with suppress(OSError, CheckpointError):  # the error that is warned of says it too
+            with suppress(OSError, CheckpointError):  # the warning names the cause
                 is_committed = storage.exists(MANIFEST_NAME) and read_manifest(storage).save_id == save_id
                 if name in storage.list_folder("") and not is_committed:
                     storage.remove(name)
 
     def _warn(self, coordinator: Coordinator, problem: str, error: BaseException | None) -> None:
-        """Warn on rank 0, and where the error was met; a warning may be an error, which all ranks must hear of."""
+        """Warn on rank 0 and on ranks with an error of their own; where a warning is an error, all ranks raise it."""
         with coordinator.together(f"warning that {problem}", "the disk is not concerned"):
-            if error is not None and (self._tells or not isinstance(error, CheckpointError)):
+            if error is not None and (self._warns or not isinstance(error, CheckpointError)):
                 warnings.warn(f"{problem}: {_text_of(error)}", stacklevel=5)
 
     def _finish_copies(self, coordinator: Coordinator) -> None:
-        """Wait for all copies; a collective, which warns of those that could not be made."""
+        """Wait for all copies; a collective, which warns of failed ones."""
         error = self._copy_error()
-        doing = "waiting for the copies of the step before"
+        doing = "waiting for the copies of the previous step"
         (has_failed,) = coordinator.raise_together(None, doing, numbers=[int(error is not None)])
         if has_failed:
             self._warn(coordinator, _NO_COPIES, error)
 
     def _copy_error(self) -> BaseException | None:
-        """Wait for all copies; what went wrong, on any rank. Ctrl-C is raised, on all."""
+        """Wait for all copies; returns the error of any rank. Ctrl-C is raised, on all ranks."""
         copies, self._copies = self._copies, None
         error = None if copies is None else copies.exception()
         if error is not None and is_interrupt(error):
@@ -258,14 +265,14 @@ class RamTier:
         return error
 
     def wait(self) -> None:
-        """Return when all copies have been made; warns of those that could not be."""
+        """Return when no copies are in flight; warns of failed ones."""
         error = self._copy_error()
-        if error is not None and (self._tells or not isinstance(error, CheckpointError)):
+        if error is not None and (self._warns or not isinstance(error, CheckpointError)):
             warnings.warn(f"{_NO_COPIES}: {_text_of(error)}", stacklevel=3)
 
     def remove(self, coordinator: Coordinator, step: int) -> None:
-        """Forget a step; a collective."""
-        self._look_around(coordinator)
+        """Remove a step; a collective."""
+        self._find_nodes(coordinator)
         with coordinator.together(f"removing step {step} from {self._root.where}", "see what is left of it"):
             if self._leads_node:
                 problem = remove_step(self._root, step)
@@ -273,17 +280,17 @@ class RamTier:
                     raise StorageError("A step could not be removed.", got=problem, where=self._root.where)
 
     def clean(self, coordinator: Coordinator, older_than_s: float | None) -> list[str]:
-        """Remove what killed jobs have left, on every node; a collective. Returns their paths, of all nodes."""
-        self._look_around(coordinator)
+        """Remove what killed jobs have left on every node; a collective. Returns the paths of all nodes."""
+        self._find_nodes(coordinator)
         removed: list[str] = []
         with coordinator.together(f"cleaning {self._root.where}"):
             if self._leads_node:
                 removed = remove_leftovers(self._root, older_than_s=older_than_s)
-        found = {name for names in coordinator.everyone(removed) for name in names}
-        return [f"{self._root.where}/{name}" for name in sorted(found)]
+        names = set().union(*coordinator.everyone(removed))
+        return [f"{self._root.where}/{name}" for name in sorted(names)]
 
     def abandon(self) -> None:
-        """Return when no copy is in flight any more, however it has ended."""
+        """Return when no copy is in flight, and ignore errors."""
         copies, self._copies = self._copies, None
         if copies is not None:
             copies.exception()
@@ -292,9 +299,9 @@ class RamTier:
         """The folder of a step in this node's memory."""
         return self._root.child(step_name(step))
 
-    def _look_around(self, coordinator: Coordinator) -> None:
-        """Find out who shares this rank's node, and who keeps copies of whose files: once for each coordinator, since
-        a job that goes on has other nodes. A collective."""
+    def _find_nodes(self, coordinator: Coordinator) -> None:
+        """Find the node and the partners of each rank, once for each coordinator, since an elastic job gets other
+        nodes. A collective."""
         if self._seen is not None and self._seen() is coordinator:
             return
         node = ""
@@ -310,24 +317,24 @@ class RamTier:
         elif self.replicas:
             partners = partners_in_cliques(nodes, self.replicas)
         self._nodes, self._partners = nodes, partners
-        self._leads_node, self._tells = nodes.index(node) == coordinator.rank, coordinator.rank == 0
+        self._leads_node, self._warns = nodes.index(node) == coordinator.rank, coordinator.rank == 0
         if self.num_copies < self.replicas:
             with coordinator.together("warning of too few nodes"):
-                if self._tells:
+                if self._warns:
                     warnings.warn(
                         f"RamTier(replicas={self.replicas}) keeps {self.num_copies} copies, since there are only "
-                        f"{len(set(nodes))} nodes, told apart by their memory file systems",
+                        f"{len(set(nodes))} nodes with different memory file systems",
                         stacklevel=5,
                     )
         self._seen = weakref.ref(coordinator)
 
     @property
     def num_copies(self) -> int:
-        """Copies of each part on other nodes, as many as the nodes allow; known from the first save on."""
+        """Copies of each part on other nodes, limited by the number of nodes; known after the first save."""
         return min(self.replicas, len(set(self._nodes)) - 1)
 
     def _copy(self, coordinator: Coordinator, step: int, run: RunFile) -> None:
-        """Send this rank's file to its partners, and keep theirs."""
+        """Send this rank's file to its partners, and receive theirs."""
         storage = self.step_storage(step)
         doing = f"copying {storage.where} to other nodes"
         try:
@@ -342,7 +349,7 @@ class RamTier:
             move_files(coordinator, storage, moves, doing)
             self._copied_step = step
         except Exception as error:
-            if is_of_storage(error):  # some memory is full: this step has no copies, the next one may
+            if is_of_storage(error):  # the memory of some node is full: only this step has no copies
                 self._retire(coordinator, step, run)
             raise
         self._retire(coordinator, step, run)
@@ -350,19 +357,19 @@ class RamTier:
     def begin_renewal(
         self, coordinator: Coordinator, behind: Coordinator, step: int, manifest: Manifest
     ) -> None:
-        """After a restore from memory: let every file have its copies again, behind training; a collective.
+        """Make missing copies again in the background, after a restore from memory; a collective.
 
         Args:
             behind: as for `save`.
         """
-        self._look_around(coordinator)
+        self._find_nodes(coordinator)
         if any(self._partners):
             what = f"renewing the copies of {self.step_storage(step).where}"
             job = self._copier.submit(partial(self._renew, behind, step, manifest), what, is_needed=False)
             self._copies = SaveHandle(job)
 
     def _renew(self, coordinator: Coordinator, step: int, manifest: Manifest) -> None:
-        """Verify what nodes hold of a step, and copy what too few of them hold."""
+        """Verify the files of a step on all nodes, and make missing copies."""
         storage = self.step_storage(step)
         doing = f"renewing the copies of {storage.where}"
         if not self._missing_copies(coordinator, storage, manifest):
@@ -376,25 +383,27 @@ class RamTier:
                     problem = rank_file_problem(storage, manifest, _rank_of(move.name))
                     if problem is not None:
                         storage.remove(move.name)
-                        raise StorageError("A copy is not what was sent.", got=problem, where=storage.where)
+                        raise StorageError(
+                            "A copy differs from the file that was sent.", got=problem, where=storage.where
+                        )
         self._copied_step = step
 
     def _missing_copies(
         self, coordinator: Coordinator, storage: Storage, manifest: Manifest
     ) -> list[FileMove]:
-        """Moves after which as many nodes as can be hold each file that any node holds; a collective."""
+        """The moves after which each file has as many copies as possible; a collective."""
         held: list[str] = []
         with coordinator.together(f"looking at {storage.where}"):
             held = [name for name in _files_of(manifest) if storage.exists(name)]
         return plan_copies(_files_of(manifest), coordinator.everyone(held), self._nodes, self.num_copies)
 
     def drop_damaged(self, coordinator: Coordinator, storage: Storage, manifest: Manifest) -> list[str]:
-        """Verify all files that nodes hold of a step, and delete damaged ones; a collective.
+        """Verify the files of a step on all nodes, and delete damaged ones; a collective.
 
         Returns:
-            What was deleted: the file and what was wrong with it, the same on all ranks.
+            Each deleted file with its problem, the same on all ranks.
         """
-        self._look_around(coordinator)
+        self._find_nodes(coordinator)
         here = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[coordinator.rank]]
         dropped: list[str] = []
         with coordinator.together(f"verifying {storage.where}"):
@@ -409,22 +418,22 @@ class RamTier:
     def _retire(self, coordinator: Coordinator, saved: int, run: RunFile) -> None:
         with coordinator.together(f"removing older steps from {self._root.where}", f"step {saved} is saved"):
             if self._leads_node:
-                remove_chosen(self._root, lambda found: self._no_longer_kept(found, saved, run))
+                remove_chosen(self._root, lambda folders: self._surplus_steps(folders, saved, run))
 
-    def _no_longer_kept(self, found: Sequence[StepFolder], saved: int, run: RunFile) -> list[int]:
-        """Older steps that are too many, and any that do not belong to the run."""
+    def _surplus_steps(self, folders: Sequence[StepFolder], saved: int, run: RunFile) -> list[int]:
+        """Older steps beyond keep_last, and all steps that do not belong to the run."""
         foreign = [
             step
-            for step, is_committed in found
+            for step, is_committed in folders
             if is_committed and not any(run.includes(step, save_id) for save_id in self._save_ids(step))
         ]
-        own = [folder for folder in found if folder[0] not in foreign]
+        own = [folder for folder in folders if folder[0] not in foreign]
         too_many = surplus_steps(own, saved, keep_last=self._keep_last)
-        # Where copies could not be made, an older step that has them outlives the loss of a node.
+        # Kept: if later copies have failed, the newest step with all copies survives the loss of a node.
         return [*foreign, *(step for step in too_many if step != self._copied_step)]
 
     def _save_ids(self, step: int) -> list[str]:
-        """Of the attempts at a step whose data lies in this node's memory."""
+        """The save_ids of attempts at a step with data in this node's memory."""
         names = self.step_storage(step).list_folder("")
         return [name.removeprefix("data-") for name in names if name.startswith("data-")]
 
@@ -434,11 +443,11 @@ class RamTier:
         return node_name(self._folder)
 
     def held(self, run: RunFile | None) -> dict[tuple[int, str], HeldPart]:
-        """What this node holds of a run: of each step, by its number and the attempt that wrote it."""
+        """The files of a run on this node, by the number of the step and the id of the attempt."""
         node = self.node
-        found: dict[tuple[int, str], HeldPart] = {}
+        parts: dict[tuple[int, str], HeldPart] = {}
         if run is None:
-            return found  # a run that has saved nothing: whatever lies here is another run's
+            return parts  # the run has saved nothing: all steps here are another run's
         for number in committed_steps(self._root):
             storage = self.step_storage(number)
             try:
@@ -446,24 +455,24 @@ class RamTier:
             except NoCheckpointError:
                 continue
             except CheckpointError:
-                # Damaged: another node may have a good one, and the files here are those of their folder.
+                # Damaged: another node may have a good manifest. The folder's name says whose files these are.
                 for save_id in self._save_ids(number):
                     if run.includes(number, save_id):
-                        found[number, save_id] = HeldPart(node, self._ranks_held(storage, save_id))
+                        parts[number, save_id] = HeldPart(node, self._saved_ranks(storage, save_id))
                 continue
             if not run.includes(number, manifest.save_id):
                 continue
-            held = self._ranks_held(storage, manifest.save_id)
-            found[number, manifest.save_id] = HeldPart(node, held, manifest.world_size)
-        return found
+            ranks = self._saved_ranks(storage, manifest.save_id)
+            parts[number, manifest.save_id] = HeldPart(node, ranks, manifest.world_size)
+        return parts
 
-    def _ranks_held(self, storage: Storage, save_id: str) -> tuple[int, ...]:
-        """Whose files lie in a step's folder."""
+    def _saved_ranks(self, storage: Storage, save_id: str) -> tuple[int, ...]:
+        """The ranks whose files are in a step's folder."""
         ranks = map(parse_rank_file_name, storage.list_folder(f"data-{save_id}"))
         return tuple(rank for rank in ranks if rank is not None)
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._root.remove("")
 
 
@@ -479,6 +488,6 @@ def _rank_of(name: str) -> int:
 
 
 def _text_of(error: BaseException) -> str:
-    """An error in a warning, with its notes, which name the rank."""
+    """An error as text for a warning, with its notes, which name the rank."""
     notes: list[str] = error.__dict__.get("__notes__", [])  # PEP 678
     return "; ".join([f"{type(error).__name__}: {error}", *notes])

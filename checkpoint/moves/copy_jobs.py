@@ -2,7 +2,7 @@
 
 Most conversions change no byte of a tensor: runs of bytes move from files of the source to places in the output.
 These are read in the order of the *source*, so that a disk reads forward, small tensors come many at a time,
-and each stripe of a file with checksums is read, hashed and proven once, whichever tensors it holds, several to a job:
+and each stripe of a file with checksums is read and hashed once, whichever tensors are in it, several to a job:
 
     source file   |  q  |  k  | v |     o     |  gap  | up ...       one Move per run of bytes
                   '---- cell 0 ----'---- cell 1 ----'- ...           one job per cell: moves are cut at its ends
@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.moves.plan import FilePlan, FixedBytes, TensorItems
-from vescale_fsdp.checkpoint.moves.source import ByteRange, ForwardReader, Source, StripedFile
+from vescale_fsdp.checkpoint.moves.source import ByteRange, Source
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, read_range
+from vescale_fsdp.checkpoint.moves.verified_reads import Begun, VerifiedReads
 from vescale_fsdp.checkpoint.storage.base import reading_source
 
 _CELL_BYTES = 4 * 2**20  # 4 MiB of a source file per job
@@ -64,7 +66,6 @@ class MoveJob(NamedTuple):
 
     Attributes:
         moves: by offset; they may overlap, and there may be gaps between them.
-        checked: the file's checksums, where it has them: the bytes are whole stripes of it then.
     """
 
     source: Source
@@ -72,7 +73,6 @@ class MoveJob(NamedTuple):
     start: int
     stop: int
     moves: tuple[Move, ...]
-    checked: StripedFile | None
 
 
 Job = Segment | MoveJob
@@ -123,7 +123,7 @@ def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) ->
             cells.setdefault(piece.offset // size, []).append(piece)
     for cell in sorted(cells):
         for start, stop, group in _groups(cells[cell], unit, end, max_gap):
-            yield MoveJob(source, file, start, stop, tuple(group), checked)
+            yield MoveJob(source, file, start, stop, tuple(group))
 
 
 def _cut(move: Move, size: int) -> Iterator[Move]:
@@ -151,18 +151,11 @@ def _groups(moves: list[Move], unit: int, end: int, max_gap: int) -> Iterator[tu
 
 
 def steps(job: MoveJob, buffer_bytes: int) -> Iterator[tuple[int, int, list[Move]]]:
-    """(first byte, end, moves cut to it) of each read of a job; together they cover all its bytes.
-
-    None goes beyond the end of a stripe.
-    """
+    """(first byte, end, moves cut to it) of each read of a job; together they cover all its bytes."""
     size = min(_STEP_BYTES, buffer_bytes)
-    whole = job.stop - job.start if job.checked is None else job.checked.stripe_bytes
     first = 0
-    for start, stop in (
-        (start, min(start + size, stripe + whole, job.stop))
-        for stripe in range(job.start, job.stop, whole)
-        for start in range(stripe, min(stripe + whole, job.stop), size)
-    ):
+    for start in range(job.start, job.stop, size):
+        stop = min(start + size, job.stop)
         found = []
         while first < len(job.moves) and job.moves[first].offset + job.moves[first].nbytes <= start:
             first += 1
@@ -217,12 +210,12 @@ class StretchFiller:
 
     def __init__(self, plan: FilePlan) -> None:
         self._plan = plan
-        self._readers: dict[int, ForwardReader] = {}
+        self._begun: dict[VerifiedReads, Begun] = {}
 
     def fill(self, start: int, data: memoryview) -> int:
-        """The file's bytes from ``start`` on; returns how many of them are of tensors."""
+        """Fill ``data`` with the file's bytes from ``start`` on; returns how many of them are of tensors."""
         plan, stop, nbytes = self._plan, start + len(data), 0
-        run = _Run(data, self._read)
+        runs: list[tuple[int, ByteRange]] = []  # what is read, by its place in the data
         for index in range(bisect_right(plan.offsets, start) - 1, len(plan.contents)):
             content, offset = plan.contents[index], plan.offsets[index]
             if offset >= stop:
@@ -234,68 +227,47 @@ class StretchFiller:
                 data[low - start : high - start] = content.data[low - offset : high - offset]
                 continue
             assert isinstance(content, TensorItems), f"{plan.name}: content {index} is computed"
-            self._fill_items(content, low - offset, low - start, high - low, run)
+            itemsize, place = content.view.info.dtype.itemsize, low - start
+            first, end = (content.start + (at - offset) // itemsize for at in (low, high))
+            ranges = content.view.byte_ranges(first, end)
+            if ranges is None:
+                compute_items(content.view, first, end, data[place : high - start])
+            for piece in ranges or ():
+                _append(runs, place, piece)
+                place += piece.nbytes
             nbytes += high - low
-        run.flush()
+        with reading_source():
+            for place, run in runs:
+                reads, part = run.source.reads, data[place : place + run.nbytes]
+                reads.read(run.file, run.offset, part, self._begun.setdefault(reads, {}))
         return nbytes
 
-    def _fill_items(self, content: TensorItems, at: int, place: int, nbytes: int, run: _Run) -> None:
-        """Bytes [at, at + nbytes) of a content, to ``place`` of the data."""
-        size = content.view.info.dtype.itemsize
-        first = content.start + at // size
-        ranges = content.view.byte_ranges(first, first + nbytes // size)
-        if ranges is not None:
-            for each in ranges:
-                run.add(place, each)
-                place += each.nbytes
-            return
-        import numpy as np  # only views that change their tensor need it
-
-        from vescale_fsdp.checkpoint.moves.tensor_view import read_range
-
-        with reading_source():
-            part = np.frombuffer(run.data[place : place + nbytes], dtype=np.uint8)
-            read_range(content.view, first, first + nbytes // size, part)
-
-    def _read(self, source: Source, file: str, offset: int, buffer: memoryview) -> None:
-        if id(source) not in self._readers:
-            self._readers[id(source)] = ForwardReader(source)
-        with reading_source():
-            self._readers[id(source)].read(file, offset, buffer)
-
     def finish(self) -> None:
-        """Prove what was read."""
+        """Verify what was read."""
         with reading_source():
-            for reader in self._readers.values():
-                reader.finish()
+            for reads, begun in self._begun.items():
+                reads.finish(begun)
 
 
-class _Run:
-    """Bytes that lie one after the other, in a source's file as in the output: small tensors are one read."""
+def compute_items(view: TensorView, first: int, stop: int, data: memoryview) -> None:
+    """Fill ``data`` with items [first, stop) of a view that changes its tensor."""
+    import numpy as np  # only such views need it
 
-    def __init__(self, data: memoryview, read: Callable[[Source, str, int, memoryview], None]) -> None:
-        self.data = data
-        self._read = read
-        self._place = self._nbytes = 0
-        self._first: ByteRange | None = None
+    with reading_source():
+        read_range(view, first, stop, np.frombuffer(data, dtype=np.uint8))
 
-    def add(self, place: int, found: ByteRange) -> None:
-        """The next bytes, which go to ``place`` of the data."""
-        first = self._first
-        if (
-            first is not None
-            and found.source is first.source
-            and (found.file, found.offset, place)
-            == (first.file, first.offset + self._nbytes, self._place + self._nbytes)
-        ):
-            self._nbytes += found.nbytes
+
+def _append(runs: list[tuple[int, ByteRange]], place: int, piece: ByteRange) -> None:
+    """Add bytes that go to ``place``. They join the last run where they follow it on both sides: small tensors are one
+    read."""
+    if runs:
+        at, last = runs[-1]
+        follows = (last.file, last.offset + last.nbytes, at + last.nbytes) == (
+            piece.file,
+            piece.offset,
+            place,
+        )
+        if follows and last.source is piece.source:
+            runs[-1] = at, last._replace(nbytes=last.nbytes + piece.nbytes)
             return
-        self.flush()
-        self._place, self._nbytes, self._first = place, found.nbytes, found
-
-    def flush(self) -> None:
-        """Read what was added."""
-        if self._first is not None:
-            part = self.data[self._place : self._place + self._nbytes]
-            self._read(self._first.source, self._first.file, self._first.offset, part)
-            self._first = None
+    runs.append((place, piece))

@@ -10,7 +10,7 @@ byte passes through memory, where it is compared with the source's checksums, if
 the journal: hashing a buffer in the cache takes a tenth of the time that writing it takes.
 
 A file is finished when the checksums of all bytes that it was made from have been compared. Reads compare them as they
-go (see `checked_ranges`). The bytes around are read at the end: the rest of a storage larger than its tensor, or of a
+go (see `verified_reads`). The bytes around are read at the end: the rest of a storage larger than its tensor, or of a
 record that is cut into several files. A tensor that is whole in a file is verified before that file is finished; one
 that is cut into several files by the file that holds its first item, when all files are complete. So no process waits
 for another one, and together they read no byte more than twice.
@@ -25,12 +25,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of, hex_checksum_of
+from vescale_fsdp.checkpoint.checksums import checksum_of, hex_checksum_of
 from vescale_fsdp.checkpoint.moves.copy_jobs import (
     Job,
     Segment,
     Stretch,
     StretchFiller,
+    compute_items,
     jobs_by_source,
     jobs_in_order,
     steps,
@@ -41,6 +42,7 @@ from vescale_fsdp.checkpoint.moves.copy_jobs import (
 from vescale_fsdp.checkpoint.moves.plan import ComputedBytes, FilePlan, FixedBytes
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
+from vescale_fsdp.checkpoint.moves.verified_reads import Begun
 from vescale_fsdp.checkpoint.storage.base import FileWriter, reading_source
 from vescale_fsdp.errors import ConversionError
 
@@ -133,21 +135,14 @@ class _WorkingFile:
         elif isinstance(job, Stretch):
             nbytes = self._put_together(job, buffer)
         else:
-            digest = RunningChecksum()
+            begun: Begun = {}  # empty in the end: the job's bytes are whole stripes
             for start, stop, moves in steps(job, len(buffer)):
                 data = buffer[: stop - start]
-                if job.checked is None:
-                    job.source.read_bytes(job.file, start, data)
-                else:  # read once, and proven at each stripe's end
-                    job.source.store.read_into(job.file, start, data)
-                    digest.update(data)
+                job.source.reads.read(job.file, start, data, begun)
                 for move in moves:
                     at = move.offset - start
                     self._write(move.target, data[at : at + move.nbytes], move.content)
                     nbytes += move.nbytes
-                if job.checked is not None and (stop == job.stop or not stop % job.checked.stripe_bytes):
-                    job.checked.prove_stripe(start // job.checked.stripe_bytes, digest.intdigest())
-                    digest.reset()
         with self._lock:
             self._left -= 1
             return nbytes, self._left == 0
@@ -162,16 +157,11 @@ class _WorkingFile:
         return nbytes
 
     def _compute(self, segment: Segment, buffer: memoryview) -> int:
-        import numpy as np  # only views that change their tensor need it
-
-        from vescale_fsdp.checkpoint.moves.tensor_view import read_range
-
+        offset, nbytes = segment.place(self.plan)
         view = self.plan.tensor(segment.content).view
-        array = np.frombuffer(buffer, dtype=np.uint8)
-        with reading_source():
-            data = read_range(view, segment.start, segment.stop, array).data
-        self._write(segment.place(self.plan)[0], data, segment.content)
-        return len(data)
+        compute_items(view, segment.start, segment.stop, buffer[:nbytes])
+        self._write(offset, buffer[:nbytes], segment.content)
+        return nbytes
 
     def _write(self, offset: int, data: memoryview, content: int | None = None) -> None:
         """Bytes of one content, or of several that have no CRCs."""
@@ -256,11 +246,11 @@ class Copier:
             self.retrying(lambda: in_threads(self.limits.usable_threads, self._work, self._jobs(plans)))
 
     def _finish(self, file: _WorkingFile, known: int = 0) -> None:
-        """Write what is not tensors from content ``known`` on, prove what was read, and close."""
+        """Write what is not tensors from content ``known`` on, verify what was read, and close."""
         file.write_known(known, len(file.plan.contents))
         with reading_source():
             for source, name in answered_for(file.plan, whole=True):
-                source.prove(name)
+                source.verify(name)
         file.out.close()
         with self._lock:
             self.on_finished(file.plan, file.digest)
@@ -322,8 +312,8 @@ def answered_for(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, str]]
             yield from items.view.sources()
 
 
-def prove_rest(plans: Sequence[FilePlan], threads: int) -> None:
-    """What can be proven only when all is read: tensors that are cut into several files, and that no source was
+def verify_rest(plans: Sequence[FilePlan], threads: int) -> None:
+    """Verify what needs all files to be complete: tensors that are cut into several files, and that no source was
     written to meanwhile, as most formats have no checksums that would tell.
 
     Raises:
@@ -333,7 +323,7 @@ def prove_rest(plans: Sequence[FilePlan], threads: int) -> None:
 
     def work(stored: Shared[tuple[Source, str]]) -> None:
         for source, name in stored:
-            source.prove(name)
+            source.verify(name)
 
     if cut := [each for plan in plans for each in answered_for(plan, whole=False)]:
         in_threads(threads, work, cut)

@@ -1,27 +1,21 @@
 """A checkpoint to read from, whatever its format: its tensors, its other values, and reads of any box.
 
 A `Source` is mostly data (see `stored_tensor.py`): the readers of each format only find out what lies where. One
-routine then reads boxes of any format (`box_reading.py`).
-
-One thread that fills a run of the output reads forward (`ForwardReader`). Stripes with checksums are hashed as their
-parts are read, so that each byte is read once:
-
-    stripe       |---------- 7 ----------|---------- 8 ----------|
-    reads        |  1  |  2  |  3  |  4  |  5  |  6  |          7 is verified; 8 was begun and is read again
+routine then reads boxes of any format (`box_reading.py`), and all reads are compared with the format's checksums
+(`verified_reads.py`).
 """
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of, hex_checksum_of
-from vescale_fsdp.checkpoint.moves.checked_ranges import CheckedRange, CheckedRanges, SeenPieces
+from vescale_fsdp.checkpoint.checksums import hex_checksum_of
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.checkpoint.moves.verified_reads import StripedFile, VerifiedReads
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, run_start
@@ -30,8 +24,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from vescale_fsdp.layout.group_layout import GroupLayout
-
-_SCRATCH_BYTES = 2**20  # 1 MiB: hashed while in the cache
 
 BoxReader = Callable[[Box], "np.ndarray"]
 StoredValue = Callable[[], Any]
@@ -45,24 +37,6 @@ class ByteRange(NamedTuple):
     file: str
     offset: int
     nbytes: int
-
-
-class StripedFile(Protocol):
-    """A file whose bytes have checksums, one per stripe."""
-
-    @property
-    def stripe_bytes(self) -> int:
-        """Size of a stripe; the last may be short."""
-
-    @property
-    def checked_bytes(self) -> int:
-        """Bytes from the file's start that stripes cover."""
-
-    def hash_stripe(self, index: int, scratch: bytearray) -> int:
-        """xxh3-64 of a stripe's bytes as they are, read through ``scratch``."""
-
-    def prove_stripe(self, index: int, checksum: int) -> None:
-        """Raise CorruptCheckpointError if the stripe was saved with another checksum."""
 
 
 def constant(value: Any) -> StoredValue:
@@ -97,7 +71,7 @@ class Source:
         omitted: entries that this package cannot carry over (values that differ per rank).
         layouts: how groups of tensors were sharded, where the format knows.
         checked: a file's checksums by its name, where the format has them for stripes of whole files; other
-            formats have them for ranges of bytes (see `checked_ranges`).
+            formats have them for ranges of bytes (see `verified_reads`).
         facts: lines worth telling people (``inspect`` prints them).
         file_metadata: ``__metadata__`` of safetensors files, joined; quantised tensors of torchao are described there.
         warnings: what a conversion from here must tell people, since the format leaves it open.
@@ -131,10 +105,11 @@ class Source:
     folder_problems: Callable[[], Iterable[str]] = tuple
     locate: Callable[[TensorInfo, StoredChunk], StoredChunk] | None = None
     _located: dict[tuple[str, int], StoredChunk] = field(default_factory=dict)
-    _ranges: CheckedRanges = field(default_factory=CheckedRanges)
     _intervals: dict[str, list[_Interval] | None] = field(default_factory=dict)
-    _proven: dict[str, set[int]] = field(default_factory=dict)
-    _rereading: threading.Lock = field(default_factory=threading.Lock)
+    reads: VerifiedReads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reads = VerifiedReads(self.store, self.checked)
 
     @property
     def url(self) -> str:
@@ -224,63 +199,10 @@ class Source:
         from vescale_fsdp.checkpoint.moves.box_reading import read_box
 
         tensor = self.tensors[name]
-        read_box(tensor, box, out, lambda chunk: self.located(tensor.info, chunk), self.read_bytes)
+        read_box(tensor, box, out, lambda chunk: self.located(tensor.info, chunk), self.reads.read)
 
-    def read_bytes(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from a file; stripes with checksums are compared when first touched, ranges with
-        checksums when the last of their bytes has been read.
-
-        Raises:
-            CorruptCheckpointError: if the file is too short or its bytes are not those that were saved.
-        """
-        self.store.read_into(file, offset, buffer)
-        checked = self.checked(file)
-        if checked is not None:
-            self._prove_stripes(checked, self._proven.setdefault(file, set()), offset, buffer)
-        self._ranges.saw(file, offset, buffer)
-
-    def _prove_stripes(self, file: StripedFile, proven: set[int], offset: int, data: memoryview) -> None:
-        """Compare the stripes that hold bytes just read; those at the edges are read again, in whole."""
-        size, stop = file.stripe_bytes, min(offset + len(data), file.checked_bytes)
-        for index in range(offset // size, -(-stop // size)):
-            first, end = index * size, min((index + 1) * size, file.checked_bytes)
-            if index in proven:
-                continue
-            if offset <= first and end <= stop:
-                digest = checksum_of(data[first - offset : end - offset])
-            else:
-                digest = file.hash_stripe(index, bytearray(_SCRATCH_BYTES))
-            file.prove_stripe(index, digest)
-            proven.add(index)
-
-    def prove_stripe(self, file: str, index: int, checksum: int | None = None) -> None:
-        """Compare a stripe of a file that has them, unless it was before; without its checksum it is read for it.
-
-        Raises:
-            CorruptCheckpointError: if it is not what was saved.
-        """
-        proven, checked = self._proven.setdefault(file, set()), self.checked(file)
-        if index in proven or checked is None:
-            return
-        if checksum is not None:
-            checked.prove_stripe(index, checksum)
-        else:
-            with self._rereading:  # threads that each have a part of the stripe read it once between them
-                if index not in proven:
-                    checked.prove_stripe(index, checked.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
-        proven.add(index)
-
-    def seen_in_part(self) -> list[SeenPieces]:
-        """What has been read of ranges with checksums that were not read to the end."""
-        return self._ranges.seen_in_part()
-
-    def prove_with(self, others: Iterable[SeenPieces]) -> None:
-        """Prove ranges of which this process has seen a part, and others the rest; raises as `prove`."""
-        for checked in self._ranges.learn(others):
-            self.prove_range(checked)
-
-    def prove(self, name: str) -> None:
-        """Read what nobody has read yet of the ranges with checksums that hold a tensor.
+    def verify(self, name: str) -> None:
+        """Read what no thread has read of the ranges with checksums that hold a tensor.
 
         Raises:
             CorruptCheckpointError: if bytes are not those that were saved.
@@ -288,15 +210,7 @@ class Source:
         info = self.tensors[name].info
         for chunk in self.tensors[name].chunks:
             if chunk.file and (checked := self.located(info, chunk).checked) is not None:
-                self.prove_range(checked)
-
-    def prove_range(self, checked: CheckedRange) -> None:
-        """Read what nobody has read yet of a range with a checksum; raises as `prove`."""
-        while gaps := self._ranges.unseen(checked):
-            for gap in gaps:
-                for start in range(*gap, _SCRATCH_BYTES):
-                    nbytes = min(_SCRATCH_BYTES, gap[1] - start)
-                    self.read_bytes(checked.file, start, memoryview(bytearray(nbytes)))
+                self.reads.verify_range(checked)
 
     def byte_ranges(self, name: str, start: int, stop: int) -> list[ByteRange] | None:
         """Where items [start, stop) of the flattened tensor lie, in order; None if they are no runs of bytes.
@@ -344,56 +258,5 @@ class Source:
                 self._located[key] = self.locate(info, chunk)
             chunk = self._located[key]
         if chunk.checked is not None:
-            self._ranges.add(chunk.checked)
+            self.reads.add(chunk.checked)
         return chunk
-
-
-class ForwardReader:
-    """Reads of one thread; what it has read is proven once `finish` has returned.
-
-    Args:
-        source: whose files are read.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._begun: dict[
-            tuple[str, int], tuple[RunningChecksum, int]
-        ] = {}  # stripe -> hash so far, next byte
-
-    def read(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from a file.
-
-        Raises:
-            CorruptCheckpointError: if the file is too short, or a stripe that is complete by now is not what was saved.
-        """
-        checked = self._source.checked(file)
-        if checked is None:
-            self._source.read_bytes(file, offset, buffer)
-            return
-        self._source.store.read_into(file, offset, buffer)
-        size, stop = checked.stripe_bytes, offset + len(buffer)
-        while offset < min(stop, checked.checked_bytes):
-            index = offset // size
-            end = min((index + 1) * size, checked.checked_bytes)
-            part = buffer[: end - offset]
-            state, expected = self._begun.pop((file, index), (RunningChecksum(), index * size))
-            if expected == offset and len(part) == end - offset:
-                state.update(part)
-                self._source.prove_stripe(file, index, state.intdigest())
-            elif expected == offset:
-                state.update(part)
-                self._begun[file, index] = state, offset + len(part)
-            else:  # from the middle
-                self._source.prove_stripe(file, index)
-            offset, buffer = end, buffer[len(part) :]
-
-    def finish(self) -> None:
-        """Prove the stripes that were read in part.
-
-        Raises:
-            CorruptCheckpointError: if one is not what was saved.
-        """
-        for file, index in self._begun:
-            self._source.prove_stripe(file, index)
-        self._begun.clear()

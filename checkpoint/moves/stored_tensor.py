@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from vescale_fsdp.checkpoint.moves.checked_ranges import CheckedRange
+from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.foreign_json import MAX_DIMS, tensor_shape, whole_numbers

@@ -1,13 +1,13 @@
-"""Work behind training that is finished before the process ends, and that survives a fork.
+"""Background work that is finished before the process exits, and that is safe with fork.
 
-A pool of `concurrent.futures` loses such work: when the interpreter exits, pools take no more work, and a save that is
-under way then cannot start the threads that write its files. So exits wait here, before any pool is closed:
+A pool of `concurrent.futures` would lose such work: when the interpreter exits, pools take no more work, and a save in
+flight could not start the threads that write its files. So an exit waits here, before pools are closed:
 
-    all work ends well              the process exits as it would have
-    some work has failed, unheard   stderr says which; the exit status is 1
-    some takes longer than allowed  stderr says which; the process exits at once, with status 1
+    all work succeeds                     the process exits normally
+    work fails and its error is not read  stderr names it; the exit status is 1
+    work exceeds its exit_timeout_s       stderr names it; the process exits at once, with status 1
 
-A forked child has no threads of its parent's: it starts with none, and the parent's work is an error to wait for there.
+A forked child has none of its parent's threads: waiting for the parent's work is an error there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-# Imported before `_finish_at_exit` is registered, and so called after it: what closes all pools.
+# Imported before `_finish_at_exit` is registered, so that its exit function, which closes all pools, runs later.
 from concurrent.futures import Future, thread, wait
 from queue import SimpleQueue
 from typing import NoReturn
@@ -46,25 +46,25 @@ class Job:
     def __init__(self, what: str, exit_timeout_s: float, is_needed: bool) -> None:
         self.what, self.exit_timeout_s, self.is_needed = what, exit_timeout_s, is_needed
         self.future: Future[None] = Future()
-        self.heard = False  # whether anybody has asked how it ended
+        self.is_read = False  # whether a caller has read the result
 
     def run(self, work: Callable[[], None]) -> None:
-        """Do it, and keep what it raises."""
+        """Do it, and keep its error."""
         try:
             work()
-        except BaseException as error:  # noqa: BLE001  raised by whoever asks for it, or reported at the exit
+        except BaseException as error:  # noqa: BLE001  raised by the caller that waits, or reported at the exit
             self.future.set_exception(error)
         else:
             self.future.set_result(None)
 
     def disown(self) -> None:
-        """In a forked child: let whoever waits hear that the work is another process's."""
-        self.future.__init__()  # type: ignore[misc]  # the parent's lock may have been held by a thread
-        self.heard = True
+        """In a forked child: make waiting an error."""
+        self.future.__init__()  # type: ignore[misc]  # a thread of the parent may have had the lock
+        self.is_read = True
         self.future.set_exception(
             CheckpointError(
                 "Work of the parent process cannot be waited for in a forked child.",
-                expected=f"{self.what} to be waited for where it was started",
+                expected=f"a wait for {self.what} in the process that started it",
                 got=f"process {os.getpid()}, a child",
                 todo="wait before the fork, or in the parent",
             )
@@ -72,7 +72,7 @@ class Job:
 
 
 class BackgroundThread:
-    """One thread that does work in the order in which it is submitted; started when there is some.
+    """One thread that does work in the order of submission; started by the first work.
 
     Args:
         name: of the thread.
@@ -95,13 +95,13 @@ class BackgroundThread:
         exit_timeout_s: float = EXIT_TIMEOUT_S,
         is_needed: bool = True,
     ) -> Job:
-        """Do this behind what was submitted before; arguments as for `Job`."""
+        """Do this after earlier work; arguments as for `Job`."""
         _jobs[:] = [job for job in _jobs if not _is_over(job)]
         job = Job(what, exit_timeout_s, is_needed)
         _jobs.append(job)
         self._queue.put((job, work))
         if self._thread is None:
-            # A daemon: the exit waits for its work, with a bound, and not for the thread.
+            # A daemon: the exit waits for the work, with a time limit, and not for the thread.
             self._thread = threading.Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)  # type: ignore[arg-type]  # ends the thread
@@ -109,7 +109,7 @@ class BackgroundThread:
 
 
 def check_exit_timeout(exit_timeout_s: float) -> None:
-    """Refuse what is no time to wait for.
+    """Check a time limit.
 
     Raises:
         ValueError: for negative numbers and NaN.
@@ -119,54 +119,54 @@ def check_exit_timeout(exit_timeout_s: float) -> None:
 
 
 _threads: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
-_jobs: list[Job] = []  # under way, or failed and not asked for
+_jobs: list[Job] = []  # running, or failed with an error that was not read
 
 
 def _serve(queue: SimpleQueue[tuple[Job, Callable[[], None]] | None]) -> None:
     while (item := queue.get()) is not None:
         job, work = item
         job.run(work)
-        del item, job, work  # what work holds is not kept until there is more
+        del item, job, work  # free the memory of the work before the next one comes
 
 
 def _is_over(job: Job) -> bool:
-    return job.future.done() and (job.heard or job.future.exception() is None)
+    return job.future.done() and (job.is_read or job.future.exception() is None)
 
 
 def _finish_at_exit() -> None:
-    """Wait for what is under way; say what is lost."""
+    """Wait for running work; report lost work."""
     start_s = time.monotonic()
     try:
         for job in list(_jobs):
             wait([job.future], max(0.0, start_s + job.exit_timeout_s - time.monotonic()))
     except KeyboardInterrupt:
-        pass  # a second Ctrl-C: what is not done now is lost
+        pass  # a second Ctrl-C: unfinished work is lost
     lost = [job for job in _jobs if not _is_over(job)]
     if not lost:
         return
     _report(lost)
     if any(not job.future.done() for job in lost):
-        _leave()  # a thread that hangs would hold up the exit itself
+        _leave()  # a thread that hangs would block the exit
     if any(job.is_needed for job in lost):
         if multiprocessing.parent_process() is not None:
-            _leave()  # such children call no exit functions
-        atexit.register(_leave)  # the first exit function to be called, when other threads have ended
+            _leave()  # child processes of multiprocessing call no exit functions
+        atexit.register(_leave)  # the first exit function to be called, after other threads have ended
 
 
 def _report(lost: Sequence[Job]) -> None:
     for job in lost:
         if job.future.done():
             error = job.future.exception()
-            said = f"failed: {type(error).__name__}: {error}"
+            outcome = f"failed: {type(error).__name__}: {error}"
         else:
-            said = f"was not done {job.exit_timeout_s:g} s after the program had ended, and was given up"
-        print(f"vescale_fsdp.checkpoint: {job.what} {said}", file=sys.stderr)
+            outcome = f"was not done {job.exit_timeout_s:g} s after the program had ended, and was given up"
+        print(f"vescale_fsdp.checkpoint: {job.what} {outcome}", file=sys.stderr)
 
 
 def _leave() -> NoReturn:
-    """Exit with status 1, which nothing but this can change once the interpreter is exiting."""
+    """Exit with status 1; an exiting interpreter has no other way to change its status."""
     atexit.unregister(_leave)
-    atexit._run_exitfuncs()  # the others, which would not be called
+    atexit._run_exitfuncs()  # the other exit functions, which would not be called
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:

@@ -1,17 +1,16 @@
-"""How the ranks of a save or load agree: a digest, a few numbers, errors. No plans are ever gathered.
+"""How the ranks of a save or load agree: by a digest, a few numbers, and errors. Plans are never gathered.
 
-    agree           one all-reduce of a few int64: is the structure the same everywhere, did a rank fail? Only
-                    where digests differ (pipeline stages, experts) does each structure travel, once.
-    together        ``with coordinator.together("writing"):`` ends in a meeting, one all-reduce: whatever was raised
-                    inside on any rank, Ctrl-C and a lack of memory included, ends the block on all of them.
+    agree           one all-reduce of a few int64: is the structure the same on all ranks, did a rank fail? Where
+                    digests differ (pipeline stages, experts), each distinct structure is sent once.
+    together        ``with coordinator.together("writing"):`` ends with one all-reduce: an error inside the block on any
+                    rank, Ctrl-C and out-of-memory included, ends the block on all ranks.
 
-Who was hit raises what it met itself. The others raise a `CheckpointError` that names the ranks and what they met.
-Work that only some ranks do, and work that may fail on one, stands inside such a block; nothing catches less.
+A failed rank raises its own error. The other ranks raise a `CheckpointError` that names the failed ranks and their
+errors. Work that only some ranks do, and work that may fail on one rank, is done inside such a block.
 
-Both compare a digest of the caller's arguments on the way, so that no rank's silently wins.
+Both compare a digest of the caller's arguments too, so that different arguments are an error.
 
-Everything runs on a gloo group of its own, so it can neither take turns with training's collectives
-nor spend GPU memory.
+Everything uses a gloo group of its own: it cannot be mixed up with training's collectives, and needs no GPU memory.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.checksums import checksum_of, digest_of, hex_checksum_of
+from vescale_fsdp.checkpoint.manifest.distribution import RankSet
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
@@ -47,19 +46,19 @@ _NOTHING: Alike = {}
 
 _FAILURE, _DAMAGE, _ABSENCE, _STORAGE, _FOREIGN, _INTERRUPT = 1, 2, 3, 4, 5, 6
 _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
-_WORST = "_worst"  # an attribute of errors that have ended a block on all ranks
+_WORST = "_worst"  # attribute of errors that have ended a block on all ranks
 _DOCUMENT_BYTES = 64 << 20  # 64 MiB
 COMMIT, ABORT = "commit", "abort"
-_READERS_S = 5.0  # a rank that has not read a decision by then is lost, or finds the store lost
+_READERS_S = 5.0  # a rank that has not read a decision by then is lost, or has lost the store
 _POLL_S = 0.001
-_LONGEST_S = 1800.0  # torch's own time-out of groups
+_LONGEST_S = 1800.0  # torch's default time-out of groups
 _ENDLESS = 2**62  # more bytes than any storage has
 _NOTHING_DONE = "nothing was committed"
 _MEETING_WORDS = 32  # numbers that ranks compare at the first meeting of a call, at most
 
 
 def _severity(error: BaseException | None) -> int:
-    """0, or how bad an error is: all ranks raise the worst kind, so that they decide alike what to do next."""
+    """How bad an error is, 0 for none: all ranks raise the worst kind, so that they all react in the same way."""
     if error is None:
         return 0
     for severity, kind in _KINDS.items():
@@ -67,54 +66,53 @@ def _severity(error: BaseException | None) -> int:
             return severity
     if isinstance(error, OSError | StorageError):
         return _STORAGE
-    # Whoever meets what is not ours raises it and is gone: the others must not go on with an older checkpoint.
+    # A rank with an unknown error ends: the others must not continue with an older checkpoint.
     if isinstance(error, VescaleError):
         return _FAILURE
     return _FOREIGN if isinstance(error, Exception) else _INTERRUPT
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Whether an error that has ended a block on all ranks says that a rank could not use its storage, and nothing
-    worse of any rank. The same on all ranks."""
+    """Whether the worst error of any rank in a block was that it could not use its storage; the same on all ranks."""
     return error.__dict__.get(_WORST) == _STORAGE
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """The same for Ctrl-C, or an exit, on any rank."""
+    """Whether a block was ended by Ctrl-C or an exit on any rank; the same on all ranks."""
     return error.__dict__.get(_WORST) == _INTERRUPT
 
 
 def _marked(error: E, worst: int) -> E:
-    """An error that tells how bad it is for the worst rank."""
+    """An error with the severity of the worst rank."""
     error.__dict__[_WORST] = worst
     return error
 
 
-def _told(error: BaseException) -> str:
-    """An error as other ranks are told of it."""
+def _format_error(error: BaseException) -> str:
+    """An error as text for other ranks."""
     notes: list[str] = error.__dict__.get("__notes__", [])  # PEP 678
     try:
         return "\n".join([f"{type(error).__name__}: {error}", *notes])
-    except Exception as mute:  # noqa: BLE001  an error whose text cannot be had is still told of
+    except Exception as mute:  # noqa: BLE001  an error without a text is still reported
         return f"{type(error).__name__}, whose text raises {type(mute).__name__}"
 
 
 class Agreement(NamedTuple):
-    """What ranks know together after `Coordinator.agree`."""
+    """The result of `Coordinator.agree`, the same on all ranks."""
 
     classes: list[tuple[RankSet, Structure]]
     blob_bytes: int  # of the largest rank
     has_resharded: bool  # on any rank
     save_id: str
-    free_bytes: int | None  # the least that any rank has; None if nobody knows
+    free_bytes: int | None  # the least of any rank; None if it is not known
 
 
 class Coordinator:
-    """This rank's place among those that save or load together; by itself, that of one process alone."""
+    """This rank among the ranks that save or load together; the base class is that of a single process."""
 
     rank = 0
     world_size = 1
-    rank_of: dict[int, int] | None = None  # number here of each global rank, where they differ
+    rank_of: dict[int, int] | None = None  # rank here of each global rank, where they differ
 
     def agree(
         self,
@@ -126,16 +124,16 @@ class Coordinator:
         *,
         has_resharded: bool = False,
     ) -> Agreement:
-        """Compare structures; ``structure`` is None only beside an error.
+        """Compare structures; ``structure`` is None only together with an error.
 
         Args:
             alike: arguments that must be the same on all ranks, by name.
-            free_bytes: what is free where this rank is going to write, if that is known.
+            free_bytes: free space where this rank will write, if it is known.
             has_resharded: whether the state has `Resharded` values.
 
         Raises:
-            CheckpointError: on all ranks, if any rank came with an error or with another argument; a rank that came
-                with an error raises that.
+            CheckpointError: on all ranks, if any rank passes an error or a different argument; a rank that passes an
+                error raises that error.
         """
         words = words_of(structure.digest if structure is not None else bytes(16))
         save_id = secrets.randbits(62) if self.rank == 0 else 0
@@ -150,11 +148,11 @@ class Coordinator:
         assert structure is not None
         world = RankSet.world(self.world_size)
         classes = [(world, structure)] if is_same(digests) else self._exchange(structure, words)
-        found = None if -least_free == _ENDLESS else -least_free
-        return Agreement(classes, largest_bytes, bool(resharded), f"{save_id:016x}", found)
+        least_free_bytes = None if -least_free == _ENDLESS else -least_free
+        return Agreement(classes, largest_bytes, bool(resharded), f"{save_id:016x}", least_free_bytes)
 
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
-        """Every distinct structure, sent once by its first rank, with the ranks that have it."""
+        """Every distinct structure, sent once by its first rank, with its ranks."""
         raise AssertionError("one process alone has one structure")
 
     def raise_together(
@@ -170,16 +168,16 @@ class Coordinator:
         """The largest of each of ``numbers`` over all ranks if no rank failed; else raise on all of them.
 
         Args:
-            error: what this rank met, whatever it is.
-            doing: at what, for the message.
-            outcome: what has become of the checkpoint, if a rank failed.
+            error: of this rank, of any kind.
+            doing: the failed action, for the message.
+            outcome: the state of the checkpoint if a rank failed, for the message.
             alike: as for `agree`.
-            is_first: the first meeting of a call: ranks that do not make the call are named within seconds.
+            is_first: whether this is the first collective of a call: a warning names ranks that do not make the call.
 
         Raises:
-            CheckpointError: on ranks that met nothing: names those that did, and what, or the argument that differs.
-                The others raise what they met, or, where both are errors of a checkpoint, the worse of their own and
-                the others' kind.
+            CheckpointError: on ranks without an error: names the failed ranks and their errors, or the argument that
+                differs. Failed ranks raise their own error or, between errors of checkpoints, one
+                of the worst kind.
         """
         if error is not None:
             raise _marked(error, _severity(error))
@@ -189,47 +187,46 @@ class Coordinator:
     def together(
         self, doing: str, outcome: str = _NOTHING_DONE, alike: Alike = _NOTHING, *, is_first: bool = False
     ) -> Iterator[None]:
-        """A block that all ranks leave in the same way, as `raise_together` says.
+        """A block that all ranks leave in the same way, see `raise_together`.
 
-        ``alike`` is looked at when the block ends: what is only known then may be put in meanwhile.
+        ``alike`` is read when the block ends: the block may add arguments.
         """
         error: BaseException | None = None
         try:
             yield
-        except BaseException as caught:  # noqa: BLE001  Ctrl-C too: the others would wait for this rank
+        except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks would wait for this one
             error = caught
         try:
             self.raise_together(
                 error, doing, outcome, alike if error is None else _NOTHING, is_first=is_first
             )
         finally:
-            del error  # it holds this frame, and what the block's frames hold
+            del error  # its traceback keeps the block's frames alive
 
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
         """Send a contiguous CPU tensor to a rank that calls `receive`."""
         raise AssertionError("one process alone sends nothing")
 
     def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
-        """Fill a contiguous CPU tensor with what a rank sends."""
+        """Fill a contiguous CPU tensor with one that a rank sends."""
         raise AssertionError("one process alone receives nothing")
 
     def raise_to_largest(self, numbers: torch.Tensor) -> None:
-        """Raise each number of an integer CPU tensor to the largest that any rank has there. A collective."""
+        """All-reduce an integer CPU tensor in place by MAX. A collective."""
 
     def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
-        """Start to compare, and wait for nobody: what is returned gives the largest of each number over all ranks, once
-        all of them have begun. A collective."""
+        """Start an all-reduce by MAX; the returned function waits for it and returns the result. A collective."""
         return lambda: list(numbers)
 
     def begin_sum(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
-        """The same for the sum of each number over all ranks. A collective."""
+        """Start an all-reduce by SUM, in the same way. A collective."""
         return lambda: list(numbers)
 
     def begin_exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
     ) -> Callable[[], None]:
-        """Start to send and receive contiguous CPU tensors, each to or from the rank beside it; what is returned waits
-        until they have gone and come. Those of the same two ranks meet in the order in which they were begun."""
+        """Start to send and receive contiguous CPU tensors, each to or from the rank in its pair; the returned function
+        waits for all. Between two ranks, sends and receives match in the order in which they were started."""
         assert not outgoing and not incoming, "one process alone has no partners"
         return lambda: None
 
@@ -240,13 +237,13 @@ class Coordinator:
         self.begin_exchange(outgoing, incoming)()
 
     def decide(self, name: str, word: str, done: str) -> str:
-        """The first word that any rank has entered under a name, this one's if none has.
+        """The first word that any rank has entered under a name, which is ``word`` if there is none yet.
 
-        Waits for no rank; but rank 0, which may hold the store, waits a while until all have read `COMMIT`: whoever
-        cannot read takes it for `ABORT`.
+        Waits for no rank; but rank 0, whose process may have the store, waits a while until all have read `COMMIT`: a
+        rank that cannot read assumes `ABORT`.
 
         Args:
-            done: an earlier name, which all ranks have read; it is dropped.
+            done: an earlier name, which all ranks have read; its entry is deleted.
 
         Raises:
             CheckpointError: if the ranks' store cannot be reached.
@@ -254,11 +251,11 @@ class Coordinator:
         return word
 
     def new_name(self) -> str:
-        """A name for `decide` that is the same on all ranks, and new. A collective."""
+        """A new name for `decide`, the same on all ranks. A collective."""
         return ""
 
     def everyone(self, item: T) -> list[T]:
-        """What each rank has: one all-reduce where it is the same, and reads the same, on all of them."""
+        """The item of each rank: one all-reduce if ``repr(item)`` is the same on all of them."""
         return [item]
 
 
@@ -266,7 +263,7 @@ class SoloCoordinator(Coordinator):
     """One process alone.
 
     Args:
-        global_rank: its number in a world whose other ranks do not take part.
+        global_rank: its rank in a world whose other ranks do not take part.
     """
 
     def __init__(self, global_rank: int = 0) -> None:
@@ -278,8 +275,8 @@ class GroupCoordinator(Coordinator):
 
     Args:
         group: the gloo group.
-        rank_of: number in it of each global rank, where they differ.
-        roll_call: finds out who has not come to the first meeting of a call.
+        rank_of: rank in it of each global rank, where they differ.
+        roll_call: finds the ranks that are missing in the first collective of a call.
     """
 
     def __init__(
@@ -297,29 +294,28 @@ class GroupCoordinator(Coordinator):
 
     def decide(self, name: str, word: str, done: str) -> str:
         store = store_of(self.group)
-
         doing = f"rank {self.rank}, {name}"
         try:
             entered = within(self._timeout_s, lambda: store.compare_set(name, "", word), doing)
         except RuntimeError as lost:
             raise CheckpointError(
-                "The store of the ranks was lost as they decided.",
+                "The store of the ranks was lost while they decided.",
                 expected=f"{word!r} to be entered, or an earlier word to be read, under {name!r}",
                 got=f"{type(lost).__name__}: {lost}",
                 where=f"rank {self.rank}",
                 todo="compare what the ranks have before they go on",
             ) from lost
-        found = entered.decode()
-        with suppress(RuntimeError):  # decided is decided, with the store lost or without
-            within(2 * _READERS_S, lambda: self._let_read(store, name, found, done), doing)
-        return found
+        decision = entered.decode()
+        with suppress(RuntimeError):  # the decision is final, even if the store is lost now
+            within(2 * _READERS_S, lambda: self._wait_for_readers(store, name, decision, done), doing)
+        return decision
 
-    def _let_read(self, store: dist.Store, name: str, found: str, done: str) -> None:
+    def _wait_for_readers(self, store: dist.Store, name: str, decision: str, done: str) -> None:
         num_read = store.add(f"{name} read", 1)
         if self.rank == 0:
             deadline_s = time.monotonic() + _READERS_S
-            while found == COMMIT and num_read < self.world_size and time.monotonic() < deadline_s:
-                # The store may be in this process, which may end as soon as it has decided.
+            while decision == COMMIT and num_read < self.world_size and time.monotonic() < deadline_s:
+                # The store may be in this process, which may end after the decision.
                 time.sleep(_POLL_S)
                 num_read = store.add(f"{name} read", 0)
             store.delete_key(done)
@@ -332,7 +328,7 @@ class GroupCoordinator(Coordinator):
         """The largest of each value over all ranks.
 
         Args:
-            first_doing: at what ranks meet, where that is the first meeting of a call.
+            first_doing: the call, if this is its first collective.
         """
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         with self._reaching("meeting"):
@@ -341,15 +337,15 @@ class GroupCoordinator(Coordinator):
         return tensor.tolist()
 
     def _meet(self, values: list[int], doing: str) -> list[int]:
-        """`_max` at the first meeting of a call, of one size for all calls: gloo ends processes whose sizes differ.
+        """`_max` in the first collective of a call. One size for all calls: gloo aborts processes whose sizes differ.
 
         Raises:
             CheckpointError: on all ranks, if they make different calls.
         """
         assert len(values) <= _MEETING_WORDS
         call = checksum_of(doing.partition(" ")[0].encode()) >> 2
-        room = [0] * (_MEETING_WORDS - len(values))
-        high, low, *found = self._max([call, -call, *values, *room], doing)
+        padding = [0] * (_MEETING_WORDS - len(values))
+        high, low, *largest = self._max([call, -call, *values, *padding], doing)
         if high != -low:
             raise CheckpointError(
                 "Ranks make different calls at the same time.",
@@ -358,14 +354,14 @@ class GroupCoordinator(Coordinator):
                 where=f"rank {self.rank}, {doing}",
                 todo="make saves and loads on all ranks of the group in the same order; nothing was written",
             )
-        return found[: len(values)]
+        return largest[: len(values)]
 
     def _first_of_each(self, doing: str) -> list[tuple[int, str]]:
-        """What ranks do, each with the first rank that does it; a few of them."""
-        found: dict[str, int] = {}
+        """The different actions of ranks, each with its first rank; at most 8."""
+        ranks: dict[str, int] = {}
         for rank, each in enumerate(self._gathered(doing, "comparing calls")):
-            found.setdefault(each, rank)
-        return [(rank, each) for each, rank in found.items()][:8]
+            ranks.setdefault(each, rank)
+        return [(rank, each) for each, rank in ranks.items()][:8]
 
     def _wait_for(self, work: dist.Work | None, first_doing: str | None) -> None:
         assert work is not None  # this rank is in the group
@@ -385,7 +381,7 @@ class GroupCoordinator(Coordinator):
         owners: dict[tuple[int, ...], list[int]] = {}
         for rank, row in enumerate(rows):
             owners.setdefault(tuple(row.tolist()), []).append(rank)
-        with self.together("making room for other ranks' structures"):
+        with self.together("allocating other ranks' structures"):
             documents = [
                 torch.frombuffer(bytearray(structure.document), dtype=torch.uint8)
                 if self.rank == ranks[0]
@@ -398,9 +394,11 @@ class GroupCoordinator(Coordinator):
         classes = []
         with self.together("reading other ranks' structures"):
             for document, ranks in zip(documents, owners.values(), strict=True):
-                same = self.rank in ranks
-                found = structure if same else Structure.from_json(json.loads(document.numpy().tobytes()))
-                classes.append((RankSet.of(ranks), found))
+                if self.rank in ranks:
+                    classes.append((RankSet.of(ranks), structure))
+                else:
+                    other = Structure.from_json(json.loads(document.numpy().tobytes()))
+                    classes.append((RankSet.of(ranks), other))
         return classes
 
     def raise_together(
@@ -415,40 +413,40 @@ class GroupCoordinator(Coordinator):
     ) -> list[int]:
         arguments = both_ways(words_of(alike))
         values = [_severity(error), *arguments, *numbers]
-        worst, *found = self._meet(values, doing) if is_first else self._max(values)
+        worst, *largest = self._meet(values, doing) if is_first else self._max(values)
         if worst:
             self._raise_gathered(error, worst, doing, outcome)
-        if not is_same(found[: len(arguments)]):
+        if not is_same(largest[: len(arguments)]):
             raise unlike(self._gathered(dict(alike), "comparing arguments"))
-        return found[len(arguments) :]
+        return largest[len(arguments) :]
 
     def _raise_gathered(self, error: BaseException | None, worst: int, doing: str, outcome: str) -> NoReturn:
-        texts = self._documents(None if error is None else _told(error), doing)
+        texts = self._documents(None if error is None else _format_error(error), doing)
         failed = {rank: text for rank, text in enumerate(texts) if text is not None}
         if error is not None and _severity(error) in (worst, _STORAGE, _FOREIGN, _INTERRUPT):
-            error.add_note(f"rank {self.rank} met this while {doing}; {outcome}")
+            error.add_note(f"on rank {self.rank}, while {doing}; {outcome}")
             raise _marked(error, worst)
         shown = "\n".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:4])
-        told = _KINDS.get(worst, CheckpointError)(
+        summary = _KINDS.get(worst, CheckpointError)(
             f"{len(failed)} of {self.world_size} ranks failed while {doing}.",
             expected="all ranks to succeed",
             got=shown,
             where=f"ranks {sorted(failed)[:16]}",
             todo=f"see the errors above; {outcome}",
         )
-        raise _marked(told, worst) from error
+        raise _marked(summary, worst) from error
 
     @contextmanager
     def _reaching(self, doing: str) -> Iterator[None]:
-        """A collective call: what gloo raises says that ranks are gone, not what that means."""
+        """Around a collective: an error of gloo becomes one that says what to do."""
         try:
             yield
         except CheckpointError:
-            raise  # says who has not come
+            raise  # names the missing ranks
         except RuntimeError as lost:
             raise CheckpointError(
                 f"Ranks could not be reached while {doing}.",
-                expected=f"all {self.world_size} ranks to come within the process group's time-out",
+                expected=f"all {self.world_size} ranks within the process group's time-out",
                 got=f"{type(lost).__name__}: {lost}",
                 where=f"rank {self.rank}",
                 todo="see what the other ranks say; where ranks write for longer, pass init_process_group "
@@ -522,7 +520,7 @@ class GroupCoordinator(Coordinator):
         lengths = [int(size) for size in sizes]
         if not 0 < min(lengths) <= max(lengths) <= _DOCUMENT_BYTES:
             raise CheckpointError(
-                f"A rank sends no message, or more than one holds, while {doing}.",
+                f"A rank sent an empty message, or one that is too large, while {doing}.",
                 expected=f"1 to {_DOCUMENT_BYTES} bytes from each rank",
                 got=lengths[:16],
             )
@@ -541,11 +539,11 @@ class GroupCoordinator(Coordinator):
             return parse_json(data)  # type: ignore[no-any-return]
         except ValueError as error:
             raise CheckpointError(
-                f"A rank sends what is no message while {doing}.",
+                f"A rank sent an invalid message while {doing}.",
                 expected="JSON",
                 got=repr(data[:40]),
                 where=f"rank {rank}, as rank {self.rank} reads it",
-                todo="use the same version on all ranks, and ports that nobody else can reach",
+                todo="use the same version on all ranks, and ports that no other user can reach",
             ) from error
 
     def _seal(self, data: bytes) -> bytes:
@@ -557,14 +555,14 @@ class GroupCoordinator(Coordinator):
         return data
 
     def _gathered(self, item: T, doing: str) -> list[T]:
-        found = [item] * self.world_size
+        items = [item] * self.world_size
         with self._reaching(doing):
-            dist.all_gather_object(found, item, group=self.group)
-        return found
+            dist.all_gather_object(items, item, group=self.group)
+        return items
 
 
-# By group asked for, then by use. Weak, since a group that is kept after `destroy_process_group` keeps its threads and
-# sockets: one more set of them for each restart inside a process.
+# By base group, then by use. Weak, since a group that is kept after `destroy_process_group` keeps its threads and
+# sockets: a job that restarts inside a process would collect them.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
@@ -573,7 +571,7 @@ _roll_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, RollCall] = weakref.We
 
 
 def solo_coordinator() -> SoloCoordinator:
-    """The coordinator of this process alone, whatever world it is in."""
+    """The coordinator of this process alone, in any world."""
     return SoloCoordinator(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
 
@@ -581,20 +579,22 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
     """The coordinator of a process group; without torch.distributed, one process alone.
 
     The first call for a group makes a gloo group of the same ranks, so all of them must make it together. It waits
-    as long as the group does: a rank that never comes ends a save or load within that group's time-out.
+    as long as the group does: a missing rank ends a save or load with that group's time-out.
 
     Args:
         process_group: the ranks that save or load together; default: all.
-        use: work that goes on at the same time needs groups of its own: one per name.
+        use: concurrent work needs different groups: one per name.
 
     Raises:
         ValueError: if this rank is not in the group.
-        CheckpointError: if ranks do not come; names them.
+        CheckpointError: names missing ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return SoloCoordinator()
     base = process_group if process_group is not None else dist.group.WORLD
-    if not isinstance(base, dist.ProcessGroup):  # what new_group gives to ranks that are not in the group
+    if not isinstance(
+        base, dist.ProcessGroup
+    ):  # the value that new_group returns on ranks outside of the group
         raise ArgumentError(
             "This rank is not in the process group.",
             expected="a group of which it is a member",
@@ -614,7 +614,9 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
         if timeout is not None:
             store = BoundedStore(store, timeout.total_seconds())
         roll_call = RollCall(store, name, rank, len(ranks), timeout)
-        roll_call.gather("the first call of its kind")  # a group cannot say for whom it waits as it is made
+        roll_call.gather(
+            "the first call of its kind"
+        )  # the creation of a group does not say which ranks are missing
         known[use] = new_group(base, backend="gloo")
         _roll_calls[known[use]] = roll_call
     return GroupCoordinator(known[use], rank_of, _roll_calls[known[use]])
@@ -625,25 +627,25 @@ _ABSENT = "nothing"  # stands for a key that a rank does not have
 
 
 def words_of(alike: Alike | bytes) -> list[int]:
-    """Four numbers that are the same for equal arguments, or of a digest; the order of keys counts for nothing."""
+    """Four numbers of a digest, equal for equal arguments in any order of keys."""
     if not isinstance(alike, bytes):
         alike = digest_of(json.dumps(alike, sort_keys=True, default=repr).encode())
     return list(struct.unpack("<4I", alike))
 
 
 def both_ways(words: list[int]) -> list[int]:
-    """Numbers whose maximum over ranks tells whether all ranks have the same words; `is_same` looks at it."""
+    """Numbers whose maximum over ranks shows whether all ranks have the same words, see `is_same`."""
     return [*words, *(-word for word in words)]
 
 
-def is_same(found: Sequence[int]) -> bool:
-    """Whether all ranks had the same words, by the maximum of `both_ways`."""
-    half = len(found) // 2
-    return all(high == -low for high, low in zip(found[:half], found[half:], strict=True))
+def is_same(largest: Sequence[int]) -> bool:
+    """Whether all ranks had the same words, from the maximum of `both_ways` over ranks."""
+    half = len(largest) // 2
+    return all(high == -low for high, low in zip(largest[:half], largest[half:], strict=True))
 
 
 def unlike(everyone: Sequence[Json]) -> CheckpointError:
-    """The error for arguments, by rank, that are not the same."""
+    """The error for arguments, by rank, that differ."""
     name, values = _first_difference(everyone, "")
     ranks_by_text: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
@@ -654,13 +656,13 @@ def unlike(everyone: Sequence[Json]) -> CheckpointError:
         expected="the same arguments on all ranks",
         got="; ".join(shown[:4]),
         where=f"the argument `{name}`",
-        todo="pass the same on every rank; nothing was written or overwritten. What is each rank's own goes "
-        "into the state, as PerRank(value)",
+        todo="pass the same on every rank; nothing was written or overwritten. Values that differ by "
+        "rank go into the state, as PerRank(value)",
     )
 
 
 def _first_difference(values: Sequence[Json], name: str) -> tuple[str, Sequence[Json]]:
-    """Name and values, by rank, of the first place where the ranks' values differ."""
+    """Name and values, by rank, of the first difference between ranks."""
     keys: Sequence[object] = []
     if all(isinstance(value, dict) for value in values):
         keys = sorted({key for value in values for key in value})
@@ -671,3 +673,8 @@ def _first_difference(values: Sequence[Json], name: str) -> tuple[str, Sequence[
         if len({tuple(words_of({"": item})) for item in items}) > 1:
             return _first_difference(items, child_name(name, key))
     return name, values
+
+
+def num_neighbours() -> int:
+    """How many ranks may share this machine's cores: all, since it is not known which do."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

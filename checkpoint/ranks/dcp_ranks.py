@@ -1,8 +1,7 @@
-"""The ranks that DCP works with, held against those its storage was made for.
+"""Check that DCP works with the ranks that its storage was made for.
 
-DCP tells a storage nothing of its process group. It tells each rank its number and whether it coordinates, and
-shows the coordinator one plan per rank; from these follow all the ways in which a rank could wait for others
-that never come:
+DCP does not pass its process group to a storage. It passes its rank to each rank and one plan per rank to the
+coordinator. These show all the ways in which a rank could wait for ranks that never come:
 
     RaggedWriter(path), dcp.save(no_dist=True) on one rank      one plan: that rank alone
     RaggedWriter(path, no_dist=True), dcp.save on all ranks     refused
@@ -25,14 +24,14 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
 )
 from vescale_fsdp.errors import CheckpointError
 
-_GROUP_USE = "dcp"  # DCP saves in a thread of its own, beside our saves and loads
+_GROUP_USE = "dcp"  # DCP saves in its own thread, concurrently with our saves and loads
 
 
 class DcpRanks:
-    """The ranks one storage works with.
+    """The ranks of one storage.
 
     Args:
-        process_group: the ranks that DCP gets; default: all.
+        process_group: as passed to DCP; default: all ranks.
         no_dist: this rank alone.
     """
 
@@ -42,11 +41,11 @@ class DcpRanks:
         self.coordinator()  # makes the gloo group now, while all ranks are here
 
     def coordinator(self) -> Coordinator:
-        """Whom the engine agrees with."""
+        """The coordinator of the storage's ranks."""
         return solo_coordinator() if self._alone else coordinator_for(self._process_group, use=_GROUP_USE)
 
     def meet(self, is_coordinator: bool, options: Mapping[str, Any]) -> None:
-        """Take what DCP says of this rank; ``options`` are the keyword arguments of its set-up call.
+        """Check DCP's rank; ``options`` are the keyword arguments of its set-up call.
 
         Raises:
             CheckpointError: if DCP works with other ranks, or without any collectives.
@@ -55,20 +54,20 @@ class DcpRanks:
         ours = self.coordinator()
         if not options.get("use_collectives", True) and not isinstance(ours, SoloCoordinator):
             raise CheckpointError(
-                "Ranks that save one checkpoint cannot do without each other.",
+                "Ranks that save one checkpoint need collectives.",
                 expected="use_collectives=True: with RaggedSavePlanner no plan is gathered anyway",
                 got="use_collectives=False",
                 todo="leave it out; to save this rank alone, make the writer with no_dist=True too",
             )
-        # A coordinator says 0 of itself also where it is alone: it has to be told how many plans there are.
+        # The coordinator has rank 0 also where it is alone: only the number of plans shows that, see `count`.
         if not is_coordinator and options.get("rank") != ours.rank:
             raise _other_ranks(f"rank {ours.rank} of {ours.world_size}", f"rank {options.get('rank')}")
 
     def count(self, num_plans: int) -> None:
-        """On DCP's coordinator: take how many ranks there are.
+        """On DCP's coordinator: check the number of ranks.
 
         Raises:
-            CheckpointError: if they are others than the engine's.
+            CheckpointError: if it differs from the storage's.
         """
         ours = self.coordinator()
         self._alone = num_plans == 1
@@ -86,7 +85,7 @@ def _other_ranks(ours: str, theirs: str) -> CheckpointError:
 
 
 def wrong_partner(planner: str, partner: str) -> CheckpointError:
-    """The error of a planner that another storage asks for what only ours knows."""
+    """The error of a planner that is used with another storage than ours."""
     return CheckpointError(
         f"{planner} works only with {partner}.",
         expected=partner,

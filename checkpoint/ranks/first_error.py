@@ -1,4 +1,4 @@
-"""The first error of a rank that others wait for: it goes on sending and receiving, and raises when all are served."""
+"""The first error of a rank that other ranks wait for: it continues to send and receive, and raises at the end."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ T = TypeVar("T")
 
 
 class FirstError:
-    """Does work until some fails, then none; keeps what that raised."""
+    """Does work until the first error, which is kept; later work is skipped."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """What the work returns; None if it raises, which is kept, or if something has gone wrong before."""
+        """The result of the work; None if it raises, or there was an error before."""
         if self.error is None:
             try:
                 return work()
-            except BaseException as caught:  # noqa: BLE001  others still wait for this rank's parts
+            except BaseException as caught:  # noqa: BLE001  other ranks still wait for this rank's parts
                 self.error = caught
         return None
 
     def raise_kept(self) -> None:
-        """Raise what was kept, if anything."""
+        """Raise the kept error, if there is one."""
         if self.error is not None:
             raise self.error
 
 
 @contextmanager
 def noting(error: BaseException | None) -> Iterator[None]:
-    """Around what ends a block that ``error`` has left, if anything has: what fails here as well is a note of it."""
+    """Around the end of a block that ``error``, if not None, has ended: a second error becomes a note of it."""
     try:
         yield
     except Exception as second:
@@ -43,7 +43,7 @@ def noting(error: BaseException | None) -> Iterator[None]:
 
 @contextmanager
 def telling(note: str | None) -> Iterator[None]:
-    """Around what may fail: its error gets a note."""
+    """Add a note to an error of the block."""
     try:
         yield
     except BaseException as error:

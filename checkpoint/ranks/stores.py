@@ -1,7 +1,11 @@
-"""What processes of different jobs trust: a shared secret, the addresses they listen on, and signed store entries.
+"""torch stores that can be trusted between processes of different jobs: signed entries, bounded calls, addresses.
 
 torch's store has no authentication: whoever reaches its port reads and writes every key. So entries that processes act
-upon are signed with a secret that they share, and without one nothing listens beyond this machine.
+upon are signed with a shared secret, and without a secret no process listens beyond this machine.
+
+A store whose process is dead fails at once, since the kernel closes its connections. A store whose process is stopped,
+or whose machine is down, answers nothing, and torch's clients (2.11 to 2.15) wait forever: their time-outs do not cover
+reads. So calls are bounded by a thread each.
 """
 
 from __future__ import annotations
@@ -27,23 +31,25 @@ SECRET = "VESCALE_FSDP_SECRET"  # of the environment
 _DIGEST = "sha256"
 _MAC_BYTES = 64  # in hexadecimal
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_POLL_S = 0.02
+T = TypeVar("T")
 
 
 def secret_of(secret: str | None) -> bytes | None:
     """The given secret, else that of the environment (VESCALE_FSDP_SECRET), else None."""
-    found = os.environ.get(SECRET) if secret is None else secret
-    return found.encode() if found else None
+    text = os.environ.get(SECRET) if secret is None else secret
+    return text.encode() if text else None
 
 
 def check_exposure(address: str, secret: bytes | None) -> None:
     """Refuse to listen beyond this machine without a secret.
 
     Raises:
-        PlacementError: if the address, or what the name resolves to, is not a loopback one.
+        PlacementError: if the address, or an address of the name, is not a loopback address.
     """
     if secret is None and not _is_loopback(address):
         raise PlacementError(
-            "Without a secret only this machine is listened to.",
+            "Without a secret, processes listen on this machine only.",
             expected="a loopback address, or a secret that all processes share",
             got=address,
             todo=f"set {SECRET} in the environment of every process, or pass secret=...",
@@ -51,8 +57,8 @@ def check_exposure(address: str, secret: bytes | None) -> None:
 
 
 def _is_loopback(address: str) -> bool:
-    found = {info[4][0] for info in socket.getaddrinfo(address, None)}
-    return all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
+    addresses = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(address, None)}
+    return all(ipaddress.ip_address(each).is_loopback for each in addresses)
 
 
 def interface_of(address: str) -> str:
@@ -66,10 +72,10 @@ def interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for name in names:
             try:
-                found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                request = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # it has no such address
                 continue
-            own = ipaddress.ip_address(found[20:24])
+            own = ipaddress.ip_address(request[20:24])
             if str(own) == wanted or (own.is_loopback and ipaddress.ip_address(wanted).is_loopback):
                 return name
     raise PlacementError(
@@ -87,8 +93,8 @@ def address_of(interface: str) -> str:
         OSError: if there is no such interface, or it has no such address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-    return str(ipaddress.ip_address(found[20:24]))
+        request = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    return str(ipaddress.ip_address(request[20:24]))
 
 
 def local_address(host: str, port: int) -> str:
@@ -100,7 +106,7 @@ def local_address(host: str, port: int) -> str:
 
 
 def bound_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens on this address alone; torch's own listens on all. Port 0 takes any that is free."""
+    """A store that listens on this address only; torch's own listens on all addresses. Port 0: any free port."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family, backlog=2048)
     number = listener.getsockname()[1]
@@ -115,7 +121,7 @@ def bound_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def sign(secret: bytes, name: str, value: bytes) -> bytes:
-    """A value behind an HMAC of it under its name."""
+    """An HMAC of name and value, followed by the value."""
     return hmac.new(secret, name.encode() + b"\0" + value, _DIGEST).hexdigest().encode() + value
 
 
@@ -123,7 +129,7 @@ def unsign(secret: bytes, name: str, signed: bytes) -> bytes:
     """Inverse of `sign`.
 
     Raises:
-        PlacementError: if the value was not signed under this name with this secret.
+        PlacementError: if the value was not signed for this name with this secret.
     """
     value = signed[_MAC_BYTES:]
     if not hmac.compare_digest(sign(secret, name, value), signed):
@@ -137,36 +143,62 @@ def unsign(secret: bytes, name: str, signed: bytes) -> bytes:
     return value
 
 
-class SignedStore(dist.Store):
-    """A store whose entries are signed. Counters (``add``), which torch's barriers use, are not.
+def within(timeout_s: float, call: Callable[[], T], what: str) -> T:
+    """The result or error of a call. A call that does not end in time continues in a thread of its own.
 
     Args:
-        store: where entries are kept.
-        secret: of all processes that read and write them.
-    """
+        what: the call, for the error.
 
-    def __init__(self, store: dist.Store, secret: bytes) -> None:
+    Raises:
+        LifecycleError: if the call does not end in time.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  raised by the waiting thread
+            future.set_exception(error)
+
+    Thread(target=run, name="bounded-call", daemon=True).start()
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        if future.done():  # raised by the call itself
+            raise
+        raise LifecycleError(
+            "A store does not answer.",
+            expected=f"an answer within {timeout_s:g} s",
+            got="none: its process is stalled, or its machine is gone",
+            where=what,
+            todo="look at the process of the store; restart it and this job",
+        ) from None
+
+
+class _StoreProxy(dist.Store):
+    """A store that passes all calls to another one, each through `_call`."""
+
+    def __init__(self, store: dist.Store) -> None:
         super().__init__()
-        self._store, self._secret = store, secret
+        self._store = store
+
+    def _call(self, call: Callable[[], T], what: str) -> T:
+        return call()
 
     def set(self, key: str, value: Any) -> None:
-        self._store.set(key, self._signed(key, value))
+        self._call(lambda: self._store.set(key, value), f"set {key}")
 
     def get(self, key: str) -> bytes:
-        return unsign(self._secret, key, self._store.get(key))
+        return self._call(lambda: self._store.get(key), f"get {key}")
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        before = self._signed(key, expected) if expected else ""
-        return unsign(self._secret, key, self._store.compare_set(key, before, self._signed(key, desired)))
-
-    def _signed(self, key: str, value: str | bytes) -> Any:  # torch takes bytes, and says str
-        return sign(self._secret, key, value.encode() if isinstance(value, str) else bytes(value))
+        return self._call(lambda: self._store.compare_set(key, expected, desired), f"compare_set {key}")
 
     def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
+        return self._call(lambda: self._store.add(key, amount), f"add {key}")
 
     def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
+        return self._call(lambda: self._store.check(keys), f"check {keys[:4]}")
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         if timeout is None:
@@ -175,98 +207,75 @@ class SignedStore(dist.Store):
             self._store.wait(keys, timeout)
 
     def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
+        return self._call(lambda: self._store.delete_key(key), f"delete_key {key}")
 
-    deleteKey = delete_key  # the name under which torch asks for it
+    deleteKey = delete_key  # the name that torch calls
 
     def num_keys(self) -> int:
-        return self._store.num_keys()
+        return self._call(self._store.num_keys, "num_keys")
 
     def has_extended_api(self) -> bool:
         return False
 
 
-T = TypeVar("T")
-_POLL_S = 0.02
-
-
-def within(timeout_s: float, call: Callable[[], T], what: str) -> T:
-    """What a call returns or raises, if it ends in time; a call that does not goes on in a thread of its own.
+class SignedStore(_StoreProxy):
+    """A store with signed entries. Counters (``add``), which torch's barriers use, are not signed.
 
     Args:
-        what: whose answer is awaited, for the error.
-
-    Raises:
-        LifecycleError: if it does not.
+        store: of the signed entries.
+        secret: of all processes that read and write them.
     """
-    future: Future[T] = Future()
 
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001  raised by who waits
-            future.set_exception(error)
+    def __init__(self, store: dist.Store, secret: bytes) -> None:
+        super().__init__(store)
+        self._secret = secret
 
-    Thread(target=run, name="bounded-call", daemon=True).start()
-    try:
-        return future.result(timeout_s)
-    except TimeoutError:
-        if future.done():  # the call itself has raised it
-            raise
-        raise LifecycleError(
-            "A store does not answer.",
-            expected=f"an answer within {timeout_s:g} s",
-            got="none: its process is stalled, or its machine is gone",
-            where=what,
-            todo="look at the process that holds the store; restart it, and this job",
-        ) from None
+    def set(self, key: str, value: Any) -> None:
+        super().set(key, self._signed(key, value))
+
+    def get(self, key: str) -> bytes:
+        return unsign(self._secret, key, super().get(key))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        before = self._signed(key, expected) if expected else ""
+        return unsign(self._secret, key, super().compare_set(key, before, self._signed(key, desired)))
+
+    def _signed(self, key: str, value: str | bytes) -> Any:  # torch's stub says str, but bytes are accepted
+        return sign(self._secret, key, value.encode() if isinstance(value, str) else bytes(value))
 
 
-class BoundedStore(dist.Store):
-    """A store none of whose calls takes longer than a time.
+class BoundedStore(_StoreProxy):
+    """A store whose calls take at most a given time.
 
     Args:
-        store: what is asked.
         timeout_s: of each call, and of waiting for keys where the caller gives no time.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
-        super().__init__()
-        self._store, self._timeout_s = store, timeout_s
+        super().__init__(store)
+        self._timeout_s = timeout_s
 
-    def _ask(self, call: Callable[[], T], what: str) -> T:
+    def _call(self, call: Callable[[], T], what: str) -> T:
         try:
             return within(self._timeout_s, call, what)
         except dist.DistNetworkError as lost:
             raise LifecycleError(
                 "The store where processes meet was lost.",
-                expected="the process that holds it to live as long as any that meets there",
+                expected="its process to live as long as any process that uses it",
                 got=f"{type(lost).__name__}: {lost}",
                 where=what,
-                todo="see why that process has ended; start it, and this job, again",
+                todo="see why that process has ended; start it and this job again",
             ) from lost
 
-    def set(self, key: str, value: Any) -> None:
-        self._ask(lambda: self._store.set(key, value), f"set {key}")
-
     def get(self, key: str) -> bytes:
-        self.wait([key])  # torch's would wait by itself, as long as it likes
-        return self._ask(lambda: self._store.get(key), f"get {key}")
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return self._ask(lambda: self._store.compare_set(key, expected, desired), f"compare_set {key}")
-
-    def add(self, key: str, amount: int) -> int:
-        return self._ask(lambda: self._store.add(key, amount), f"add {key}")
-
-    def check(self, keys: list[str]) -> bool:
-        return self._ask(lambda: self._store.check(keys), f"check {keys[:4]}")
+        self.wait([key])  # torch's own wait for the key has no bound
+        return super().get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys are there.
+        """Return when all keys exist.
 
         Raises:
-            DistStoreError: if they are not in time.
+            DistStoreError: if they do not exist in time.
             LifecycleError: if the store does not answer.
         """
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
@@ -275,14 +284,3 @@ class BoundedStore(dist.Store):
             if time.monotonic() > deadline_s:
                 raise dist.DistStoreError(f"{keys[:4]} did not come within {timeout_s:g} s")
             time.sleep(_POLL_S)
-
-    def delete_key(self, key: str) -> bool:
-        return self._ask(lambda: self._store.delete_key(key), f"delete_key {key}")
-
-    deleteKey = delete_key  # the name under which torch asks for it
-
-    def num_keys(self) -> int:
-        return self._ask(self._store.num_keys, "num_keys")
-
-    def has_extended_api(self) -> bool:
-        return False

@@ -1,4 +1,4 @@
-"""`async_save`: the trainer waits for one copy into a reused staging buffer; everything else is behind it.
+"""`async_save`: the trainer waits for one copy into a reused staging buffer; the rest runs in the background.
 
     trainer              staging buffer            worker thread
     ---------------      --------------------      ---------------------------------------------
@@ -7,12 +7,13 @@
     train on                                  ->   agree, hash, write, meet, commit (see `save`)
     handle.wait()                             <-   done, or the error
 
-On an accelerator the copy is work of a stream of its own. What the given optimizers alone write is copied while the
-trainer goes on: their next step waits for it, on the device. All else is there when the call returns.
+On an accelerator the copy runs on a stream of its own. Tensors that only the given optimizers write are copied while
+the trainer goes on: the optimizers' next step waits for the copy, on the device. All other copies are complete when
+the call returns.
 
-The buffer (see `staging`) belongs to the save until it ends, so a second save
-waits for the first: back-pressure instead of unbounded memory. All saves of a process run on one worker
-thread, in the order in which they were started, which is the same on all ranks.
+The buffer belongs to the save until the save ends, so a second save waits for the first: back-pressure instead of
+unbounded memory. All saves of a process run on one worker thread, in the order in which they were started, which is
+the same on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from contextlib import nullcontext
 from functools import partial
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -36,29 +39,128 @@ from vescale_fsdp.checkpoint.ranks.background import (
     Job,
     check_exit_timeout,
 )
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, SoloCoordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.coordinator import (
+    Coordinator,
+    SoloCoordinator,
+    coordinator_for,
+    num_neighbours,
+)
 from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, plain_json
-from vescale_fsdp.checkpoint.saving.staging import Stager
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
-from vescale_fsdp.checkpoint.state.host_copies import DeferredCopy, memory_of
+from vescale_fsdp.checkpoint.state.host_copies import (
+    CopyEvent,
+    CopyStream,
+    DeferredCopy,
+    copy_stream_of,
+    host_memory,
+    memory_of,
+)
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
 from vescale_fsdp.torch_modes import plainly
+from vescale_fsdp.torch_private import storage_id
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 _HEAD_START_S = 0.005
+_ALIGN_BYTES = 64
+_Kind = tuple[torch.Size, torch.dtype]
 _worker = BackgroundThread("checkpoint-save")
 
 
-class SaveHandle:
-    """A save that goes on in the background. A ``with`` block waits for it at its end.
+class Stager:
+    """Copies this rank's tensors into one buffer, pinned if there is a GPU, that is reused by later saves.
 
-    A process that exits finishes its saves first. If one failed and its error was never asked for, or it takes longer
+    Args:
+        allocate: returns 1D bytes in CPU memory; called again only for a larger state.
+        stream_of: returns the stream for a device's copies, None if it has none.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], torch.Tensor] = host_memory,
+        stream_of: Callable[[torch.device], CopyStream | None] = copy_stream_of,
+    ) -> None:
+        self._allocate, self._stream_of = allocate, stream_of
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._kinds: list[_Kind] = []  # of the last call
+        self._views: list[torch.Tensor] = []  # of the buffer, one for each kind
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffer."""
+        return self._buffer.numel()
+
+    def stage(
+        self, tensors: Sequence[torch.Tensor], *, can_wait: frozenset[int] = frozenset()
+    ) -> tuple[list[torch.Tensor], DeferredCopy]:
+        """Contiguous CPU copies; valid until the next call.
+
+        Args:
+            can_wait: storages (by `storage_id`) that only torch optimizers write.
+
+        Returns:
+            The copies, and the pending ones among them: copies of tensors that can wait.
+        """
+        kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if kinds != self._kinds:
+            # Making a thousand views takes longer than copying a thousand small tensors.
+            self._views = self._cut(kinds)
+            self._kinds = kinds
+        streams = {device: self._stream_of(device) for device in {tensor.device for tensor in tensors}}
+        at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
+        waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for view, tensor in zip(self._views, tensors, strict=True):
+            late = streams[tensor.device] is not None and storage_id(tensor) in can_wait
+            (waiting if late else at_once).append((view, tensor))
+        for stream in streams.values():
+            if stream is not None:
+                stream.wait_for_compute()
+        needed = DeferredCopy((), _copy(at_once, streams))
+        pending = DeferredCopy([tensor for _, tensor in waiting], _copy(waiting, streams))
+        needed.finish()
+        return self._views, pending
+
+    def _cut(self, kinds: Sequence[_Kind]) -> list[torch.Tensor]:
+        """Views of the buffer for tensors of these kinds; allocates a larger buffer if needed."""
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in kinds]
+        starts = [0, *accumulate(-(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for nbytes in sizes)]
+        if self._buffer.numel() < starts[-1]:
+            self._kinds, self._views = [], []
+            # Freed before the larger one is allocated.
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._buffer = self._allocate(starts[-1])
+        return [
+            self._buffer[start : start + nbytes].view(dtype).view(shape)
+            for (shape, dtype), start, nbytes in zip(kinds, starts, sizes, strict=False)
+        ]
+
+
+def _copy(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], streams: dict[torch.device, CopyStream | None]
+) -> list[tuple[CopyStream, CopyEvent]]:
+    """Start to copy the second of each pair into the first; the streams in use, each with an event after its copies."""
+    used: dict[CopyStream, None] = {}
+    for view, tensor in pairs:
+        if not tensor.numel():
+            continue
+        stream = streams[tensor.device]
+        if tensor.dtype.itemsize == 1:  # some one-byte dtypes have no copy kernel
+            view, tensor = view.view(torch.uint8), tensor.view(torch.uint8)
+        with nullcontext() if stream is None else stream.on():
+            view.copy_(tensor, non_blocking=stream is not None)
+        if stream is not None:
+            used[stream] = None
+    return [(stream, stream.record()) for stream in used]
+
+
+class SaveHandle:
+    """A save that runs in the background. A ``with`` block waits for it at its end.
+
+    A process that exits finishes its saves first. If a save failed and no code read its error, or it takes longer
     than its ``exit_timeout_s``, stderr names it and the exit status is 1.
 
     Examples:
@@ -78,35 +180,35 @@ class SaveHandle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait; an error of the block is raised before one of the save, which is then a note of it."""
+        """Wait; if the block raised, an error of the save becomes a note of the block's error."""
         with noting(error):
             self.wait()
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not. Never blocks."""
+        """Whether the save has ended, successfully or not. Never blocks."""
         return self._job.future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the checkpoint is committed and durable.
 
         Raises:
-            CheckpointError: if another rank failed, and how. A rank that failed itself raises what it met. What has
-                become of the checkpoint is said in either.
+            CheckpointError: if another rank failed. The rank that failed raises its own error. Both say whether the
+                checkpoint was committed.
             TimeoutError: if it takes longer than ``timeout_s``.
         """
         self._job.future.exception(timeout_s)
-        self._job.heard = True
+        self._job.is_read = True
         self._job.future.result()
 
     def exception(self) -> BaseException | None:
         """The error that the save ended with, or None; blocks until the save has ended."""
         error = self._job.future.exception()
-        self._job.heard = True
+        self._job.is_read = True
         return error
 
 
 class AsyncSaver:
-    """Saves behind training, at most one at a time.
+    """Saves in the background, at most one at a time.
 
     Args:
         coordinator: the ranks that save together; its group must serve nothing else.
@@ -135,14 +237,14 @@ class AsyncSaver:
         check_replicas: CheckReplicas = "sample",
         exit_timeout_s: float = EXIT_TIMEOUT_S,
     ) -> SaveHandle:
-        """Copy the state and return; the save goes on.
+        """Copy the state and return; the save goes on in the background.
 
         Args:
-            also: where else the state is saved, for the message of an error.
+            also: a note for errors: where else the state is saved.
             optimizer: see `async_save`.
             after: called when it is committed.
             exit_timeout_s: see `async_save`.
-            copies: where the same state goes next, and in which form; what is there is replaced.
+            copies: further storages for the same state, each with its form; existing folders are replaced.
         """
         savers: list[Saver] = []
         taken: tuple[TakenState, DeferredCopy] | None = None
@@ -162,7 +264,7 @@ class AsyncSaver:
             savers += [saver(place, overwrite=True, format=form) for place, form in copies]
             taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of), savers, optimizer)
             metadata = plain_json(metadata)
-        except BaseException as caught:  # noqa: BLE001  all ranks must hear of it, in the worker
+        except BaseException as caught:  # noqa: BLE001  the worker raises it on all ranks
             error = caught
 
         def take() -> TakenState:
@@ -173,12 +275,12 @@ class AsyncSaver:
 
         def work() -> None:
             nonlocal error
-            # The trainer goes on first: a thread that wakes up holding the interpreter would make it wait.
+            # Lets the trainer go on: a thread that starts at once would take the interpreter's lock from it.
             time.sleep(_HEAD_START_S)
             try:
                 if taken is not None:
                     taken[1].finish()
-            except Exception as caught:  # noqa: BLE001  all ranks must hear of it
+            except Exception as caught:  # noqa: BLE001  `take` raises it on all ranks
                 error = error or caught
             if not savers:
                 self._coordinator.agree(None, 0, error)
@@ -189,17 +291,14 @@ class AsyncSaver:
                 if number == 0 and after is not None:
                     after(saved)
 
-        where = (
-            savers[0].storage.where
-            if savers
-            else os.fspath(path)
-            if not isinstance(path, Storage)
-            else path.where
-        )
+        if savers:
+            where = savers[0].storage.where
+        else:
+            where = path.where if isinstance(path, Storage) else os.fspath(path)
         self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=exit_timeout_s)
         if error is not None and not isinstance(error, Exception):
-            self._last.heard = True
-            raise error  # Ctrl-C is for whoever trains: it does not wait until somebody asks for the handle
+            self._last.is_read = True
+            raise error  # Ctrl-C stops the trainer now, not when it waits for the handle
         return SaveHandle(self._last)
 
     def drain(self) -> None:
@@ -227,7 +326,7 @@ class AsyncSaver:
 
 
 _solo_saver = AsyncSaver(SoloCoordinator())
-# Weak, as the groups of `coordinator_for` are: a staging buffer ends with the group it served.
+# Weak keys, as in `coordinator_for`: a staging buffer is freed with its group.
 _group_savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakref.WeakKeyDictionary()
 
 
@@ -246,18 +345,18 @@ def async_save(
 ) -> SaveHandle:
     """Like `save`, but returns as soon as the state is copied; a collective.
 
-    If the previous call's save still runs, this one waits for it first. Other arguments as for `save`.
+    If the previous call's save is still running, this call waits for it first. Other arguments are those of `save`.
 
     Args:
-        optimizer: one or several of torch's kind, which alone write the parameters and the state that they step, until
-            their next step. On an accelerator these are then copied while the trainer goes on, and that step waits for
-            the copy; any other write to them before fails the save.
-        exit_timeout_s: how long a process that exits meanwhile waits for the save; if that is not enough, stderr names
-            the save and the exit status is 1.
+        optimizer: one or several torch optimizers that alone write their parameters and state until their next step.
+            On an accelerator these tensors are copied while the trainer goes on, and that step waits for the copy;
+            any other write to them before the step fails the save.
+        exit_timeout_s: how long an exiting process waits for the save; after that, stderr names the save and the exit
+            status is 1.
 
     Returns:
-        A handle: ``wait()``, or the end of a ``with`` block around it, returns when the checkpoint is committed, and
-        raises what went wrong.
+        A handle: ``wait()``, or the end of a ``with`` block around it, returns when the checkpoint is committed, or
+        raises the error.
 
     Raises:
         ValueError: if ``exit_timeout_s`` is no time.

@@ -1,15 +1,15 @@
 """`save`: describe, agree, write, commit. One all-reduce to agree, one after writing, one after the commit; one for
-replicas is under way while ranks write.
+replicas is in flight while ranks write.
 
-every rank                                             rank 0 besides
+every rank                                             rank 0 also
 -----------------------------------------------        -------------------------------------------
-take the state's structure                             lock the folder, refuse an existing checkpoint
+describe the state's structure                         lock the folder, refuse an existing checkpoint
 agree on its digest (all errors meet here)
-put the parts of `Resharded` values together, if there are some
-compute the manifest and the own file from it
+merge the parts of `Resharded` values, if there are any
+compute the manifest and this rank's file from it
 start to compare replicas (see `replicas`)
 write data-<id>/<rank>.safetensors, fsync
-meet: any error, and any difference, means no commit
+meet: any error, and any difference, prevents the commit
                                                        fsync the folder, publish manifest.json: the commit
 meet: the commit's error, if any                       remove what older attempts left
 """
@@ -27,6 +27,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
+from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare, root_errors
+from vescale_fsdp.checkpoint.formats.native.write import NativeForm
+from vescale_fsdp.checkpoint.formats.zarr.write import ZarrForm
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import (
     SPLIT_BYTES,
@@ -34,33 +37,27 @@ from vescale_fsdp.checkpoint.manifest.manifest import (
     Manifest,
     build_manifest,
 )
-from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, depth_of
+from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, decode, depth_of
 from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
-from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
-from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare, told_if_unusable
-from vescale_fsdp.checkpoint.saving.manifest_form import ManifestForm
-from vescale_fsdp.checkpoint.saving.mergeable import prove_mergeable
-from vescale_fsdp.checkpoint.saving.rank_file_writer import NativeForm
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbours
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, begin_comparison, check_choice
-from vescale_fsdp.checkpoint.saving.zarr_writer import ZarrForm
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
-from vescale_fsdp.checkpoint.state.per_rank import pack_blob
+from vescale_fsdp.checkpoint.state.per_rank import leaf_of, pack_blob, unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
-from vescale_fsdp.errors import ArgumentError, CheckpointError
+from vescale_fsdp.errors import ArgumentError, CheckpointError, some
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.torch_modes import plainly
 
 Format = Literal["native", "zarr"] | Form
-_FORMS: dict[str, ManifestForm] = {form.name: form for form in (NativeForm(), ZarrForm())}
+_FORMS: dict[str, NativeForm] = {form.name: form for form in (NativeForm(), ZarrForm())}
 TakeState = Callable[[], TakenState]
 _log = logging.getLogger(__name__)
 
 
 class Saved(NamedTuple):
-    """What a save took: bytes of all tensors and per-rank values, seconds until the commit; and its save_id."""
+    """A finished save: bytes of all tensors and per-rank values, seconds until the commit, and its save_id."""
 
     num_bytes: int
     seconds: float
@@ -138,9 +135,9 @@ class Saver:
     stripe_bytes: int = STRIPE_BYTES
     split_bytes: int | None = SPLIT_BYTES
     format: Format = "native"
-    save_id: str | None = None  # of a save of the same state to memory: one for both proves it
-    every_node: bool = False  # the storage is each node's own: every rank stores all it holds
-    leads_node: bool = False  # of such a storage: this rank commits for its node
+    save_id: str | None = None  # shared with a save to memory, to show that both have the same state
+    every_node: bool = False  # each node has a storage of its own, where every rank stores all of its regions
+    leads_node: bool = False  # with such a storage: this rank commits for its node
     meter: Meter = field(default_factory=Meter)
     check_replicas: CheckReplicas = "sample"
 
@@ -149,7 +146,7 @@ class Saver:
         self._form = form_of(self.format)
 
     def left_out(self, structure: Structure) -> Collection[str]:
-        """Names of tensors whose values no file will hold."""
+        """Names of tensors whose values are in no file."""
         return self._form.left_out(structure)
 
     def save(self, state: Any, metadata: Json = None) -> Saved:
@@ -168,7 +165,7 @@ class Saver:
                 if self.coordinator.rank == 0 or self.leads_node:
                     commit.run()
                     try:
-                        held.close()  # here, where all ranks hear of a lock that cannot be given back
+                        held.close()  # here, where an error of releasing the lock reaches all ranks
                     except BaseException as error:
                         error.add_note(f"{where} is saved and durable")
                         raise
@@ -180,11 +177,11 @@ class Saver:
 
     @plainly
     def write_uncommitted(self, take: TakeState, metadata: Json, held: ExitStack) -> Commit:
-        """Agree and write what is this rank's; what is returned is yet to be run, by rank 0.
+        """Agree and write this rank's part; rank 0 then runs the returned commit.
 
         Args:
-            take: takes the state; what it raises, all ranks hear of.
-            held: on rank 0, gets the folder's lock; to be closed after the commit.
+            take: takes the state; its error is raised on all ranks.
+            held: on rank 0, gets the folder's lock; closed after the commit.
         """
         error: BaseException | None = None
         structure, blob, alike, save_id, claimed, free_bytes = None, b"", {}, "", False, None
@@ -192,15 +189,15 @@ class Saver:
             taken = take()
             metadata = plain_json(metadata)
             blob = pack_blob(taken.per_rank)
-            _ = taken.structure.digest  # computed here, where an error of one rank reaches all
+            _ = taken.structure.digest  # computed here, where an error of one rank reaches all ranks
             if self.coordinator.rank == 0:
-                with told_if_unusable(self.storage):
+                with root_errors(self.storage):
                     self._form.claim(self.storage, held, overwrite=self.overwrite)
                 claimed = True
-            free_bytes = self.storage.free_bytes  # nobody writes before all have agreed
-            # Not beside an error, which all ranks raise first: there may be a `metadata` that is not JSON.
+            free_bytes = self.storage.free_bytes  # measured before any rank writes
+            # Set only without an error: `metadata` may not be JSON.
             structure, alike = taken.structure, {**self._alike, "metadata": metadata}
-        except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
+        except BaseException as caught:  # noqa: BLE001  every error is raised on all ranks, by `agree`
             error = caught
         try:
             agreed = self.coordinator.agree(
@@ -212,10 +209,10 @@ class Saver:
                 has_resharded=error is None and bool(taken.resharded),
             )
             if agreed.has_resharded:
-                prove_mergeable(taken, self.coordinator)
+                check_mergeable(taken, self.coordinator)
             save_id = self.save_id or agreed.save_id
 
-            @cache  # forms ask for what replicas were compared by
+            @cache  # the form and the comparison of replicas both need it
             def plan() -> Manifest:
                 return build_manifest(
                     agreed.classes,
@@ -249,12 +246,17 @@ class Saver:
             return commit
         except BaseException as failed:
             if claimed:
-                self._clear_away(save_id, failed)
+                try:
+                    self._form.clear_away(self.storage, save_id)
+                except Exception as left:  # noqa: BLE001  the next save to this path tries again
+                    failed.add_note(
+                        f"what it had written could not be removed: {type(left).__name__}: {left}"
+                    )
             raise
 
     @property
     def _alike(self) -> dict[str, Json]:
-        """What is written alike on all ranks, and what rank 0 alone would decide."""
+        """The arguments that must be equal on all ranks."""
         folder = self.storage.where.rstrip("/").rpartition("/")[2]
         return {
             "format": self._form.arguments(),
@@ -264,32 +266,25 @@ class Saver:
             "every_node": self.every_node,
             "check_replicas": self.check_replicas,
             "save_id": self.save_id,
-            # Other folders may be one under two names, as mounted; not so those that are named by a step.
+            # Ranks may mount one folder under different names, but not a step's folder under different steps.
             "step": folder if parse_step_name(folder) else None,
         }
 
-    def _clear_away(self, save_id: str, error: BaseException) -> None:
-        """Remove what an attempt has written that ended in ``error``, which is what the caller hears of."""
-        try:
-            self._form.clear_away(self.storage, save_id)
-        except Exception as left:  # noqa: BLE001  the next save to this path tries again
-            error.add_note(f"what it had written could not be removed: {type(left).__name__}: {left}")
-
 
 def form_of(format: Format) -> Form:
-    """The form that is asked for.
+    """The form for a value of ``format=``.
 
     Raises:
         ValueError: if there is no such form.
     """
-    found = format if isinstance(format, Form) else _FORMS.get(str(format))
-    if found is None:
+    form = format if isinstance(format, Form) else _FORMS.get(str(format))
+    if form is None:
         raise ArgumentError(
             "There is no such format.",
             expected="'native', 'zarr', or a form: vescale_fsdp.HuggingFace(assets=..), vescale_fsdp.DCP()",
             got=repr(format),
         )
-    return found
+    return form
 
 
 def plain_json(metadata: Json) -> Json:
@@ -311,3 +306,42 @@ def plain_json(metadata: Json) -> Json:
             where="the argument `metadata`",
             todo="put other values into the state",
         ) from error
+
+
+def check_mergeable(taken: TakenState, coordinator: Coordinator) -> None:
+    """Merge the parts of all ranks as a load on other ranks would, and drop the result. A collective.
+
+    Every rank sends its parts, some hundred bytes each; the first rank that has a value merges its parts.
+
+    Raises:
+        CheckpointError: on all ranks, if a value's ``merge`` raises; names the value and the ranks that have it.
+    """
+    mine = pack_blob({name: taken.per_rank[name] for name in taken.resharded})
+    blobs = coordinator.everyone(mine)
+    with coordinator.together("putting the parts of Resharded values together"):
+        by_rank = []
+        for rank, blob in enumerate(blobs if taken.resharded else ()):
+            where = f"rank {rank}"
+            packed = unpack_blob(memoryview(blob), where=where)
+            by_rank.append(
+                {
+                    name: decode(tree, partial(leaf_of, tensors), where)
+                    for name, (tree, tensors) in packed.items()
+                }
+            )
+        for name, value in taken.resharded.items():
+            holders = [rank for rank, values in enumerate(by_rank) if name in values]
+            if holders[0] != coordinator.rank:
+                continue
+            parts = [by_rank[rank][name] for rank in holders]
+            try:
+                value.merge(parts)
+            except Exception as error:  # of any class: it is the value's own code
+                raise CheckpointError(
+                    "The parts of a Resharded value cannot be merged: a load on other ranks would fail.",
+                    expected=f"{len(parts)} parts that its merge() accepts",
+                    got=f"{type(error).__name__}: {error}",
+                    where=f"{name} of ranks {some(map(str, holders), 16)}",
+                    todo="make the values of all ranks alike and save them together, at one place in the data; "
+                    "or save PerRank(value), which only as many ranks can load",
+                ) from error

@@ -23,9 +23,8 @@ import torch
 from torch import nn
 
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, child_name, join_name
+from vescale_fsdp.checkpoint.state.nesting import without_wrappers
 from vescale_fsdp.errors import CheckpointError, some
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 @runtime_checkable
@@ -205,13 +204,6 @@ def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {name: short if counts[short] == 1 else name for name, short in found.items()}
 
 
-def without_wrappers(name: str) -> str:
-    """A dotted name without the parts that ``torch.compile``, activation checkpointing and FSDP1 add."""
-    if not any(wrapper in name for wrapper in _WRAPPERS):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def same_names(own: Iterable[Any], stored: Iterable[Any]) -> dict[Any, Any]:
     """Names of a checkpoint that differ from those of a state in what wrappers add: the state's name of each.
 
@@ -236,6 +228,15 @@ def _short_names(names: Iterable[Any]) -> dict[str, str]:
     if dotted and all(short.startswith("module.") for short in dotted):
         found = {name: short.removeprefix("module.") for name, short in found.items()}
     return found
+
+
+def has_meta_modules(state: Any) -> bool:
+    """Whether a module of a state has parameters or buffers on the meta device."""
+    return any(
+        tensor.device.type == "meta"
+        for _, module in _modules(state, "", 0)
+        for tensor in (*module.parameters(), *module.buffers())
+    )
 
 
 def _modules(value: Any, name: str, depth: int) -> Iterator[tuple[str, nn.Module]]:

@@ -39,7 +39,7 @@ from vescale_fsdp.checkpoint.state.optimizer_state import (
 )
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
 from vescale_fsdp.errors import CheckpointError, some
-from vescale_fsdp.torch_modes import AS_IT_IS
+from vescale_fsdp.torch_modes import NULL_CONTEXT
 
 Finish = Callable[[], Any]
 Strict = bool | Literal["missing"]
@@ -649,7 +649,7 @@ def _give(target: Any, state: Any, name: str) -> Any:
     # What was made in inference mode is written in it.
     is_inference = isinstance(target, nn.Module) and any(part.is_inference() for part in target.parameters())
     try:
-        with torch.inference_mode() if is_inference else AS_IT_IS:
+        with torch.inference_mode() if is_inference else NULL_CONTEXT:
             target.load_state_dict(state)
     except Exception as error:
         raise CheckpointError(

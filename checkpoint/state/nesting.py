@@ -15,6 +15,8 @@ from typing import Any
 from vescale_fsdp.errors import ConversionError
 
 Path = tuple[str | int, ...]
+# Modules that torch.compile, activation checkpointing and FSDP1 put around others.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 class ListIndex(int):
@@ -33,6 +35,13 @@ class ListIndex(int):
 def name_of(path: Path) -> str:
     """The flattened name of a path."""
     return ".".join([part if type(part) is str else str(part) for part in path])
+
+
+def without_wrappers(name: str) -> str:
+    """A dotted name without the parts that ``torch.compile``, activation checkpointing and FSDP1 add."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[Path, Any]:

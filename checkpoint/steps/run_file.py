@@ -1,11 +1,11 @@
-"""`RunFile`: the root's ``run.json``: the branches of a run, and the steps that a rollback has abandoned.
+"""`RunFile`, the root's ``run.json``: the branches of a run, and the steps that rollbacks have abandoned.
 
     {"branches": [["3f0c91aa", 90], ["b7e2405d", null]], "abandoned": {"100": "<checksum of its manifest>"}}
 
-A branch is an id, and the newest step of it that counts. A step in memory begins its save_id with the id of its branch,
-so that the memory of another run, or of a branch that was left, is never restored. A rollback ends a branch and
-abandons the later steps on disk, in one commit. They are kept, and `restore` and `latest` skip them. A step
-that is saved again has another manifest, so that its old entry no longer applies from the instant of its commit.
+A branch has an id and the newest step that counts. The save_id of a step in memory starts with the id of its branch, so
+that the memory of another run, or of an ended branch, is never restored. A rollback ends a branch and abandons the
+later steps on disk, in one commit. They are kept, and `restore` and `latest` skip them. A step that is saved again has
+another manifest, so its old entry no longer applies once the new one is committed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 
 RUN_FILE_NAME = "run.json"
 BRANCH_DIGITS = 8  # hex digits of a save_id that name the branch
-_MOST_BRANCHES = 64  # older ones have no steps in memory any more
+_MOST_BRANCHES = 64  # older branches have no steps in memory
 _LIMIT_BYTES = 1 << 20  # 1 MiB
 
 
@@ -37,7 +37,7 @@ class RunFile:
         abandoned: steps on disk -> checksum of the manifest that is abandoned.
 
     Raises:
-        ValueError: if it is not what this module writes.
+        ValueError: for invalid content.
     """
 
     branches: tuple[tuple[str, int | None], ...]
@@ -54,16 +54,16 @@ class RunFile:
 
     @classmethod
     def new(cls) -> RunFile:
-        """Of a run that begins."""
+        """The file of a new run."""
         return cls(((_new_branch(), None),))
 
     @property
     def branch(self) -> str:
-        """The current branch, to which new steps belong."""
+        """The current branch, of new steps."""
         return self.branches[-1][0]
 
     def includes(self, step: int, save_id: str) -> bool:
-        """Whether a step in memory belongs to this run, and to no branch that was left before it."""
+        """Whether a step in memory belongs to this run, and not to the abandoned part of a branch."""
         newest_by_branch = dict(self.branches)
         branch = save_id[:BRANCH_DIGITS]
         if branch not in newest_by_branch:
@@ -85,7 +85,7 @@ class RunFile:
         return RunFile((*ended, (_new_branch(), None)), {**kept, **abandoned})
 
     def to_bytes(self) -> bytes:
-        """As `read_run_file` reads it."""
+        """The JSON of the file."""
         abandoned = {str(step): digest for step, digest in sorted(self.abandoned.items())}
         return json.dumps({"branches": self.branches, "abandoned": abandoned}).encode()
 
@@ -99,7 +99,7 @@ def _new_branch() -> str:
 
 
 def read_run_file(root: Storage) -> RunFile | None:
-    """The root's file; None if there is none. A damaged one counts as none, with a warning."""
+    """The root's file; None if it does not exist, or, with a warning, if it is damaged."""
     try:
         raw = root.read_small(RUN_FILE_NAME, limit_bytes=_LIMIT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -126,7 +126,7 @@ def manifest_digest(root: Storage, step: int) -> str | None:
 
 
 def abandoned_steps(root: Storage, among: Iterable[int]) -> set[int]:
-    """The steps among these that a rollback has abandoned, and that were not saved again since."""
+    """The given steps that a rollback has abandoned, and that were not saved again since."""
     wanted = set(among)
     run = read_run_file(root) if wanted else None
     if run is None:
@@ -139,22 +139,22 @@ def abandoned_steps(root: Storage, among: Iterable[int]) -> set[int]:
 
 
 class RootHold:
-    """The lock of a root, held until the last manager of this process that saves there is closed."""
+    """The lock of a root, released when the last manager of this process that saves there is closed."""
 
     def __init__(self, root: Storage) -> None:
-        with ExitStack() as held:
-            held.enter_context(root.lock())
-            self._close = weakref.finalize(self, held.pop_all().close)
+        with ExitStack() as stack:
+            stack.enter_context(root.lock())
+            self._close = weakref.finalize(self, stack.pop_all().close)
 
 
 _holds: weakref.WeakValueDictionary[tuple[str, ...], RootHold] = weakref.WeakValueDictionary()
 
 
 def hold_root(root: Storage) -> RootHold:
-    """Hold a root against other jobs, as long as the result is referenced.
+    """Lock a root against other jobs, as long as the result is referenced.
 
     Raises:
-        BlockingIOError: if another job holds it.
+        BlockingIOError: if another job has locked it.
     """
     hold = _holds.get(root.place)
     if hold is None:

@@ -3,8 +3,8 @@
     EverySteps(1000) | EveryMinutes(30) | OnSignal()
     EverySteps(100) & AfterWarmup()
 
-A policy answers for what one rank knows; `save_schedule` combines the answers of all ranks, each policy's by "any",
-before it applies ``|`` and ``&``. So all ranks decide the same.
+A policy decides with the knowledge of one rank. `save_schedule` first combines each policy's answers of all ranks by
+"any", then applies ``|`` and ``&``. So all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from vescale_fsdp.errors import ArgumentError
 
 @dataclass(frozen=True)
 class SaveContext:
-    """What a policy decides by: this rank's view of one step.
+    """The input of a policy: this rank's view of one step.
 
     Attributes:
         step, metric: as given to `CheckpointManager.save`.
         unix_s: the time, in seconds since 1970.
-        last_save_unix_s: when this manager last saved; at first, when it was made.
-        last_step: the step that it last saved or restored; None if there is none.
-        known_metrics: those of the steps on disk.
+        last_save_unix_s: when this manager last saved; before the first save, when it was made.
+        last_step: the last step saved or restored; None if there is none.
+        known_metrics: metrics of the steps on disk.
         signals: name of each signal that an `OnSignal` of the manager's policy listens for -> whether it was received.
 
     Examples:
@@ -49,20 +49,19 @@ class SaveContext:
 class SavePolicy(ABC):
     """When to save. Subclasses define `should_save`; ``|`` and ``&`` combine any policies.
 
-    Every policy is asked at every call of `CheckpointManager.should_save` or `save`, on every rank, in whatever
-    combination it stands, so it may count its calls. Where both are called for a step, it is asked once. Its answers
-    are combined by "any": one rank that says yes suffices. An error or an answer that is no bool is raised on all
-    ranks.
+    `should_save` is called for every step that is passed to `CheckpointManager.should_save` or `save`, once, on every
+    rank, in any combination of policies; so a policy may count its calls. The answers of all ranks are combined by
+    "any". An error, or an answer that is not a bool, is raised on all ranks.
 
     Class attributes:
-        same_on_all_ranks: the answer depends on nothing but what is the same on all ranks, such as the step. Ranks
-            then need not wait for each other at steps that are not saved. An answer that differs is an error on all.
-        may_be_late: an answer of True is repeated until a save: it may take effect one call later, which again saves
-            the waiting.
-        is_final: a save that it asks for is the run's last, after which it counts no more; see
+        same_on_all_ranks: the answer depends only on values that are the same on all ranks, such as the step. Ranks
+            then do not wait for each other at steps that are not saved. Different answers are an error on all ranks.
+        may_be_late: an answer of True is repeated until a save. It may then take effect one call later, which saves
+            waiting too.
+        is_final: a save for this policy is the last one of the run, and the policy is ignored afterwards; see
             `CheckpointManager.should_stop`.
 
-    The first two are for the class that defines `should_save`: a subclass that overrides it states them anew.
+    A subclass that overrides `should_save` does not inherit the first two.
 
     Examples:
         >>> class LossSpike(SavePolicy):
@@ -99,7 +98,7 @@ class SavePolicy(ABC):
 
 @dataclass(frozen=True, init=False, repr=False)
 class _Combined(SavePolicy):
-    """Policies, combined; `save_schedule` combines the ranks' answers of each before."""
+    """A combination of policies."""
 
     policies: tuple[SavePolicy, ...]
 
@@ -112,7 +111,7 @@ class _Combined(SavePolicy):
 
 
 class AnyOf(_Combined):
-    """When any of several policies asks for a save: what ``|`` makes.
+    """When any of several policies asks for a save: ``a | b``.
 
     Examples:
         >>> AnyOf(EverySteps(2), EverySteps(3)) == EverySteps(2) | EverySteps(3)
@@ -120,12 +119,14 @@ class AnyOf(_Combined):
     """
 
     def should_save(self, context: SaveContext) -> bool:
-        answers = [policy.should_save(context) for policy in self.policies]  # all are asked
+        answers = [
+            policy.should_save(context) for policy in self.policies
+        ]  # each is called, also after a True
         return any(answers)
 
 
 class AllOf(_Combined):
-    """When all of several policies ask for a save, if on different ranks: what ``&`` makes.
+    """When all of several policies ask for a save, on whichever ranks: ``a & b``.
 
     Examples:
         >>> AllOf(EverySteps(2), EverySteps(3)).should_save(SaveContext(step=6))
@@ -143,7 +144,7 @@ def _parts_of(policy: SavePolicy, kind: type[_Combined]) -> tuple[SavePolicy, ..
 
 @dataclass(frozen=True)
 class EverySteps(SavePolicy):
-    """At steps that are divisible by ``steps``.
+    """At steps divisible by ``steps``.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import CheckpointManager
@@ -184,9 +185,9 @@ class EveryMinutes(SavePolicy):
 
 @dataclass(frozen=True)
 class BestOf(SavePolicy):
-    """When a step's metric is among the best ``count`` of all steps on disk; those are kept.
+    """When a step's metric is among the best ``count`` of all steps on disk, which are kept.
 
-    A metric that is no finite number is never among the best.
+    A metric that is not a finite number is never among the best.
 
     Attributes:
         mode: "min" if less is better, as of a loss, or "max".
@@ -212,7 +213,7 @@ class BestOf(SavePolicy):
         return metric if self.mode == "min" else -metric
 
     def takes(self, metric: float | None, known: Iterable[float]) -> bool:
-        """Whether a metric is among the best, given those that are known."""
+        """Whether a metric is among the best, given the known ones."""
         if metric is None or not math.isfinite(metric):
             return False
         return sum(self.order(other) <= self.order(metric) for other in known) < self.count
@@ -220,11 +221,11 @@ class BestOf(SavePolicy):
 
 @dataclass(frozen=True)
 class BeforeDeadline(SavePolicy):
-    """Once, finally, before the time of a job is over.
+    """Once, as the final save, before the time of a job is over.
 
     Attributes:
-        unix_s: when that is, in seconds since 1970, as `time.time` counts; Slurm puts it into SLURM_JOB_END_TIME.
-        margin_s: how long before: as long as two steps and a save take.
+        unix_s: end of the job, in seconds since 1970, as by `time.time`; Slurm sets SLURM_JOB_END_TIME to it.
+        margin_s: seconds before the end: at least the time of two steps and a save.
 
     Examples:
         >>> import time
@@ -244,10 +245,10 @@ class BeforeDeadline(SavePolicy):
 
 @dataclass(frozen=True)
 class OnSignal(SavePolicy):
-    """Once, finally, when any rank gets one of these signals.
+    """Once, as the final save, when any rank receives one of these signals.
 
-    SIGTERM comes from torchrun, Kubernetes and Slurm when a job is to end; SIGUSR1 is what ``sbatch --signal`` is
-    mostly given.
+    torchrun, Kubernetes and Slurm send SIGTERM before they end a job; SIGUSR1 is the usual choice for ``sbatch
+    --signal``.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import CheckpointManager
@@ -278,14 +279,14 @@ class OnSignal(SavePolicy):
 
 
 def check_policy(policy: object) -> SavePolicy:
-    """The policy.
+    """Check the type of a policy, and return it.
 
     Raises:
-        TypeError: for what is none.
+        TypeError: if it is not a `SavePolicy`.
     """
     if not isinstance(policy, SavePolicy):
         raise ArgumentError(
-            "This is no policy of when to save.",
+            "This is not a save policy.",
             expected="a SavePolicy, such as EverySteps(n)",
             got=repr(policy),
             where="the argument `save_policy`",
@@ -295,7 +296,7 @@ def check_policy(policy: object) -> SavePolicy:
 
 
 def leaves_of(policy: SavePolicy) -> Iterator[SavePolicy]:
-    """The policies that are combined, left to right. A subclass of `AnyOf` or `AllOf` answers for itself."""
+    """The combined policies, left to right. A subclass of `AnyOf` or `AllOf` counts as one policy."""
     if type(policy) in (AnyOf, AllOf):
         for part in policy.policies:  # type: ignore[attr-defined]
             yield from leaves_of(part)
@@ -304,7 +305,7 @@ def leaves_of(policy: SavePolicy) -> Iterator[SavePolicy]:
 
 
 def shape_of(policy: SavePolicy) -> str:
-    """The names of its classes, which ranks compare: their answers travel as numbers in this order."""
+    """The class names of a policy, which ranks compare: their answers are sent as numbers in this order."""
     name = type(policy).__qualname__
     if type(policy) in (AnyOf, AllOf):
         return f"{name}({', '.join(map(shape_of, policy.policies))})"  # type: ignore[attr-defined]

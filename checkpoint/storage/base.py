@@ -382,8 +382,8 @@ class Storage(ABC):
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if there is none."""
-        found = self.info(name)
-        return found.size_bytes if found else None
+        info = self.info(name)
+        return info.size_bytes if info else None
 
     def required_info(self, name: str) -> FileInfo:
         """`info` of a file that must be there.
@@ -391,10 +391,10 @@ class Storage(ABC):
         Raises:
             CorruptCheckpointError: if it is not.
         """
-        found = self.info(name)
-        if found is None:
+        info = self.info(name)
+        if info is None:
             raise self._missing(name)
-        return found
+        return info
 
     def check_size(self, name: str, nbytes: int) -> None:
         """Raise CorruptCheckpointError unless a file exists and has so many bytes."""

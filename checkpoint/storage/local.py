@@ -464,8 +464,8 @@ class LocalStorage(Storage):
         path = self.root / name
         if not path.is_file():
             return None
-        found = path.stat()
-        return FileInfo(found.st_size, f"{found.st_size} {found.st_mtime_ns}")
+        status = path.stat()
+        return FileInfo(status.st_size, f"{status.st_size} {status.st_mtime_ns}")
 
     def append(self, name: str, data: bytes) -> None:
         path = self._at(name)

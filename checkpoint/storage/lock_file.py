@@ -174,25 +174,11 @@ def _is_stale(text: str, age_s: float) -> bool:
     try:
         owner = json.loads(text)
         pid, lease_s = int(owner["pid"]), float(owner["lease_s"])
-        is_here = bool(owner["boot"]) and (owner["boot"], owner["pid_namespace"]) == (
-            _boot(),
-            _pid_namespace(),
-        )
-        started = owner["started"]
+        origin, started = (owner["boot"], owner["pid_namespace"]), owner["started"]
     except (ValueError, KeyError, TypeError):
-        return _is_stale_without_lease(text, age_s)
+        return not text and age_s > _LEASE_S  # its owner died before it wrote the text
+    is_here = bool(origin[0]) and origin == (_boot(), _pid_namespace())
     return age_s > lease_s or (is_here and started != _start_of(pid))
-
-
-def _is_stale_without_lease(text: str, age_s: float) -> bool:
-    """The same for a file of an older version, which its owner does not touch, and for one that was never filled."""
-    try:
-        owner = json.loads(text)
-        pid, is_here = int(owner["pid"]), owner["host"] == os.uname().nodename
-        before = {name: owner.get(name) for name in ("boot", "started")}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return not text and age_s > _LEASE_S
-    return is_here and before != {"boot": _boot(), "started": _start_of(pid)}
 
 
 def _busy(path: Path) -> BlockingIOError:

@@ -13,7 +13,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
@@ -61,7 +61,30 @@ _MAX_PARTS = 10_000  # S3 takes no more: larger files have larger parts
 _IN_FLIGHT = 4
 
 
-class MultipartWriter(FileWriter):
+class _StreamWriter(FileWriter):
+    """A file that is written front to back."""
+
+    _at = 0
+
+    def _in_order(self, offset_bytes: int, buffers: Sequence[Buffer]) -> Iterator[memoryview]:
+        if offset_bytes != self._at:
+            raise AssertionError(f"written in order only: at {self._at}, got {offset_bytes}")
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            yield view
+            self._at += len(view)
+
+    def _discard(self) -> None:
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        try:
+            self._discard()
+        except Exception as error:  # noqa: BLE001  the error that ended the upload is the one to raise
+            _log.info("an upload could not be dropped: %s: %s", type(error).__name__, error)
+
+
+class MultipartWriter(_StreamWriter):
     """A large object of an S3 store, written front to back, with several parts in flight, in bounded memory.
 
     s3fs sends one part at a time, at one connection's speed. Here the next parts are filled meanwhile, and a part that
@@ -89,18 +112,13 @@ class MultipartWriter(FileWriter):
         self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="checkpoint-upload")
         self._parts: list[Future[dict[str, Any]]] = []
         self._filling = bytearray()
-        self._at = 0
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         store, settings = self._filesystem, (self._filesystem.s3_additional_kwargs, self._filesystem.req_kw)
         return self._retrying(lambda: store.call_s3(method, *settings, **self._target, **arguments))
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        if offset_bytes != self._at:
-            raise AssertionError(f"written in order only: at {self._at}, got {offset_bytes}")
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
-            self._at += len(view)
+        for view in self._in_order(offset_bytes, buffers):
             while len(view):
                 room = self._part_bytes - len(self._filling)
                 self._filling += view[:room]
@@ -129,12 +147,9 @@ class MultipartWriter(FileWriter):
         self._pool.shutdown()
         self._filesystem.invalidate_cache(self._path)
 
-    def abort(self) -> None:
+    def _discard(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-        try:
-            self._call("abort_multipart_upload")
-        except Exception as error:  # noqa: BLE001  what ended the upload is the error to raise
-            _log.info("an upload could not be dropped: %s: %s", type(error).__name__, error)
+        self._call("abort_multipart_upload")
 
 
 def _aware(time: datetime) -> datetime:
@@ -166,36 +181,29 @@ def _size_of_object(info: dict[str, Any], path: str) -> int:
     return int(info["size"])
 
 
-class _RemoteWriter(FileWriter):
+class _RemoteWriter(_StreamWriter):
     def __init__(self, file: Any, remove: Callable[[], None]) -> None:
         self._file, self._remove = file, remove
-        self._at = 0
         # Other files are visible while they are open.
         self._is_upload = isinstance(file, fsspec.spec.AbstractBufferedFile)
         self._is_visible = not self._is_upload
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        if offset_bytes != self._at:
-            raise AssertionError(f"written in order only: at {self._at}, got {offset_bytes}")
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
+        for view in self._in_order(offset_bytes, buffers):
             # A copy: some files keep a reference until the part is full, and the tensor may change by then.
             self._file.write(bytes(view))
-            self._at += len(view)
 
     def close(self) -> None:
         self._file.close()
         self._is_visible = True
 
-    def abort(self) -> None:
+    def _discard(self) -> None:
         # An upload that was never completed is invisible, whether or not its parts can be dropped.
         try:
             if self._is_visible:
                 self._remove()
             else:
                 self._file.discard()
-        except Exception as error:  # noqa: BLE001  what ended the upload is the error to raise
-            _log.info("an upload could not be dropped: %s: %s", type(error).__name__, error)
         finally:
             if self._is_upload:
                 self._file.closed = True  # else the garbage collector would close, and so publish, the file
@@ -366,10 +374,10 @@ class RemoteStorage(Storage):
     def list_folder(self, name: str) -> list[str]:
         self.filesystem.invalidate_cache()
         try:
-            found = self.retrying(lambda: self.filesystem.ls(self._path(name), detail=False))
+            paths = self.retrying(lambda: self.filesystem.ls(self._path(name), detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     @property
     def place(self) -> tuple[str, ...]:
@@ -380,20 +388,20 @@ class RemoteStorage(Storage):
     def list_files(self) -> list[str]:
         self.filesystem.invalidate_cache()
         try:
-            found = self.ask("find", self._root)
+            paths = self.ask("find", self._root)
         except FileNotFoundError:
             return []
         prefix = self._root.lstrip("/") + "/"
-        names = (str(path).lstrip("/") for path in found)
+        names = (str(path).lstrip("/") for path in paths)
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def info(self, name: str) -> FileInfo | None:
         try:
-            found = self.ask("info", self._path(name))
+            info = self.ask("info", self._path(name))
         except FileNotFoundError:
             return None
-        stamp = " ".join(str(found.get(key)) for key in ("size", "ETag", "LastModified", "mtime", "created"))
-        return FileInfo(int(found["size"]), stamp) if found["type"] == "file" else None
+        stamp = " ".join(str(info.get(key)) for key in ("size", "ETag", "LastModified", "mtime", "created"))
+        return FileInfo(int(info["size"]), stamp) if info["type"] == "file" else None
 
     def append(self, name: str, data: bytes) -> None:
         old = self.read(name) if self.size(name) is not None else b""
@@ -416,10 +424,10 @@ class RemoteStorage(Storage):
 
     def is_older(self, name: str, seconds: float) -> bool:
         self.filesystem.invalidate_cache()
-        found = self.retrying(lambda: self.filesystem.find(self._path(name), detail=True))
+        objects = self.retrying(lambda: self.filesystem.find(self._path(name), detail=True))
         times = [
             info.get(key)
-            for info in found.values()
+            for info in objects.values()
             for key in ("LastModified", "mtime", "updated", "created")
         ]
         known = [time for time in times if isinstance(time, datetime)]

@@ -1,4 +1,4 @@
-"""Weights from running ranks to other running ranks: what target tensors are made of, where names or shapes differ.
+"""Transfers of tensors between running ranks. Here: the links that say what target tensors are made of.
 
 links = {"qkv.weight": concatenate("q.weight", "k.weight", "v.weight")}
 plan = vescale_fsdp.plan_transfer(source, target, links=links)
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.lazy import lazily_export
 
 if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint.transfer.planning.links import (
+    from vescale_fsdp.checkpoint.transfer.links import (
         codes,
         concatenate,
         index,
@@ -25,7 +25,5 @@ __all__ = ["codes", "concatenate", "index", "permute", "scales", "slice", "stack
 
 lazily_export(
     __name__,
-    {
-        "vescale_fsdp.checkpoint.transfer.planning.links": "codes concatenate index permute scales slice stack",
-    },
+    {"vescale_fsdp.checkpoint.transfer.links": "codes concatenate index permute scales slice stack"},
 )

@@ -1,134 +1,188 @@
-"""Codes and scales of a source's tensors, made by each rank of what it holds, wherever blocks are cut.
+"""Codes and scales of a tensor, computed by each rank from the part that it stores.
 
-    measure    the largest magnitude of each block, of the items held here
-    agree      of blocks that several ranks hold, the largest of all: one all-reduce of one number per cut block
-    scales     from the magnitudes, as the codec says
-    codes      item by item, of whatever box is on its way
+    measure    the largest magnitude of each block, over the items of this rank
+    agree      on blocks that several ranks have items of: the largest magnitude of all (`memory.CutBlocks`)
+    scales     from the magnitudes, by the codec
+    codes      item by item, of any box that is sent
 
-What a rank makes so is, bit for bit, its part of what the codec makes of the whole tensor.
+A codec views a tensor as a matrix of lines and gives each block of the matrix one scale. Any region of the tensor is
+a few boxes of that matrix. The rank that stores the first item of a block owns the block's scale.
+
+    lines of 6, blocks of 2 x 3, two ranks        a a a b b b      a whole on rank 0, with its scale
+                                                  a a a b b b      c cut: first item and scale on rank 0
+                                                  c c|c d d d      d whole on rank 1, with its scale
+                                                  c c c d d d
+
+The result is, bit for bit, this rank's part of what the codec computes from the whole tensor.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut
-from vescale_fsdp.checkpoint.manifest.region import Region
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.transfer.planning.blocks import MatrixBox, cut_blocks_of, matrix_boxes
-from vescale_fsdp.checkpoint.transfer.planning.links import Codec, Grid
-from vescale_fsdp.checkpoint.transfer.planning.sources import SourceTensor
-from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
-from vescale_fsdp.layout.geometry import boxes_of_range
+from vescale_fsdp.checkpoint.manifest.region import Region, runs_of_box
+from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, numel_of
 
-Key = tuple[str, Codec]  # what codes and scales of one tensor share
+Shape = tuple[int, ...]
 
-_SLAB_NUMEL = 1 << 18  # items that are looked at in one go, so that what they become stays in a cache
+_SLAB_NUMEL = 1 << 18  # items that are processed at once, so that intermediate results stay in a cache
 
 
-class CutBlocks:
-    """The blocks of a plan's coded tensors that lie on several ranks: the same list on all ranks.
+class Grid(Protocol):
+    """Blocks of a tensor, as in `vescale_fsdp.quantize.BlockGrid`: rows of lines, one scale per block."""
+
+    @property
+    def line_numel(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def scales_shape(self) -> Shape: ...
+
+
+class Codec(Protocol):
+    """What a transfer uses of `vescale_fsdp.quantize.BlockCodec`, which `checkpoint` must not import."""
+
+    @property
+    def code_dtype(self) -> Any: ...
+    @property
+    def scale_dtype(self) -> Any: ...
+    def grid(self, shape: Shape) -> Grid: ...
+    def scales_of(self, amax: Any) -> tuple[Any, Any]: ...
+    def codes_of(self, values: Any, factors: Any) -> Any: ...
+
+
+class MatrixBox(NamedTuple):
+    """Rows [row, row + rows) and columns [col, col + cols) of a tensor's lines.
 
     Attributes:
-        blocks: numbers of each coded tensor's cut blocks, ascending.
-        total: cut blocks of all tensors.
+        start: index of the first item in the region's flat memory, in which items follow row by row.
     """
-
-    def __init__(self, plan: TransferPlan) -> None:
-        self.blocks = {key: sorted(_cut_blocks(source, plan)) for key, source in _coded_sources(plan).items()}
-        self.total = sum(map(len, self.blocks.values()))
-
-    def agree(self, tensors: Mapping[Key, CodedTensor], coordinator: Coordinator) -> None:
-        """Give every rank the largest magnitudes of the cut blocks it has items of; a collective, if there are any."""
-        if not self.total:
-            return
-        # As integers the order of magnitudes is the same, and a NaN is the largest of them.
-        largest = torch.zeros(self.total, dtype=torch.int32, device="cpu")
-        own: list[tuple[CodedTensor, list[int], list[int]]] = []
-        start = 0
-        for key, blocks in self.blocks.items():
-            if key in tensors:
-                places, here = tensors[key].blocks_here(blocks)
-                own.append((tensors[key], [start + place for place in places], here))
-            start += len(blocks)
-        for tensor, places, here in own:
-            largest[places] = tensor.amax.view(-1)[here].cpu().view(torch.int32)
-        coordinator.raise_to_largest(largest)
-        for tensor, places, here in own:
-            tensor.amax.view(-1)[here] = largest[places].view(torch.float32).to(tensor.amax.device)
-
-
-def coded_here(plan: TransferPlan, rank: int, local_of: Mapping[str, torch.Tensor]) -> dict[Key, CodedTensor]:
-    """The coded tensors that a rank holds part of, their blocks measured.
-
-    Args:
-        local_of: 1D, the rank's region of each tensor.
-    """
-    found = {}
-    for key, source in _coded_sources(plan).items():
-        position = source.holders.position(rank)
-        if position is not None:
-            found[key] = CodedTensor(source, source.held_region(position[0]), local_of[source.name])
-    return found
-
-
-def _coded_sources(plan: TransferPlan) -> dict[Key, SourceTensor]:
-    """One source of each tensor and codec, in the order of the plan's leaves."""
-    found: dict[Key, SourceTensor] = {}
-    for leaf in plan.leaves:
-        if leaf.source.codec is not None:
-            found.setdefault((leaf.source.name, leaf.source.codec), leaf.source)
-    return found
-
-
-def _cut_blocks(source: SourceTensor, plan: TransferPlan) -> set[int]:
-    grid = source.grid
-    assert grid is not None
-    cuts = source.distribution.cuts
-    if len(cuts) == 1 and isinstance(cuts[0], LayoutCut):
-        slot = plan.source.structure.layouts[cuts[0].layout].slots[cuts[0].slot]
-        if slot.block_numel % (grid.rows * grid.line_numel) == 0:
-            return set()  # what the planner keeps whole is whole on every rank
-    return {
-        block for region in source.held_regions() for block in cut_blocks_of(region, source.held_shape, grid)
-    }
-
-
-class _Slab(NamedTuple):
-    """Rows of a box: whole bands, or part of one."""
 
     row: int
     rows: int
-    bands: slice  # counted from the first that is held here
+    col: int
+    cols: int
+    start: int
+
+    def blocks(self, grid: Grid) -> tuple[range, range]:
+        """Bands and columns of blocks that the box has items of."""
+        return (
+            range(self.row // grid.rows, -(-(self.row + self.rows) // grid.rows)),
+            range(self.col // grid.cols, -(-(self.col + self.cols) // grid.cols)),
+        )
+
+
+def matrix_boxes(region: Region, shape: Shape, grid: Grid) -> Iterator[MatrixBox]:
+    """The boxes of lines that tile a region, in the order of its memory."""
+    line = grid.line_numel
+    if len(shape) < 2:
+        first = region.box.offsets[0] if shape else 0
+        offset = 0
+        for box in boxes_of_range((-(-numel_of(shape) // line), line), *region.span.shift(first)):
+            (row, col), (rows, cols) = box.offsets, box.sizes
+            yield MatrixBox(row, rows, col, cols, offset)
+            offset += box.numel
+        return
+    for box, offset in region.pieces():
+        col, cols = box.offsets[-1], box.sizes[-1]
+        for run in runs_of_box(shape[:-1], Box(box.offsets[:-1], box.sizes[:-1]), max_gap_numel=0):
+            yield MatrixBox(run.start, run.numel, col, cols, offset)
+            offset += run.numel * cols
+
+
+def scale_regions(region: Region, shape: Shape, grid: Grid) -> list[Region]:
+    """Regions of the tensor of scales that the rank with this region owns."""
+    regions = []
+    for box in matrix_boxes(region, shape, grid):
+        # The blocks whose first item is in the box.
+        bands = range(-(-box.row // grid.rows), -(-(box.row + box.rows) // grid.rows))
+        cols = range(-(-box.col // grid.cols), -(-(box.col + box.cols) // grid.cols))
+        if bands and cols:
+            num_dims = len(grid.scales_shape)
+            corners = Box((bands.start, cols.start)[:num_dims], (len(bands), len(cols))[:num_dims])
+            regions.append(Region(corners, FlatRange(0, corners.numel)))
+    return regions
+
+
+def cut_blocks_of(region: Region, shape: Shape, grid: Grid) -> set[int]:
+    """Numbers, band by band, of the blocks that a region may have only part of.
+
+    Some of them may be whole: boxes of one region can complete each other.
+    """
+    num_lines = -(-numel_of(shape) // grid.line_numel)
+    per_band = -(-grid.line_numel // grid.cols)
+    numbers: set[int] = set()
+    for box in matrix_boxes(region, shape, grid):
+        bands, cols = box.blocks(grid)
+        cut_bands = _cut(bands, box.row, box.rows, grid.rows, num_lines)
+        cut_cols = _cut(cols, box.col, box.cols, grid.cols, grid.line_numel)
+        numbers.update(band * per_band + col for band in cut_bands for col in cols)
+        numbers.update(band * per_band + col for band in bands for col in cut_cols)
+    return numbers
+
+
+def _cut(blocks: range, start: int, size: int, step: int, full: int) -> set[int]:
+    """Those of some blocks that [start, start + size) contains in part."""
+    cut = set()
+    if start % step:
+        cut.add(blocks.start)
+    if (start + size) % step and start + size < full:
+        cut.add(blocks.stop - 1)
+    return cut
+
+
+def hull_of(box: Box, shape: Shape, grid: Grid) -> FlatRange:
+    """A range of the tensor's items that contains the first items of all blocks of a box of scales."""
+    bands = box.offsets[0], box.offsets[0] + box.sizes[0] - 1
+    cols = (box.offsets[1], box.offsets[1] + box.sizes[1] - 1) if len(box.sizes) > 1 else (0, 0)
+    first, last = (
+        band * grid.rows * grid.line_numel + col * grid.cols for band, col in zip(bands, cols, strict=True)
+    )
+    return FlatRange(first, min(last + 1, numel_of(shape)))
+
+
+class _Slab(NamedTuple):
+    """Rows of a box: whole bands, or part of one.
+
+    Attributes:
+        first_band: counted from the first band that this rank has items of.
+    """
+
+    row: int
+    rows: int
+    first_band: int
+    num_bands: int
 
     @property
-    def num_bands(self) -> int:
-        """How many bands, whole or not."""
-        return int(self.bands.stop - self.bands.start)
+    def bands(self) -> slice:
+        """The bands, counted likewise."""
+        return slice(self.first_band, self.first_band + self.num_bands)
 
 
 class CodedTensor:
-    """One tensor of a source under a codec: the blocks that this rank holds items of.
+    """One rank's part of a tensor, under a codec.
 
     Args:
-        region: what the rank holds.
-        local: 1D, its items.
+        region: the rank's part.
+        shape: of the whole tensor.
+        local: 1D, the items of the part.
 
     Attributes:
-        amax: 2D [bands, blocks per band], the largest magnitude of each block.
+        amax: 2D [bands, blocks per band], the largest magnitude of each block in the bands that this rank has items of.
     """
 
-    def __init__(self, source: SourceTensor, region: Region, local: torch.Tensor) -> None:
-        assert source.codec is not None and source.grid is not None
-        self._codec: Codec = source.codec
-        self._grid: Grid = source.grid
+    def __init__(self, codec: Codec, region: Region, shape: Shape, local: torch.Tensor) -> None:
+        self._codec = codec
+        self._grid = codec.grid(shape)
         self._local = local
-        self._boxes = list(matrix_boxes(region, source.held_shape, self._grid))
+        self._boxes = list(matrix_boxes(region, shape, self._grid))
         bands = [box.blocks(self._grid)[0] for box in self._boxes]
         self._first_band = min((band.start for band in bands), default=0)
         num_bands = max((band.stop for band in bands), default=0) - self._first_band
@@ -137,7 +191,7 @@ class CodedTensor:
         for box in self._boxes:
             for slab in self._slabs(box):
                 self._measure(box, slab)
-        self._made: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._results: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _slabs(self, box: MatrixBox) -> Iterator[_Slab]:
         """The rows of a box in whole bands, as many at a time as stay in a cache, and cut bands one by one."""
@@ -148,53 +202,52 @@ class CodedTensor:
             within = row % height
             whole = (stop - row) // height * height
             rows = min(many, whole) if not within and whole else min(height - within, stop - row)
-            first = row // height - self._first_band
-            yield _Slab(row, rows, slice(first, first + max(rows // height, 1)))
+            yield _Slab(row, rows, row // height - self._first_band, max(rows // height, 1))
             row += rows
 
     def _measure(self, box: MatrixBox, slab: _Slab) -> None:
-        """Raise the magnitudes of a slab's blocks to what its items reach."""
-        start = box.place + (slab.row - box.row) * box.cols
+        """Raise the magnitudes of a slab's blocks to those of its items."""
+        start = box.start + (slab.row - box.row) * box.cols
         items = self._local[start : start + slab.rows * box.cols]
         by_col = items.view(slab.num_bands, -1, box.cols).abs().amax(1).float()
         cols = box.blocks(self._grid)[1]
         before = box.col - cols.start * self._grid.cols
         behind = len(cols) * self._grid.cols - before - box.cols
-        found = F.pad(by_col, (before, behind)).view(slab.num_bands, len(cols), -1).amax(2)
+        largest = F.pad(by_col, (before, behind)).view(slab.num_bands, len(cols), -1).amax(2)
         known = self.amax[slab.bands, cols.start : cols.stop]
-        known.copy_(torch.maximum(known, found))
+        known.copy_(torch.maximum(known, largest))
 
     def blocks_here(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Of some blocks those in the bands held here: their places in the list, and in the magnitudes."""
+        """Of some blocks those in this rank's bands: their indices in the list, and in the flat ``amax``."""
         first = self._first_band * self.amax.shape[1]
-        places = [place for place, block in enumerate(blocks) if 0 <= block - first < self.amax.numel()]
-        return places, [blocks[place] - first for place in places]
+        here = [number for number, block in enumerate(blocks) if 0 <= block - first < self.amax.numel()]
+        return here, [blocks[number] - first for number in here]
 
     @property
     def _factors_and_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._made is None:  # not before magnitudes are agreed
-            self._made = self._codec.scales_of(self.amax)
-        return self._made
+        if self._results is None:  # computed late, when ranks have agreed on the magnitudes
+            self._results = self._codec.scales_of(self.amax)
+        return self._results
 
     def scales(self, regions: Sequence[tuple[Region, int]]) -> torch.Tensor:
         """1D, the scales of regions of the tensor of scales, one after the other."""
-        made = self._factors_and_scales[1]
+        scales = self._factors_and_scales[1]
         parts = []
         for region, _ in regions:
             band, col = region.box.offsets[0] - self._first_band, (*region.box.offsets, 0)[1]
             bands, cols = region.box.sizes[0], (*region.box.sizes, 1)[1]
-            parts.append(made[band : band + bands, col : col + cols].reshape(-1))
-        return torch.cat(parts) if parts else made.new_empty(0)
+            parts.append(scales[band : band + bands, col : col + cols].reshape(-1))
+        return torch.cat(parts) if parts else scales.new_empty(0)
 
-    def encode(self, out: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], start: int) -> None:
+    def encode(self, out: torch.Tensor, sizes: Shape, strides: Shape, start: int) -> None:
         """Codes of a strided box of the local items.
 
         Args:
             out: uint8, of ``sizes``.
-            strides, start: steps in the local memory, and the place of the first item.
+            strides, start: steps in the local memory, and the index of the first item.
         """
         box = self._box_at(start)
-        row, col = divmod(start - box.place, box.cols)
+        row, col = divmod(start - box.start, box.cols)
         if strides == (1,):
             self._encode_run(out, start, start + sizes[0])
         elif len(sizes) == 1 and strides[0] == box.cols and row + sizes[0] <= box.rows:
@@ -203,21 +256,21 @@ class CodedTensor:
             self._encode_box(out, box, row, col, (sizes[0], sizes[1]))
         elif strides == (1, box.cols) and row + sizes[1] <= box.rows and col + sizes[0] <= box.cols:
             self._encode_box(out.t(), box, row, col, (sizes[1], sizes[0]))
-        else:  # steps over what the matrix has no name for, such as experts: index by index
+        else:  # strides that are no row or column of one box, such as those of experts: index by index
             inner, steps = sizes[1:] or (1,), strides[1:] or (1,)
             for index in range(sizes[0]):
                 self.encode(out[index].view(inner), inner, steps, start + index * strides[0])
 
-    def _box_at(self, place: int) -> MatrixBox:
-        return self._boxes[bisect_right(self._boxes, place, key=lambda box: box.place) - 1]
+    def _box_at(self, index: int) -> MatrixBox:
+        return self._boxes[bisect_right(self._boxes, index, key=lambda box: box.start) - 1]
 
     def _encode_run(self, out: torch.Tensor, start: int, stop: int) -> None:
         """Codes of items [start, stop)."""
         at = start
         while at < stop:
             box = self._box_at(at)
-            end = min(stop, box.place + box.rows * box.cols)
-            for part in boxes_of_range((box.rows, box.cols), at - box.place, end - box.place):
+            end = min(stop, box.start + box.rows * box.cols)
+            for part in boxes_of_range((box.rows, box.cols), at - box.start, end - box.start):
                 (row, col), (rows, cols) = part.offsets, part.sizes
                 into = out[at - start : at - start + part.numel].view(rows, cols)
                 self._encode_box(into, box, row, col, (rows, cols))
@@ -226,22 +279,18 @@ class CodedTensor:
     def _encode_box(
         self, out: torch.Tensor, box: MatrixBox, row: int, col: int, sizes: tuple[int, int]
     ) -> None:
-        """Codes of part of a matrix box, ``row`` and ``col`` counted from its corner."""
+        """Codes of part of a matrix box; ``row`` and ``col`` count from its first item."""
         rows, cols = sizes
         factors = self._factors_and_scales[0]
-        first = (box.col + col) // self._grid.cols
-        block_of = (
-            torch.arange(box.col + col, box.col + col + cols, dtype=torch.int64, device=out.device)
-            // self._grid.cols
-            - first
-        )
-        strips = MatrixBox(box.row + row, rows, box.col + col, cols, 0)
-        for slab in self._slabs(strips):
-            here = slab.row - strips.row
-            start = box.place + (row + here) * box.cols + col
-            sizes_here = (slab.num_bands, slab.rows // slab.num_bands, cols)
-            steps = (sizes_here[1] * box.cols, box.cols, 1)
-            values = self._local.as_strided(sizes_here, steps, self._local.storage_offset() + start).float()
-            by_col = factors[slab.bands, first:].index_select(1, block_of)
+        first_col = box.col + col
+        indices = torch.arange(first_col, first_col + cols, dtype=torch.int64, device=out.device)
+        block_of = indices // self._grid.cols
+        for slab in self._slabs(MatrixBox(box.row + row, rows, first_col, cols, 0)):
+            here = slab.row - box.row - row
+            start = box.start + (row + here) * box.cols + col
+            by_band = (slab.num_bands, slab.rows // slab.num_bands, cols)
+            steps = (by_band[1] * box.cols, box.cols, 1)
+            values = self._local.as_strided(by_band, steps, self._local.storage_offset() + start).float()
+            by_col = factors[slab.bands].index_select(1, block_of)
             codes = self._codec.codes_of(values, by_col[:, None, :])
             out[here : here + slab.rows].copy_(codes.view(slab.rows, cols))

@@ -1,17 +1,17 @@
-"""Ranks of two jobs that share no process group, as one: they meet at a store, over TCP or in a file.
+"""Joint ranks: ranks of several jobs that share no process group, connected through a store, over TCP or in a file.
 
     trainer, 4 ranks      joint_ranks("tcp://node0:29600", first_rank=0, num_ranks=6)
     engine, 2 ranks       joint_ranks("tcp://node0:29600", first_rank=4, num_ranks=6)
 
-What it gives goes where a process group would: ``describe_states(..., ranks=...)``, ``Transfer(plan, ranks=...)``.
+The result is passed instead of a process group: ``describe_states(..., ranks=...)``, ``Transfer(plan, ranks=...)``.
 
-    store        each rank enters a greeting; all wait for those of all others, and refuse those of another secret
-    connections  gloo's, between each two ranks
-    proof        each rank signs what all have drawn for this meeting, for each other rank
+    store        each rank enters a greeting, waits for those of all others, and refuses those with another secret
+    connections  gloo's, between every two ranks
+    proof        each rank signs the random numbers of this meeting, for each other rank
 
-Between jobs go JSON and raw tensors, never pickles. With a secret, entries of the store and JSON messages are signed,
-the latter with what was drawn for this meeting and a number, so that none can be repeated. Tensors are neither signed
-nor encrypted: SECURITY.md.
+Jobs exchange JSON and raw tensors, never pickles. With a secret, entries of the store and JSON messages are signed.
+The signature of a message covers the random numbers of the meeting and a counter, so that no message can be replayed.
+Tensors are neither signed nor encrypted: SECURITY.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.torch_private import gloo_group
 
 T = TypeVar("T")
-_NAME = "joint-ranks"  # key of the group's name, and what keys of greetings begin with
+_NAME = "joint-ranks"  # key of the group's name, and prefix of the keys of greetings
 _REFUSED = f"{_NAME} refused"
 _GREETING = b"here"
 _POLL_S = 0.02
@@ -68,23 +68,23 @@ def joint_ranks(
     interface: str | None = None,
     secret: str | None = None,
 ) -> JointRanks:
-    """The ranks of several jobs together. All of them call this, each job with its own ``first_rank``.
+    """Connect the ranks of several jobs. All ranks call this, each job with its own ``first_rank``.
 
     Args:
-        rendezvous: ``tcp://host:port``, of the host of the first rank of all; ``file:///path``, of a file that does
-            not exist yet, on storage that all share; or a store of torch's. New for each meeting.
-        first_rank: number of the job's rank 0 among all; its other ranks follow.
+        rendezvous: ``tcp://host:port``, where host is that of rank 0 of all jobs; ``file:///path``, a file that does
+            not exist yet, on shared storage; or a store of torch. Each meeting needs a new one.
+        first_rank: number of the job's rank 0 among the ranks of all jobs; its other ranks follow.
         num_ranks: of all jobs.
         timeout_s: how long ranks wait for each other, here and later.
-        interface: the network interface to listen on; default: the one by which this machine reaches ``rendezvous``,
-            for a file or a store that of ``GLOO_SOCKET_IFNAME``, else the loopback one.
-        secret: the same in all jobs; default: that of the environment, VESCALE_FSDP_SECRET. Without one, only processes
-            of this machine can meet.
+        interface: the network interface to listen on; default: the one through which this machine reaches
+            ``rendezvous``; for a file or a store ``GLOO_SOCKET_IFNAME``, else the loopback interface.
+        secret: the same in all jobs; default: the environment's VESCALE_FSDP_SECRET. Without a secret, only processes
+            of the same machine can connect.
 
     Raises:
-        PlacementError: if this job's ranks are not among so many, it has no default process group, or the interface is
-            not a loopback one and there is no secret; on all ranks, if they do not have the same secret.
-        CheckpointError: if ranks do not come in time, or are lost meanwhile; names those that have not come.
+        PlacementError: if this job's ranks exceed ``num_ranks``, it has no default process group, or the interface is
+            not a loopback interface and there is no secret; on all ranks, if their secrets differ.
+        CheckpointError: if ranks do not arrive in time, or are lost meanwhile; lists the ranks that have not arrived.
 
     Examples:
         >>> ranks = joint_ranks(dist.HashStore(), first_rank=0, num_ranks=1)
@@ -95,7 +95,7 @@ def joint_ranks(
     if not dist.is_initialized():
         raise PlacementError(
             "This job has no process group.",
-            expected="torch.distributed.init_process_group(...) before, in a job of one process too",
+            expected="torch.distributed.init_process_group(...) first, also in a job of one process",
             got="none",
         )
     if not 0 <= first_rank <= first_rank + dist.get_world_size() <= num_ranks:
@@ -103,7 +103,7 @@ def joint_ranks(
             "The ranks of this job are not among those of all jobs.",
             expected=f"{dist.get_world_size()} ranks below {num_ranks}",
             got=f"ranks from {first_rank} on",
-            todo="pass the same num_ranks in all jobs, and as first_rank the ranks of the jobs before",
+            todo="pass the same num_ranks in all jobs, and as first_rank the number of ranks in the jobs before it",
         )
     rank, timeout = first_rank + dist.get_rank(), timedelta(seconds=timeout_s)
     known = secret_of(secret)
@@ -114,15 +114,15 @@ def joint_ranks(
     bounded = BoundedStore(opened, timeout_s)
     store = bounded if known is None else SignedStore(bounded, known)
     if rank == 0:
-        store.set(_NAME, secrets.token_hex(8))  # one that no process has for another group
+        store.set(_NAME, secrets.token_hex(8))  # unique: no process may have another group of this name
     try:
         _greet(bounded, rank, num_ranks, timeout_s, known)
     except PlacementError:
         _wait_for_readers(bounded, rank, num_ranks)
         raise
     name = store.get(_NAME).decode()
-    # torch asks for a rank's number in a group by its number in the default group. The other job's ranks have none
-    # there, and get numbers that no own rank has.
+    # torch looks up a rank's number in a group by its number in the default group. Ranks of other jobs are not in the
+    # default group, and get numbers that no rank of this job has.
     own = dist.get_world_size()
     strangers = [*range(first_rank), *range(first_rank + own, num_ranks)]
     numbers = dict(enumerate([*range(first_rank, first_rank + own), *strangers]))
@@ -132,10 +132,10 @@ def joint_ranks(
     except RuntimeError as lost:
         raise CheckpointError(
             "A rank was lost while all were connecting.",
-            expected=f"connections between {num_ranks} ranks, all of which had come",
+            expected=f"connections between {num_ranks} ranks, all of which had arrived",
             got=f"{type(lost).__name__}: {lost}",
             where=f"rank {rank}",
-            todo="see which process has ended; meet again at a new place",
+            todo="find the process that has ended; call joint_ranks again with a new rendezvous",
         ) from lost
     ranks = JointRanks(group, {own: first_rank + own for own in range(own)}, store, known)
     try:
@@ -147,11 +147,11 @@ def joint_ranks(
 
 
 def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, secret: bytes | None) -> None:
-    """Wait until all ranks have come, with the same secret or all without one.
+    """Wait until all ranks have arrived, all with the same secret or all without one.
 
     Raises:
-        PlacementError: on all ranks, as soon as one has met a rank of another secret.
-        CheckpointError: if ranks do not come in time; names them.
+        PlacementError: on all ranks, as soon as one has read the greeting of a rank with another secret.
+        CheckpointError: if ranks do not arrive in time; lists them.
     """
     store.set(_greeting_key(rank), sign(secret or b"", _greeting_key(rank), _GREETING))
     missing = set(range(num_ranks)) - {rank}
@@ -169,17 +169,17 @@ def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, sec
             missing.discard(other)
         if missing and time.monotonic() > deadline_s:
             raise CheckpointError(
-                "Ranks have not come to a meeting.",
+                "Some ranks did not arrive.",
                 expected=f"all {num_ranks} within {timeout_s:g} s",
-                got=f"nothing of ranks {sorted(missing)[:16]}",
+                got=f"no greeting of ranks {sorted(missing)[:16]}",
                 where=f"rank {rank}",
-                todo="look at those; pass the same rendezvous and num_ranks in all jobs, or a longer timeout_s",
+                todo="look at those ranks; pass the same rendezvous and num_ranks in all jobs, or a longer timeout_s",
             )
         time.sleep(_POLL_S if missing else 0)
 
 
 def _wait_for_readers(store: dist.Store, rank: int, num_ranks: int) -> None:
-    """Let other ranks read why a meeting has ended: the store may go with rank 0."""
+    """Let other ranks read why the meeting failed: the store may end with rank 0."""
     deadline_s = time.monotonic() + _READERS_S
     num_readers = store.add(f"{_REFUSED} read", 1)
     while rank == 0 and num_readers < num_ranks and time.monotonic() < deadline_s:
@@ -193,16 +193,16 @@ def _greeting_key(rank: int) -> str:
 
 def _unlike_secrets(rank: int, refused: str) -> PlacementError:
     return PlacementError(
-        "Ranks of jobs that meet have different secrets, or some have none.",
+        "Ranks have different secrets, or some have none.",
         expected="the same secret on all ranks, or none on any",
-        got=f"{refused} do not have the same",
+        got=f"{refused} differ",
         where=f"rank {rank}",
         todo=f"set the same {SECRET} in the environment of every process, or pass secret=...",
     )
 
 
 class JointRanks(GroupCoordinator):
-    """The ranks of several jobs, as `joint_ranks` gives them. A context manager that closes them.
+    """The ranks of several jobs, connected by `joint_ranks`. A context manager that closes the connections.
 
     Examples:
         >>> with joint_ranks(dist.HashStore(), first_rank=0, num_ranks=1) as ranks:
@@ -214,17 +214,17 @@ class JointRanks(GroupCoordinator):
         self, group: dist.ProcessGroup, rank_of: dict[int, int], store: dist.Store, secret: bytes | None
     ) -> None:
         super().__init__(group, rank_of)
-        self._store: dist.Store | None = store  # torch keeps no reference to what is written in Python
+        self._store: dist.Store | None = store  # torch keeps no reference to a store written in Python
         self._secret = secret
         self._session, self._num_documents = "", 0
 
     def close(self) -> None:
-        """Leave the other ranks: connections, threads and files go. A second call does nothing."""
+        """Close connections, threads and files. A second call does nothing."""
         if self._store is not None:
             self._store = None
             dist.destroy_process_group(self.group)
             del self.group
-            gc.collect()  # a group's threads and files go with the last reference
+            gc.collect()  # a group closes its threads and files with the last reference
 
     def __enter__(self) -> JointRanks:
         return self
@@ -233,12 +233,12 @@ class JointRanks(GroupCoordinator):
         self.close()
 
     def authenticate(self) -> None:
-        """Prove to every other rank, over its own connection, that this one knows the secret, and have it proven.
+        """Prove to every other rank, over its own connection, that this rank knows the secret, and verify their proofs.
 
-        All draw a number; what they sign is the digest of all numbers, so that it is new for each of them.
+        Every rank draws a random number. All sign the digest of all numbers, so that no proof can be replayed.
 
         Raises:
-            PlacementError: if another rank does not know it; CheckpointError on ranks that met nothing.
+            PlacementError: if another rank does not know the secret; CheckpointError on ranks whose own checks passed.
         """
         if self._secret is None:
             return
@@ -256,14 +256,14 @@ class JointRanks(GroupCoordinator):
         return f"{rank} to {to_rank} in {self._session}"
 
     def _swap(self, sent: dict[int, bytes]) -> dict[int, bytes]:
-        """Send each other rank a message, and get one of the same size from each."""
-        outgoing = {rank: _bytes_tensor(data) for rank, data in sent.items()}
+        """Send each other rank a message, and receive one of the same size from each."""
+        outgoing = {rank: torch.frombuffer(bytearray(data), dtype=torch.uint8) for rank, data in sent.items()}
         received = {rank: torch.empty_like(data) for rank, data in outgoing.items()}
         self.exchange([(outgoing[rank], rank) for rank in sent], [(received[rank], rank) for rank in sent])
         return {rank: data.numpy().tobytes() for rank, data in received.items()}
 
     def _documents(self, item: Json, doing: str) -> list[Json]:
-        self._num_documents += 1  # on all ranks alike
+        self._num_documents += 1  # the same on all ranks
         return super()._documents(item, doing)
 
     def _seal(self, data: bytes) -> bytes:
@@ -276,11 +276,7 @@ class JointRanks(GroupCoordinator):
         return f"message {self._num_documents} of {rank} in {self._session}"
 
     def _gathered(self, item: T, doing: str) -> list[T]:
-        return cast("list[T]", self._documents(cast("Json", item), doing))
-
-
-def _bytes_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return cast("list[T]", self._documents(cast("Json", item), doing))  # never a pickle between jobs
 
 
 def _address(rendezvous: str | dist.Store) -> SplitResult | dist.Store:
@@ -290,12 +286,12 @@ def _address(rendezvous: str | dist.Store) -> SplitResult | dist.Store:
     if where.scheme == "file" or (where.scheme == "tcp" and where.hostname and where.port):
         return where
     raise PlacementError(
-        "This is no place to meet.", expected="tcp://host:port or file:///path", got=rendezvous
+        "This is not a rendezvous.", expected="tcp://host:port or file:///path", got=rendezvous
     )
 
 
 def _own_address(where: SplitResult | dist.Store) -> str:
-    """The address under which other ranks reach this one."""
+    """The address at which other ranks reach this one."""
     if isinstance(where, SplitResult) and where.hostname and where.port:
         return local_address(where.hostname, where.port)
     wanted = os.environ.get(_INTERFACE)
@@ -318,7 +314,7 @@ def _store(where: SplitResult, rank: int, num_ranks: int, timeout: timedelta) ->
 
 @contextmanager
 def _listening_on(interface: str) -> Iterator[None]:
-    """Have gloo's groups listen on an interface; torch takes it from the environment alone."""
+    """Make gloo's groups listen on an interface; torch reads it from the environment only."""
     before = os.environ.get(_INTERFACE)
     os.environ[_INTERFACE] = interface
     try:

@@ -34,8 +34,8 @@ from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.errors import some
 
 if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.moves.carried_state import ModelNames
     from vescale_fsdp.conversion.convert import ConvertReport
-    from vescale_fsdp.conversion.state.model_names import ModelNames
     from vescale_fsdp.layout.planner import Scatter
 
 
@@ -254,7 +254,7 @@ def plan_command(
     as_json: bool,
 ) -> None:
     """Print how fully_shard would lay out the model in SRC, and what that would cost."""
-    from vescale_fsdp.conversion.state.model_names import find_model
+    from vescale_fsdp.checkpoint.moves.carried_state import find_model
     from vescale_fsdp.layout.granularity import parse_granularities
     from vescale_fsdp.layout.model_shapes import natural_order
     from vescale_fsdp.layout.padding import PaddingPolicy

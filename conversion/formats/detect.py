@@ -25,8 +25,9 @@ from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
 from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file, refuse_pointers
-from vescale_fsdp.conversion.formats.table import FORMATS, TRAINED
+from vescale_fsdp.conversion.formats.table import TRAINED
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, some
+from vescale_fsdp.formats import DCP_INSIDE, FORMATS, all_formats
 from vescale_fsdp.lazy import lazy_function
 
 _with_side_files = lazy_function("vescale_fsdp.conversion.formats.side_files", "with_side_files")
@@ -71,10 +72,11 @@ def open_source(
     try:
         with gc_paused():
             found = kind or _detect(folder, url)
-            if found not in FORMATS:
+            form = FORMATS.get(found) or dict(all_formats()).get(found)
+            if form is None:
                 raise _unreadable(url, [], f"kind {found}")
-            where = open_parent(url) if FORMATS[found].is_file else (folder, "")
-            source = FORMATS[found].open(*where, trust_pickle)
+            where = open_parent(url) if form.is_file else (folder, "")
+            source: Source = form.open(*where, trust_pickle)
             if found in TRAINED:
                 source = _with_side_files(source, trust_pickle=trust_pickle)
     except RecursionError as error:
@@ -118,12 +120,12 @@ def _refuse_incomplete(url: str, folder: Storage, error: VescaleError) -> None:
 
 def _detect(folder: Storage, url: str) -> str:
     files = folder.list_files()
-    for kind, form in FORMATS.items():
+    for kind, form in all_formats() if files else ():
         if kind == "adapter" and any(map(is_weight_file, set(files) - {"adapter_model.safetensors"})):
             continue
         if not form.is_file and any(re.fullmatch(form.file, file) for file in files):
             return kind
-    if any(re.fullmatch(f"[^/]+/{FORMATS['dcp'].file}", file) for file in files):
+    if any(re.fullmatch(DCP_INSIDE, file) for file in files):
         return "dcp"  # a model and its optimizer as two checkpoints
     if files:
         refuse_incomplete(folder, files)
@@ -137,10 +139,10 @@ def _detect(folder: Storage, url: str) -> str:
             where=url,
             todo="check the path",
         )
-    for kind, form in FORMATS.items():
+    for kind, form in all_formats():
         if form.is_file and re.fullmatch(form.file, name):
             return kind
-    from vescale_fsdp.conversion.formats.torch_save.read import is_torch_file
+    from vescale_fsdp.checkpoint.formats.torch_save.read import is_torch_file
 
     if is_torch_file(parent, name):
         return "torch"
@@ -287,9 +289,7 @@ _MOST = 8  # that an error lists
 def steps_in(files: Collection[str]) -> dict[int, str]:
     """Step -> its folder, of the checkpoints beside each other under a folder with these files; finished ones alone."""
     patterns = [form.file for form in FORMATS.values() if not form.is_file]
-    deciding = re.compile(
-        "|".join(f"(?:{pattern})" for pattern in (*patterns, rf"[^/]+/{FORMATS['dcp'].file}"))
-    )
+    deciding = re.compile("|".join(f"(?:{pattern})" for pattern in (*patterns, DCP_INSIDE)))
     found: dict[int, str] = {}
     for file in files:
         folder, _, inner = file.partition("/")

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from vescale_fsdp.checkpoint.formats.dcp.source import open_dcp
+from vescale_fsdp.checkpoint.formats.torch_save.found_entries import FoundEntries, OpenedFile
+from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.dcp.read import open_dcp
-from vescale_fsdp.conversion.formats.torch_save.found_entries import FoundEntries, OpenedFile
-from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import Box
 

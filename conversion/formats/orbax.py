@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vescale_fsdp.checkpoint.formats.zarr.arrays import DAMAGE, damaged, read_metadata
+from vescale_fsdp.checkpoint.formats.zarr.hierarchy import Array3
+from vescale_fsdp.checkpoint.formats.zarr.version_2 import ARRAY_FILE, Array2, LastChunk
 from vescale_fsdp.checkpoint.manifest.file_names import ZARR_NAME
 from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor
 from vescale_fsdp.checkpoint.state.nesting import Path
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.zarr.metadata import DAMAGE, damaged, read_metadata
-from vescale_fsdp.conversion.formats.zarr.read import Array3
-from vescale_fsdp.conversion.formats.zarr.version_2 import ARRAY_FILE, Array2, LastChunk
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 

@@ -19,17 +19,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
-from vescale_fsdp.checkpoint.state.nesting import Path, name_of
-from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.torch_save.read import (
+from vescale_fsdp.checkpoint.formats.torch_save.read import (
     HeldTensor,
     box_reader,
     is_tensor_ref,
     open_state_file,
     stored_tensor,
 )
+from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.checkpoint.state.nesting import Path, name_of
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json
 

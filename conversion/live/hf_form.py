@@ -17,14 +17,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vescale_fsdp.checkpoint.checksums import hex_checksum_of
+from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
+from vescale_fsdp.checkpoint.formats.held_shards import HeldShards
+from vescale_fsdp.checkpoint.formats.source import NativeLeaves
+from vescale_fsdp.checkpoint.formats.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.checkpoint.moves.carried_state import find_model, is_optimizer, optimizer_homes
 from vescale_fsdp.checkpoint.moves.casting import CastRules
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.checks.class_check import check_planned
@@ -32,12 +36,8 @@ from vescale_fsdp.conversion.convert import ConvertReport, plan_conversion
 from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets, is_setting
 from vescale_fsdp.conversion.formats.huggingface.repository import BEING_WRITTEN, is_weight_file
-from vescale_fsdp.conversion.formats.native.read import NativeLeaves
-from vescale_fsdp.conversion.live.held_shards import HeldShards
 from vescale_fsdp.conversion.live.joint_files import MIN_BUDGET_BYTES, JointFiles
-from vescale_fsdp.conversion.live.written_folder import WrittenFolder
 from vescale_fsdp.conversion.rules.rule_file import load_rules
-from vescale_fsdp.conversion.state.model_names import find_model, is_optimizer, optimizer_homes
 from vescale_fsdp.errors import ConversionError, some
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class HuggingFace(Form):
             with coordinator.together("planning a Hugging Face repository"), gc_paused():
                 report = self._planned(shards, ties)
         with coordinator.together(f"making {storage.where}"):
-            share.prove_room(report.plan.tensor_nbytes)
+            share.check_room(report.plan.tensor_nbytes)
             if coordinator.rank == 0:
                 unfit = self._class_warnings(report, storage.where)
                 folder.begin()

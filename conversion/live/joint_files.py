@@ -23,12 +23,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vescale_fsdp.checkpoint.formats.held_shards import HeldShards
 from vescale_fsdp.checkpoint.moves.plan import FilePlan, FixedBytes, OutputPlan
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, read_range
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, Storage
-from vescale_fsdp.conversion.live.held_shards import HeldShards
 from vescale_fsdp.errors import CheckpointError
 
 _ROOMS = 6  # for the bytes of others: one that comes in, one that is put together, four that are written

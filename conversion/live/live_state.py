@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.checkpoint.dcp.state_dict import (
+from vescale_fsdp.checkpoint.formats.dcp.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     home_device,

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_fsdp.checkpoint.formats.native.tree import native_tree
+from vescale_fsdp.checkpoint.loading.load import SourceOptions
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.checkpoint.moves.carried_state import (
+    CarriedState,
+    ModelNames,
+    container_of,
+    split_entries,
+    whole_state,
+)
 from vescale_fsdp.checkpoint.moves.casting import CastRules, CastView, float_type
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
@@ -23,12 +32,8 @@ from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.conversion.live.live_state import LiveState
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules
-from vescale_fsdp.conversion.state.carried_state import CarriedState, whole_state
-from vescale_fsdp.conversion.state.dequantized_weights import dequantized
-from vescale_fsdp.conversion.state.model_names import ModelNames, container_of, split_entries
-from vescale_fsdp.conversion.state.native_tree import native_tree
 from vescale_fsdp.conversion.state.optimizers import home_of, optimizers_of
-from vescale_fsdp.conversion.state.quantized_weights import find_quantized
+from vescale_fsdp.conversion.state.quantized_weights import dequantized, find_quantized
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
 AS_STATE = "state"  # the cast to the types that the state has
@@ -82,31 +87,13 @@ def _is_tensor(leaf: object) -> bool:
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """The arguments of `load_from`, see there."""
+    """Arguments of `checkpoint.load`, see there."""
 
-    rules: str | None = None
-    rules_to: str = "ours"
-    config: str | None = None
-    dequantize: str | None = None
+    source: SourceOptions
     casts: tuple[str, ...] = ()
     include: tuple[str, ...] | None = None
     strict: bool = True
     init: Callable[[nn.Module], object] | None = None
-    model_prefix: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
-        return {
-            "rules": self.rules,
-            "rules_to": self.rules_to,
-            "config": self.config,
-            "dequantize": self.dequantize,
-            "dtype": list(self.casts),
-            "include": self.include,
-            "strict": self.strict,
-            "init": self.init is not None,
-            "model_prefix": self.model_prefix,
-        }
 
 
 @dataclass
@@ -151,7 +138,7 @@ def match_source(source: Source, live: LiveState, options: LiveOptions) -> LiveM
 
 def _match(source: Source, carried: CarriedState, live: LiveState, options: LiveOptions) -> LiveMatch:
     # What has been dequantised leaves no codes, whatever config.json says.
-    is_coded = options.dequantize is None
+    is_coded = options.source.dequantize is None
     infos = [view.info for name, view in carried.views.items() if name in carried.is_model]
     quantized = find_quantized(infos, _config(source, options)) if is_coded else frozenset()
     texts = [text for text in options.casts if text != AS_STATE]
@@ -200,17 +187,21 @@ def _as_trained(carried: CarriedState, places: Places) -> tuple[CarriedState, fr
 
 def _carried(source: Source, options: LiveOptions) -> CarriedState:
     """The source's state in the names of the live one's side."""
-    carried = whole_state(source, options.model_prefix)
-    if options.dequantize is not None:
-        carried = dequantized(carried, _config(source, options), float_type(options.dequantize))
-    if options.rules is not None:
-        rules, config = load_rules(options.rules), _config(source, options)
-        carried = state_with_rules(carried, rules, config, to_hf=options.rules_to == "hf")
+    carried = whole_state(source, options.source.model_prefix)
+    if options.source.dequantize is not None:
+        carried = dequantized(carried, _config(source, options), float_type(options.source.dequantize))
+    if options.source.rules is not None:
+        rules, config = load_rules(options.source.rules), _config(source, options)
+        carried = state_with_rules(carried, rules, config, to_hf=options.source.rules_to == "hf")
     return carried
 
 
 def _config(source: Source, options: LiveOptions) -> dict[str, Any]:
-    return own_config(source.store) if options.config is None else Assets(options.config).config or {}
+    return (
+        own_config(source.store)
+        if options.source.config is None
+        else Assets(options.source.config).config or {}
+    )
 
 
 def _as_state(view: TensorView, tensor: torch.Tensor) -> TensorView:

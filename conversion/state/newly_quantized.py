@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
 from vescale_fsdp.checkpoint.moves.casting import CastView, require_one_rule_each
 from vescale_fsdp.checkpoint.moves.coded_tensors import EncodedView
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
-from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.dtypes import dtype_from_torch

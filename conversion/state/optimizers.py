@@ -15,11 +15,10 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from vescale_fsdp.checkpoint.moves.carried_state import CarriedState, is_optimizer, optimizer_homes
 from vescale_fsdp.checkpoint.moves.source import constant
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of, nest
 from vescale_fsdp.checkpoint.state.optimizer_state import optimizer_state
-from vescale_fsdp.conversion.state.carried_state import CarriedState
-from vescale_fsdp.conversion.state.model_names import is_optimizer, optimizer_homes
 from vescale_fsdp.errors import ConversionError
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")

@@ -11,8 +11,8 @@ from vescale_fsdp.dtensor.piece_map import PieceMap, _chunks
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, RunLengths, chunk_of
 from vescale_fsdp.layout.granularity import Flat, Tiles
-from vescale_fsdp.optim.shampoo.factor_grid import factor_grid_of
-from vescale_fsdp.quantize.block_grid import grid_of
+from vescale_fsdp.optim.shampoo_blocks import factor_grid_of
+from vescale_fsdp.quantize.codec import grid_of
 
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 7), st.integers(1, 4))
 

@@ -14,7 +14,7 @@ from torch.distributed import fsdp
 
 import vescale_fsdp
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.runtime.setup import policies
+from vescale_fsdp.runtime import group_plan
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "fsdp2_parity.md"
 
@@ -87,7 +87,7 @@ def test_arguments_and_policies_are_in_the_tables() -> None:
     ]
 
     fields = rows("MixedPrecisionPolicy, CPUOffloadPolicy")
-    assert set().union(*policies._FOLLOWED.values()) == fields.keys() - {"grad_dtype"}
+    assert set().union(*group_plan._FOLLOWED.values()) == fields.keys() - {"grad_dtype"}
     for policy in (fsdp.MixedPrecisionPolicy, fsdp.CPUOffloadPolicy):
         assert {field.name for field in dataclasses.fields(policy)} <= fields.keys()
     for name in ("register_fsdp_forward_method", "share_comm_ctx"):

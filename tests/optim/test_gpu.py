@@ -9,7 +9,7 @@ import torch
 
 from tests.support.optim_cases import full_tensors
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo
-from vescale_fsdp.optim.dynamic_map import decode_dynamic, encode_dynamic
+from vescale_fsdp.optim.adamw8bit import decode_dynamic, encode_dynamic
 from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Mxfp8, quantize
 
 pytestmark = pytest.mark.gpu

@@ -17,10 +17,8 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.faults.rounding_noise import exact_products
 from vescale_fsdp import fully_shard
 from vescale_fsdp.layout.granularity import Flat, Tiles
-from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, structured_optimizer
-from vescale_fsdp.optim.muon import step as muon_step
-from vescale_fsdp.optim.muon.newton_schulz import NewtonSchulz
-from vescale_fsdp.optim.shampoo import block_step
+from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, muon, shampoo_blocks, structured_optimizer
+from vescale_fsdp.optim.muon import NewtonSchulz
 
 SHAPES = [(64, 96), (40, 96), (33, 96), (16,), (64, 256), (5, 96)]
 
@@ -53,7 +51,7 @@ def train(
     optimizer = cls(params, lr=1e-2, **options)
     launched = largest = 0
     with ExitStack() as patched:
-        for module in (structured_optimizer, muon_step, block_step):
+        for module in (structured_optimizer, muon, shampoo_blocks):
             patched.enter_context(mock.patch.object(module, "launches", return_value=batched))
         for step in range(5):
             for number, param in enumerate(params):
@@ -161,8 +159,8 @@ def test_matrices_of_all_parameters_are_one_stack() -> None:
 @exact_products()
 def test_stacks_are_bounded(cls: Any, options: dict[str, Any]) -> None:
     """A stack holds no more than it may, however many parameters there are; the result is the same."""
-    names = ((structured_optimizer, "_BATCH_NUMEL"), (block_step, "_STACK_NUMEL"))
-    names += ((muon_step, "_STACK_NUMEL"), (muon_step, "_WIDENED_NUMEL"))
+    names = ((structured_optimizer, "_BATCH_NUMEL"), (shampoo_blocks, "_STACK_NUMEL"))
+    names += ((muon, "_STACK_NUMEL"), (muon, "_WIDENED_NUMEL"))
     options["shapes"] = (
         [*MATRICES, (160,)] if cls is Shampoo else MATRICES
     )  # a vector's factors are larger than it

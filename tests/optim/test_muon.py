@@ -113,7 +113,7 @@ def test_plain_tensors_equal_torch(options: dict[str, Any]) -> None:
 
 def test_large_stacks_are_iterated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many equal matrices are iterated at once does not show in the result."""
-    monkeypatch.setattr("vescale_fsdp.optim.muon.step._STACK_NUMEL", 100)
+    monkeypatch.setattr("vescale_fsdp.optim.muon._STACK_NUMEL", 100)
     params = as_plain(full_tensors((*SHAPES, *REST_SHAPES), 0))
     assert_same(train(make(params), params, range(3)), reference())
 
@@ -216,7 +216,7 @@ def hybrid_owners() -> list[tuple[int, int]]:
     set_grads(params, full_tensors([(8, 8)] * 8, 1))
     optimizer.step()
     (plan,) = optimizer._plans.values()
-    return sorted(travel.owner for bucket in plan.buckets for travel in bucket.travels)
+    return sorted(cut.owner for bucket in plan.buckets for cut in bucket.cuts)
 
 
 def test_hybrid_mesh_uses_every_rank() -> None:
@@ -255,7 +255,7 @@ def test_cut_matrices_cost_one_exchange_each_way() -> None:
 
 def per_shard_run() -> float:
     """Relative difference between iterating row shards apart and the whole."""
-    from vescale_fsdp.optim.muon.newton_schulz import NewtonSchulz
+    from vescale_fsdp.optim.muon import NewtonSchulz
 
     full = full_tensors([(256, 256)], 0)["p0_256x256"].bfloat16()
     iterate = NewtonSchulz()
@@ -312,7 +312,7 @@ def test_batched_iteration_equals_single(shape: tuple[int, ...]) -> None:
     """A stack of equal shapes gives the same bits as torch's function on each (CPU)."""
     from torch.optim._muon import _zeropower_via_newtonschulz
 
-    from vescale_fsdp.optim.muon.newton_schulz import NewtonSchulz
+    from vescale_fsdp.optim.muon import NewtonSchulz
 
     stack = torch.stack([*full_tensors([shape] * 3, 5).values()])
     iterate = NewtonSchulz()

@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from vescale_fsdp.dtensor.piece_map import PieceMap
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import RunLengths
-from vescale_fsdp.optim.muon.matrices import Matrix, matrices_of
-from vescale_fsdp.optim.muon.step_plan import SteppedParam, assign_owners, newton_schulz_flops, plan_step
+from vescale_fsdp.optim.muon_plan import (
+    Matrix,
+    SteppedParam,
+    assign_owners,
+    matrices_of,
+    newton_schulz_flops,
+    plan_step,
+)
 
 
 def llama_3_8b_matrices() -> list[tuple[int, int]]:

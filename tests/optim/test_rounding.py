@@ -18,7 +18,7 @@ import torch
 from tests.support.faults.rounding_noise import RoundingNoise
 from tests.support.optim_cases import as_plain, full_tensors, train
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo
-from vescale_fsdp.optim.shampoo.block_math import inverse_roots
+from vescale_fsdp.optim.shampoo_blocks import inverse_roots
 
 SHAPES = [(24, 40), (33, 17), (5, 16, 24), (29,)]
 SMALL_BLOCKS = {"block_size": 16, "update_every": 5}

@@ -21,8 +21,7 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.granularity import Element
 from vescale_fsdp.optim import Shampoo
-from vescale_fsdp.optim.shampoo.block_math import inverse_roots
-from vescale_fsdp.optim.shampoo.factor_grid import factor_grid_of, granularity_of
+from vescale_fsdp.optim.shampoo_blocks import factor_grid_of, granularity_of, inverse_roots
 
 BLOCK = 8
 OPTIONS: dict[str, Any] = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vescale_fsdp.layout.granularity import Flat
-from vescale_fsdp.optim.dynamic_map import decode_dynamic, dynamic_map, encode_dynamic, zero_code
-from vescale_fsdp.quantize.block_grid import grid_of
+from vescale_fsdp.optim.adamw8bit import decode_dynamic, dynamic_map, encode_dynamic, zero_code
+from vescale_fsdp.quantize.codec import grid_of
 
 CPU = torch.device("cpu")
 

@@ -22,8 +22,7 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.optim import FlatOptimizer
-from vescale_fsdp.runtime.comm.memory_pools import ProcessGroupMemory
-from vescale_fsdp.runtime.comm.settings import GroupSettings
+from vescale_fsdp.runtime.comm.group_comm import GroupSettings, ProcessGroupMemory
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_state import state_of
 
@@ -168,7 +167,7 @@ def set_late() -> None:
     model.blocks[0].set_narrow_reduction(True, recurse=False)
     models.loss_of(model, models.batch(0, 0)).backward()
     for module in (model, model.blocks[0]):
-        with pytest.raises(LifecycleError, match=r"set_narrow_reduction comes too late"):
+        with pytest.raises(LifecycleError, match=r"set_narrow_reduction must be called before"):
             module.set_narrow_reduction(True)
     narrow = [
         [group.comm.settings.narrow for group in state_of(each).groups] for each in (*model.blocks, model)

@@ -18,8 +18,8 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError
-from vescale_fsdp.runtime import fsdp2_state
-from vescale_fsdp.runtime.comm.group_state import GroupState
+from vescale_fsdp.runtime import fsdp_module
+from vescale_fsdp.runtime.param_group import GroupState
 
 
 def sharded() -> models.Stack:
@@ -220,6 +220,6 @@ class Newer(fsdp.FSDPModule):
 def test_methods_of_a_newer_torch_are_refused_by_name() -> None:
     """What ours does not have is refused, not run on a state that is not there."""
     ours = type("Ours", (Newer,), {})
-    fsdp2_state.refuse_unknown(ours, Newer)
+    fsdp_module.refuse_unknown(ours, Newer)
     with pytest.raises(UnsupportedOpError, match="set_brand_new_thing"):
         ours.set_brand_new_thing(None, True)

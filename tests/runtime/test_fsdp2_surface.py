@@ -16,9 +16,8 @@ from tests.support.models import check_steps, shard
 from vescale_fsdp import Rows, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.runtime.comm.group_state import GroupState
 from vescale_fsdp.runtime.fsdp_state import state_of
-from vescale_fsdp.runtime.param_group import ParamGroup
+from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 
 
 def reshard_to_part() -> int:
@@ -84,7 +83,7 @@ def offloaded_from_an_accelerator() -> None:
         group = state_of(model).groups[0]
         with mock.patch.object(ParamGroup, "is_offloaded", True):
             with mock.patch("torch.zeros") as zeros, mock.patch("torch.empty_like") as empty:
-                group._new_shard(torch.float32, torch.device("cuda"))
+                group.new_shard(torch.float32, torch.device("cuda"))
                 group._room_on_host(group.shard)
             for asked in (zeros, empty):
                 assert torch.device(asked.call_args.kwargs["device"]).type == "cpu"

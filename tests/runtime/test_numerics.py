@@ -14,8 +14,8 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import Element, Rows, Whole, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.runtime.comm.group_state import GroupState
 from vescale_fsdp.runtime.fsdp_state import state_of
+from vescale_fsdp.runtime.param_group import GroupState
 
 GRANULARITIES = {"element": Element(), "rows3": Rows(3), "whole": Whole(), "mapping": {"*.weight": Rows(2)}}
 

@@ -10,7 +10,7 @@ import torch
 
 from tools.mirror import Case, check, mirrored, train
 from vescale_fsdp import collectives
-from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
+from vescale_fsdp.runtime.comm.gradients import UnshardedGrads
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools.bench.checkpoint import peak_growth
 from tools.bench.parts.shards import Settings, median, spawn, start_rank, timed
 from tools.bench.rows import Row, print_table, write_json
-from vescale_fsdp import RaggedDTensor, RaggedShard, load_from
+from vescale_fsdp import RaggedDTensor, RaggedShard
+from vescale_fsdp.checkpoint import SourceOptions, load
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 _HIDDEN, _FEED_FORWARD = 1024, 2816
@@ -126,13 +127,14 @@ def _worker(rank: int, settings: Settings) -> None:
         folder = root / dtype
         layers = json.loads((folder / "config.json").read_text())["layers"]
         state = ragged_state(layers, mesh, joined="joined" in way)
-        options: dict[str, Any] = {"rules": f"{root}/rules.toml"} if "joined" in way else {"dtype": "state"}
+        rules = SourceOptions(rules=f"{root}/rules.toml")
+        options: dict[str, Any] = {"source": rules} if "joined" in way else {"dtype": "state"}
         shares = [file.stat().st_size // settings.ranks for file in folder.glob("*.safetensors")]
         memory = bytearray(max(shares))
         for _ in range(settings.repeats + 1):
             raw = timed(partial(read_raw, folder, rank, settings.ranks, memory))
             with peak_growth(peaks, way):
-                ours = timed(partial(load_from, folder, state, **options))
+                ours = timed(partial(load, folder, state, **options))
             seconds.setdefault(f"raw {way}", []).append(raw)
             seconds.setdefault(way, []).append(ours)
     torch.save({"seconds": seconds, "memory": peaks}, f"{settings.out}{rank}")

@@ -36,13 +36,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools.bench.rows import Row, print_table, write_json
 from tools.bench.step import _high_water_bytes, _reset_high_water, _resident_bytes
 from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, LayoutCut, ShardCut
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
-from vescale_fsdp.checkpoint.transfer.planning.description import DescribedTensor, StateDescription
-from vescale_fsdp.checkpoint.transfer.planning.links import Linkable, codes, scales
-from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
-from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
+from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, LayoutCut, RankSet, ShardCut
+from vescale_fsdp.checkpoint.transfer.description import DescribedTensor, StateDescription, describe_states
+from vescale_fsdp.checkpoint.transfer.links import Linkable, codes, scales
+from vescale_fsdp.checkpoint.transfer.plan import TransferPlan, plan_transfer
+from vescale_fsdp.checkpoint.transfer.rank_transfers import RankTransfers
+from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.layout.granularity import Element, Granularity, Tiles
 from vescale_fsdp.layout.placement import RaggedShard

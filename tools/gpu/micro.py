@@ -27,7 +27,7 @@ from tools.bench.parts.simulated_accelerator import fake_group
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.checkpoint.saving.staging import Stager
+from vescale_fsdp.checkpoint.saving.async_save import Stager
 from vescale_fsdp.optim import AdamW8bit, FlatOptimizer
 from vescale_fsdp.torch_private import storage_id
 

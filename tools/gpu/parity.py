@@ -35,7 +35,7 @@ from tools.gpu.switches import CASES, INDUCTOR, MEMORY, Case
 from vescale_fsdp import FSDPModule, fully_shard
 from vescale_fsdp.errors import allows_untried
 from vescale_fsdp.optim import FlatOptimizer
-from vescale_fsdp.runtime.comm.memory_pools import FEATURE
+from vescale_fsdp.runtime.fsdp_module import MEMORY_POOLS
 
 CONTROLS = (1.5, math.nan)
 
@@ -230,7 +230,11 @@ def _be_rank(given: argparse.Namespace, rank: int, meeting: str) -> None:
 
 
 def _wanted(given: argparse.Namespace) -> list[Case]:
-    cases = [*CASES, *([INDUCTOR] if given.inductor else []), *(MEMORY if allows_untried(FEATURE) else [])]
+    cases = [
+        *CASES,
+        *([INDUCTOR] if given.inductor else []),
+        *(MEMORY if allows_untried(MEMORY_POOLS) else []),
+    ]
     return [case for case in cases if given.only in case.name]
 
 

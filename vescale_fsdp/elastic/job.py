@@ -31,7 +31,7 @@ from vescale_fsdp.checkpoint.manager import CheckpointManager
 from vescale_fsdp.elastic.connections import close_gloo_connections
 from vescale_fsdp.elastic.membership import Membership, Quorum
 from vescale_fsdp.elastic.renewal import check_renewable, renew_data, renew_model, renew_optimizer
-from vescale_fsdp.runtime.setup.data_mesh import default_mesh
+from vescale_fsdp.runtime.data_mesh import default_mesh
 from vescale_fsdp.torch_private import forget_meshes
 
 _logger = logging.getLogger("vescale_fsdp")

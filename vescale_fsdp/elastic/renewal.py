@@ -20,9 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
-from vescale_fsdp.checkpoint.data.reshardable_loader import ReshardableLoader
-from vescale_fsdp.checkpoint.data.reshardable_sampler import ReshardableSampler
 from vescale_fsdp.checkpoint.state.per_rank import Resharded
+from vescale_fsdp.checkpoint.state.reshardable_data import ReshardableLoader, ReshardableSampler
 from vescale_fsdp.dtensor.piece_map import move_to
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import UnsupportedOpError
@@ -30,13 +29,10 @@ from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec, plan_buffers
 from vescale_fsdp.optim.structured_optimizer import StructuredOptimizer
 from vescale_fsdp.runtime.comm.group_comm import separate_reductions
-from vescale_fsdp.runtime.comm.memory_pools import take_memory
-from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
-from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.setup.data_mesh import DataMesh
-from vescale_fsdp.runtime.setup.group_plan import GroupPlan
-from vescale_fsdp.runtime.setup.managed_param import ManagedParam
-from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding
+from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding
+from vescale_fsdp.runtime.fsdp_state import states_of
+from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam
+from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup, use_memory
 
 
 def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -45,7 +41,7 @@ def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         UnsupportedOpError: naming the first parameter that cannot, and why.
     """
-    for state in _states(model):
+    for state in states_of(model):
         for group in state.groups:
             problem = None
             if type(group) is not ParamGroup:
@@ -74,7 +70,7 @@ def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: 1-D (shard) or 2-D (replicate, shard), of any number of ranks.
     """
     data = DataMesh(mesh)
-    states = _states(model)
+    states = states_of(model)
     for state in states:
         together: dict[tuple[str, ...], list[ParamGroup]] = {}
         for group in state.groups:
@@ -84,12 +80,7 @@ def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
     separate_reductions(group.comm for group in groups if group.comm.settings.separate_reductions)
     for state in states:
         for kind in {group.comm.settings.memory for group in state.groups} - {None}:
-            take_memory(state.groups, kind)  # all groups of a unit have the same
-
-
-def _states(model: nn.Module) -> list[FSDPState]:
-    """The states of all units, each once."""
-    return list(dict.fromkeys(state for module in model.modules() if (state := state_of(module)) is not None))
+            use_memory(state.groups, kind)  # all groups of a unit have the same
 
 
 def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
@@ -117,15 +108,14 @@ def _new_group(
     old: ParamGroup, layout: GroupLayout, data: DataMesh, params: Iterable[ManagedParam]
 ) -> ParamGroup:
     """A group like ``old`` for some of the parameters it was planned with, without values."""
-    outlines, owners = {}, {}
+    outlines = {}
     for param in params:
-        empty = torch.empty(param.slot.shape, dtype=old.shard.dtype, device="meta")
-        outlines[param.slot.fqn] = nn.Parameter(empty, param.sharded.requires_grad)
-        owners[param.slot.fqn] = param.owners
+        slot = param.slot
+        empty = torch.empty(slot.shape, dtype=old.shard.dtype, device="meta")
+        outline = nn.Parameter(empty, param.sharded.requires_grad)
+        outlines[slot.fqn] = OriginalParam(outline, param.owners, PriorSharding(data, None), slot.block_numel)
     plan = GroupPlan(
         params=outlines,
-        owners=owners,
-        priors={fqn: PriorSharding(data, None) for fqn in outlines},
         layout=layout,
         data=data,
         part_size=None,

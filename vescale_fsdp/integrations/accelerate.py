@@ -18,7 +18,7 @@ from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.integrations.installation import Installation, install
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
-from vescale_fsdp.runtime.setup.policies import check_policies
+from vescale_fsdp.runtime.group_plan import check_policies
 
 
 @dataclass

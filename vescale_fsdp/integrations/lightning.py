@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from vescale_fsdp.checkpoint.dcp.state_dict import get_model_state_dict
+from vescale_fsdp.checkpoint.formats.dcp.state_dict import get_model_state_dict
 from vescale_fsdp.checkpoint.loading.load import load
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.saving.save import save

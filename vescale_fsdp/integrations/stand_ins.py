@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.checkpoint.dcp import state_dict as our_state_dict
+from vescale_fsdp.checkpoint.formats.dcp import state_dict as our_state_dict
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, is_ragged
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor as our_distribute_tensor
 from vescale_fsdp.errors import LifecycleError, PlacementError, UnsupportedOpError

@@ -29,14 +29,13 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
-from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport
+from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, SourceOptions, load
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
 from vescale_fsdp.checkpoint.saving.save import Format, save
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.live.hf_form import HuggingFace
-from vescale_fsdp.conversion.live.load_from import load_from
 from vescale_fsdp.errors import ArgumentError, CheckpointError, UnsupportedOpError, some
 from vescale_fsdp.integrations.installation import ours_within
 from vescale_fsdp.integrations.plain_values import holds_checkpoint
@@ -228,7 +227,8 @@ class VescaleCheckpoints(TitanCheckpointManager):
         return loader.load(state_dict, strict=strict, include=None)
 
     def _load_hf(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
-        report = load_from(checkpoint_id, state_dict, rules=self._hf_rules, dtype="state", strict=False)
+        names = SourceOptions(rules=self._hf_rules)
+        report = load(checkpoint_id, state_dict, source=names, dtype="state", strict=False)
         buffers = {name for part in self.states[MODEL].model for name, _ in part.named_buffers()}
         misfits = [f"{name}: {stored}, not {held}" for name, (stored, held) in report.mismatched.items()]
         missing = [f"without {name}" for name in report.missing if name not in buffers]

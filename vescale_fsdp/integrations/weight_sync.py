@@ -33,25 +33,25 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.manifest.distribution import Distribution
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.distribution import Distribution, RankSet
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, dtype_named
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
-from vescale_fsdp.checkpoint.transfer.exchange import Rooms
-from vescale_fsdp.checkpoint.transfer.planning.description import (
+from vescale_fsdp.checkpoint.transfer.description import (
     DescribedTensor,
+    Ranks,
     StateDescription,
+    describe_states,
     named_tensors,
+    transfer_ranks,
 )
-from vescale_fsdp.checkpoint.transfer.planning.links import Link, Linkable, Named, leaves_of
-from vescale_fsdp.checkpoint.transfer.planning.sources import SourceTensor
-from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import (
+from vescale_fsdp.checkpoint.transfer.exchange import StagingPool
+from vescale_fsdp.checkpoint.transfer.links import Linkable, SourceTensor, as_link, leaves_of
+from vescale_fsdp.checkpoint.transfer.plan import (
     BUDGET_BYTES,
     TransferPlan,
     plan_transfer,
 )
-from vescale_fsdp.checkpoint.transfer.transfer import Ranks, Transfer, describe_states
+from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.dtensor.piece_map import pieces_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, PlacementError
@@ -156,12 +156,12 @@ class WholeTensors:
         group: dist.ProcessGroup | None = None,
         verify: bool = False,
     ) -> None:
-        own = ranks if isinstance(ranks, Coordinator) else coordinator_for(ranks, use="transfer")
+        own = transfer_ranks(ranks)
         self._coordinator = own
         source, _ = describe_states(state, None, ranks=own)
         self._state = {} if state is None else dict(named_tensors(state))
         self._receivers = tuple(range(own.world_size)) if receivers is None else tuple(sorted(receivers))
-        self._links = {name: _link(link) for name, link in (links or _every(source)).items()}
+        self._links = {name: as_link(link) for name, link in (links or _every(source)).items()}
         asked = {"receivers": self._receivers, "bucket_bytes": bucket_bytes, "links": repr(self._links)}
         with own.together("planning whole tensors", alike=asked):
             _prove_ranks(self._receivers, own.world_size)
@@ -169,12 +169,12 @@ class WholeTensors:
             # All at once, so that an error lists all that is wrong.
             plan = self._plan(source, self.tensors, budget_bytes, dtype is not None)
         reads = _reads(plan)
-        rooms = Rooms()
+        pool = StagingPool()
         self._buckets = []
         for made in _filled(self.tensors, bucket_bytes):
             names = list(dict.fromkeys(name for tensor in made for name in reads.get(tensor.name, ())))
             part = self._plan(_only(source, names), made, budget_bytes, dtype is not None)
-            transfer = Transfer(part, ranks=own, verify=verify, group=group, rooms=rooms)
+            transfer = Transfer(part, ranks=own, verify=verify, group=group, pool=pool)
             self._buckets.append(_PlannedBucket(*_laid_out(made), names, transfer))
 
     def _made_of(self, source: StateDescription, name: str, dtype: torch.dtype | None) -> WholeTensor:
@@ -246,10 +246,6 @@ class WholeTensors:
     def _versions(self) -> list[int]:
         watched = (item for tensor in self._state.values() for item in (tensor, local_of(tensor)))
         return [version_of(item) for item in watched if not item.is_inference()]
-
-
-def _link(item: Linkable) -> Link:
-    return Named(item) if isinstance(item, str) else item
 
 
 def _every(source: StateDescription) -> dict[str, str]:

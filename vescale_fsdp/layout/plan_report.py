@@ -200,8 +200,11 @@ class PlanReport:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             part = folder / f".{name}.part"  # renamed when complete: no reader sees half a picture
-            part.write_text(text, encoding="utf-8", errors="backslashreplace")
-            part.replace(folder / name)
+            try:
+                part.write_text(text, encoding="utf-8", errors="backslashreplace")
+                part.replace(folder / name)
+            finally:
+                part.unlink(missing_ok=True)
         return tuple(folder / name for name in texts)
 
 

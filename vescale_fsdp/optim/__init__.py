@@ -1,9 +1,9 @@
-"""Optimizers that know how parameters lie over ranks: Muon, Shampoo, 8-bit AdamW, torch's own on flat shards."""
+"""Optimizers for ragged shards: Muon, Shampoo, 8-bit AdamW, and torch's own on flat shards."""
 
 from vescale_fsdp.optim.adamw8bit import AdamW8bit
 from vescale_fsdp.optim.flat_optimizer import FlatOptimizer
-from vescale_fsdp.optim.muon.optimizer import Muon, split_params
-from vescale_fsdp.optim.shampoo.optimizer import Shampoo
+from vescale_fsdp.optim.muon import Muon, split_params
+from vescale_fsdp.optim.shampoo import Shampoo
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions
 
 __all__ = ["AdamW8bit", "AdamWOptions", "FlatOptimizer", "Muon", "Shampoo", "split_params"]

@@ -1,21 +1,28 @@
 """AdamW whose two moments are 8-bit codes with one scale per block: 2.03 bytes of state per parameter.
 
-The codes of a moment are a uint8 tensor that lies exactly as its parameter; the scales are an fp32 tensor of one
-value per block, cut at the same blocks. Where no rank boundary falls inside a block, a step has no
-communication and its result has the same bits on 1 and on N ranks; elsewhere the optimizer refuses to start.
+The codes of a moment are a uint8 tensor with the parameter's placements; the scales are an fp32 tensor of one value per
+block, cut at the same blocks. If no rank boundary cuts a block, a step has no communication and its result has the same
+bits on 1 and on N ranks; otherwise the optimizer refuses to start.
 
-A parameter's state is 8-bit by its role and its *global* size, never by what a rank happens to hold: 2-D and
-above, at least ``min_8bit_numel`` elements, in a group that does not say ``state_bits=32``. All other state
-is fp32. The arithmetic is torchao's: decode, update both moments in fp32, step the parameter with the unrounded
-moments, encode.
+A parameter's role and *global* size decide whether its state is 8-bit, never the size of a rank's piece: 2-D and above,
+at least ``min_8bit_numel`` elements, in a group without ``state_bits=32``. All other state is fp32. The arithmetic is
+torchao's: decode, update both moments in fp32, step the parameter with the unrounded moments, encode.
 
-A gradient that is NaN or infinite makes its own element of the parameter NaN, as in AdamW. It does not spread:
-its moments are stored as 0, so that the block's scale stays a number.
+A gradient that is NaN or infinite makes its own element of the parameter NaN, as in AdamW. It does not spread: its
+moments are stored as 0, so that the block's scale stays a number.
+
+Codes follow the dynamic 8-bit map of block-wise optimizers (Dettmers et al., arXiv 2110.02861): 256 values in [-1, 1].
+Seven decades; decade i has 2^i points per sign (2^(i+1) if there is no sign), the midpoints of equal steps over
+[0.1, 1], times 10^(i - 6); then 0 and 1. Small values have fine steps, large ones coarse. First moments use the signed
+map, second moments the unsigned one. A block is stored as codes (the nearest entry of value / scale) and one fp32
+scale, its largest magnitude. Tables and rounding equal torchao's bit for bit (a test compares them); torchao itself is
+not needed: it has no short last block, and its import loads kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,10 +31,78 @@ from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, loc
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
-from vescale_fsdp.optim.dynamic_map import MAP_NAME, decode_dynamic, encode_dynamic, zero_code
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
-from vescale_fsdp.quantize.block_grid import BlockGrid, grid_of
+from vescale_fsdp.quantize.codec import BlockGrid, grid_of
 from vescale_fsdp.torch_private import foreach_copy_
+
+MAP_NAME = "dynamic8"
+"""The map's name in checkpoints. The table is computed, never stored."""
+
+_DECADES = 7
+_LEAST_SCALE = 1e-12
+
+
+@lru_cache(maxsize=16)
+def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
+    """The 256 values in ascending order, fp32."""
+    values = [0.0, 1.0]
+    for decade in range(_DECADES):
+        points = torch.linspace(
+            0.1, 1, 2 ** (decade if signed else decade + 1) + 1, dtype=torch.float32, device="cpu"
+        )
+        middles = (10.0 ** (decade - _DECADES + 1) * ((points[:-1] + points[1:]) / 2)).tolist()
+        values += middles + ([-value for value in middles] if signed else [])
+    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=16)
+def _thresholds(signed: bool, device: torch.device) -> torch.Tensor:
+    """255 values: entry i is the least fp32 number that is rounded to code i + 1.
+
+    A number x between entries a < b is rounded up if ``x - a >= (b - a) * 0.5`` in fp32. That is monotone in x, so one
+    comparison with the least such number decides; it is searched from the midpoint by single steps.
+    """
+    table = dynamic_map(signed, torch.device("cpu"))
+    low, high = table[:-1], table[1:]
+    up, down = torch.tensor([torch.inf, -torch.inf], dtype=torch.float32, device="cpu")
+
+    def rounds_up(x: torch.Tensor) -> torch.Tensor:
+        return x - low >= (high - low) * 0.5
+
+    x = (low + high) / 2
+    while not rounds_up(x).all():
+        x = torch.where(rounds_up(x), x, torch.nextafter(x, up))
+    while rounds_up(torch.nextafter(x, down)).any():
+        below = torch.nextafter(x, down)
+        x = torch.where(rounds_up(below), below, x)
+    return x.to(device)
+
+
+def zero_code(signed: bool) -> int:
+    """The code of the value 0."""
+    return 127 if signed else 0
+
+
+def encode_dynamic(tiles: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of blocks.
+
+    Args:
+        tiles: [bands, rows, blocks, cols] as `BlockGrid.tiled` gives them, fp32, finite.
+        signed: which map.
+
+    Returns:
+        uint8 codes like ``tiles``, fp32 scales [bands, blocks].
+    """
+    scales = tiles.abs().amax((1, 3)).clip(_LEAST_SCALE)
+    relative = tiles / scales[:, None, :, None]
+    codes = torch.bucketize(relative, _thresholds(signed, tiles.device), out_int32=True, right=True)
+    return codes.to(torch.uint8), scales
+
+
+def decode_dynamic(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
+    """The fp32 values of blocks; shapes as `encode_dynamic` returns them."""
+    return dynamic_map(signed, codes.device)[codes.int()] * scales[:, None, :, None]
+
 
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name: has a sign
 
@@ -39,8 +114,8 @@ class AdamW8bit(BatchedOptimizer):
         params: parameters or param groups. A group may carry ``state_bits=32`` to keep fp32 state, which
             embeddings are known to need in some models.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, with its defaults.
-        block: what shares a scale: ``Flat(256)``, ``Flat(2048)``, ``Tiles(32, 32)``, ... The last may be short.
-        min_8bit_numel: parameters with fewer elements, all ranks together, keep fp32 state.
+        block: elements that share a scale: ``Flat(256)``, ``Flat(2048)``, ``Tiles(32, 32)``, ... The last may be short.
+        min_8bit_numel: parameters with fewer elements, over all ranks, keep fp32 state.
 
     Raises:
         LayoutError: if a rank boundary cuts a block, or the arguments are not valid.
@@ -92,7 +167,7 @@ class AdamW8bit(BatchedOptimizer):
         """The granularity rule for ``fully_shard(model, granularity=AdamW8bit.granularity())``.
 
         Args:
-            block, min_8bit_numel: as the optimizer will be given them.
+            block, min_8bit_numel: the optimizer's arguments.
         """
         return lambda fqn, param: block if _is_8bit(tuple(param.shape), 8, min_8bit_numel) else Element()
 
@@ -126,7 +201,7 @@ class AdamW8bit(BatchedOptimizer):
         return _Stepped(param, self.state[param], self._grid(param))
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        """The arithmetic on blocks, or on elements where state is fp32; missing elements of a block are zeros."""
+        """Step blocks, or elements where state is fp32; missing elements of a block are zeros."""
         batch = [self._stepped(param) for param in params]
         beta1, beta2 = group["betas"]
         step = batch[0].state["step"]
@@ -135,7 +210,7 @@ class AdamW8bit(BatchedOptimizer):
         exp_avg = _load(batch, "exp_avg").lerp(grad, 1 - beta1)
         exp_avg_sq = _load(batch, "exp_avg_sq").lerp(grad.square(), 1 - beta2)
         values = _joined([each.laid_out(local.float()) for each, local in zip(batch, locals_, strict=True)])
-        # fp32 like everything else here, so that the rounding is the same for a float and for a tensor.
+        # fp32 like all other values here, so that the rounding is the same for a float and for a tensor.
         lr = group["lr"]
         home = lr.device if isinstance(lr, torch.Tensor) else "cpu"
         lr = torch.as_tensor(lr, dtype=torch.float32, device=home)
@@ -158,10 +233,10 @@ class _Stepped(NamedTuple):
         return "exp_avg_codes" in self.state
 
     def laid_out(self, flat: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """This rank's elements of a tensor like the parameter: as blocks where state has some."""
+        """This rank's elements of a tensor like the parameter, as blocks if state is 8-bit."""
         return self.grid.tiled(flat, fill) if self.is_8bit else flat
 
-    def held(self, name: str) -> torch.Tensor:
+    def local(self, name: str) -> torch.Tensor:
         """This rank's part of a state tensor, 1-D."""
         return local_tensor(self.state[name], "state")
 
@@ -173,27 +248,27 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _load(batch: Sequence[_Stepped], name: str) -> torch.Tensor:
     """A moment, fp32, laid out."""
     if not batch[0].is_8bit:
-        return _joined([each.held(name) for each in batch])
+        return _joined([each.local(name) for each in batch])
     signed = _MOMENTS[name]
-    codes = _joined([each.laid_out(each.held(f"{name}_codes"), zero_code(signed)) for each in batch])
-    scales = _joined([each.held(f"{name}_scales").view(-1, each.grid.scales_per_band) for each in batch])
+    codes = _joined([each.laid_out(each.local(f"{name}_codes"), zero_code(signed)) for each in batch])
+    scales = _joined([each.local(f"{name}_scales").view(-1, each.grid.scales_per_band) for each in batch])
     return decode_dynamic(codes, scales, signed)
 
 
 def _store(batch: Sequence[_Stepped], name: str, moment: torch.Tensor, grad: torch.Tensor) -> None:
     if not batch[0].is_8bit:
-        _write(batch, [each.held(name) for each in batch], moment)
+        _write(batch, [each.local(name) for each in batch], moment)
         return
-    # The element is NaN in the parameter already; in the state it would take its whole block along.
+    # The element is NaN in the parameter already; in the state it would make its whole block NaN.
     finite = torch.where(grad.isfinite(), moment, 0.0).nan_to_num_()
     codes, scales = encode_dynamic(finite, _MOMENTS[name])
-    _write(batch, [each.held(f"{name}_codes") for each in batch], codes)
-    held = [each.held(f"{name}_scales") for each in batch]
-    _copy(held, list(scales.view(-1).split([each.numel() for each in held])))
+    _write(batch, [each.local(f"{name}_codes") for each in batch], codes)
+    targets = [each.local(f"{name}_scales") for each in batch]
+    _copy(targets, list(scales.view(-1).split([each.numel() for each in targets])))
 
 
 def _write(batch: Sequence[_Stepped], targets: Sequence[torch.Tensor], laid_out: torch.Tensor) -> None:
-    """Bring what was computed for a batch to tensors of its parameters."""
+    """Copy the result of a batch into tensors of its parameters."""
     if batch[0].is_8bit:
         bands = [each.grid.bands_of(target.numel()) for each, target in zip(batch, targets, strict=True)]
         parts = [
@@ -213,7 +288,7 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 
 
 def _spell(block: Flat | Tiles) -> str:
-    """The block as `parse_granularity` reads it: plain text survives every checkpoint format."""
+    """The block as text for `parse_granularity`: every checkpoint format stores text."""
     return f"flat:{block.numel}" if isinstance(block, Flat) else f"tiles:{block.rows}x{block.cols}"
 
 

@@ -1,27 +1,27 @@
 """FlatOptimizer: an element-wise torch optimizer that steps whole shards instead of single parameters.
 
-The sharded parameters of a group lie one behind the other in one allocation, the shard; so do their gradients in
-the reduced shard. An optimizer that looks at each element alone need not know where one parameter ends::
+The sharded parameters of a group are adjacent in one allocation, the shard; so are their gradients in the reduced
+shard. An optimizer that updates each element alone need not know where one parameter ends::
 
     shard              | w0      | b0 | w1          | b1 |        one param group for all: one run
     gradients          | w0      | b0 | w1          | b1 |
     exp_avg, ...       | w0      | b0 | w1          | b1 |        state[w0]["exp_avg"] is a view, as w0 is one
 
-A **run** is a stretch of parameters of one param group with nothing but padding in between and with the same step
-count. Padding is stepped as well, with gradients of zeros: it stays zero, as users' collectives and quantisers see it.
-The torch optimizer steps one flat tensor per run: a few kernels per unit, however many parameters it has. What is seen
-from outside is per parameter, exactly as the torch optimizer alone would have it: `param_groups` hold the sharded
-parameters, `state` holds ragged tensors (views of the flat state), so `state_dict()`, torch's and our checkpoints,
-learning-rate schedulers and other numbers of ranks work, and checkpoints of the one load into the other.
+A **run** is a sequence of parameters of one param group with only padding in between and with the same step count.
+Padding is stepped as well, with gradients of zeros: it stays zero, which users' collectives and quantisers rely on.
+The torch optimizer steps one flat tensor per run: a few kernels per unit, however many parameters it has. The public
+view is per parameter, as with the torch optimizer alone: `param_groups` have the sharded parameters, `state` has
+ragged tensors (views of the flat state). So `state_dict()`, torch's and our checkpoints, learning-rate schedulers and
+other numbers of ranks work, and checkpoints of either optimizer load into the other.
 
-    what happens                                        what becomes of a run
-    all its parameters have gradients, one allocation   stepped in place
-    gradients that lie elsewhere                        stepped, from one copy of them
-    no parameter has a gradient                         left alone
-    some have none                                      split for good: their step counts differ from now on
-    parameters moved (`.to()`, `assign=True`), loaded   made anew from the state of its parameters
+    event                                               the run
+    all its parameters have gradients, one allocation   is stepped in place
+    gradients in other memory                           is stepped from one copy of them
+    no parameter has a gradient                         is left alone
+    some have none                                      is split permanently: step counts differ from now on
+    parameters moved (`.to()`, `assign=True`), loaded   is made again from the state of its parameters
 
-`FlatOptimizer.step_in_backward` steps a unit's runs behind its reduction, so that few gradients are there at once.
+`FlatOptimizer.step_in_backward` steps a unit's runs after its reduction, so that few gradients exist at once.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, wrap_like
 from vescale_fsdp.errors import MisuseError, UnsupportedOpError
-from vescale_fsdp.optim.state_loading import copy_state
-from vescale_fsdp.optim.structured_optimizer import evaluated
-from vescale_fsdp.runtime.fsdp_state import state_of
+from vescale_fsdp.optim.structured_optimizer import copy_state, evaluated
+from vescale_fsdp.runtime.fsdp_state import states_of
 from vescale_fsdp.torch_private import foreach_copy_, foreach_zero_, local_of, spec_of, storage_id
 
 ELEMENT_WISE = (
@@ -56,7 +55,7 @@ ELEMENT_WISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-"""torch's optimizers whose update of an element depends on nothing but that element's history."""
+"""torch's optimizers whose update of an element depends only on that element's history."""
 
 
 _COUNTERS = ("step", "eta", "mu", "mu_product")  # state that is one number per parameter
@@ -64,16 +63,16 @@ _COUNTERS = ("step", "eta", "mu", "mu_product")  # state that is one number per 
 
 @dataclass
 class _FlatRun:
-    """Parameters that lie one behind the other, and the flat tensor over them that is stepped."""
+    """Adjacent parameters, and the flat tensor over them that is stepped."""
 
     params: list[torch.Tensor]
     starts: list[int]  # of each in the run, elements
     flat: torch.Tensor  # 1-D, the memory of the parameters
     gaps: list[tuple[int, int]]  # padding between them, from start to stop in ``flat``
-    shown: tuple[int, ...] = ()  # ids of the state tensors that `state` shows views of
+    shown: tuple[int, ...] = ()  # ids of the flat state tensors of which `state` has views
 
     def flat_grad(self) -> torch.Tensor:
-        """The gradients as one tensor: where they lie if they lie like the parameters, else copied together."""
+        """The gradients as one tensor: a view if their offsets are those of the parameters, else one copy."""
         grads = [local_grad(param) for param in self.params]
         first = grads[0]
         storage, base = storage_id(first), first.storage_offset()
@@ -98,10 +97,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     Args:
         kind: Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD or Rprop of `torch.optim`.
         params: sharded or plain parameters, or param groups.
-        options: what ``kind`` takes besides, for all groups.
+        options: the other arguments of ``kind``, for all groups.
 
     Raises:
-        UnsupportedOpError: for other optimizers: what they do to an element depends on its matrix or on others.
+        UnsupportedOpError: for optimizers whose update of an element depends on other elements.
 
     Examples:
         >>> from vescale_fsdp import fully_shard
@@ -118,13 +117,13 @@ class FlatOptimizer(torch.optim.Optimizer):
                 "to be element-wise.",
                 expected=", ".join(each.__name__ for each in ELEMENT_WISE) + " of torch.optim",
                 got=f"{kind.__module__}.{kind.__name__}",
-                todo="use it as it is, per parameter, or Muon and Shampoo of vescale_fsdp.optim",
+                todo="use it directly, per parameter, or Muon and Shampoo of vescale_fsdp.optim",
             )
         self._kind = kind
         self._options = options
         self._runs: list[_FlatRun] | None = None  # None: to be made at the next step
         self._inner: torch.optim.Optimizer | None = None
-        self._histories: dict[torch.Tensor, int] = {}  # which parameters were left out together
+        self._histories: dict[torch.Tensor, int] = {}  # equal for parameters that were left out together
         given = list(params)
         super().__init__(given, kind([torch.zeros(1, dtype=torch.float32, device="cpu")], **options).defaults)
 
@@ -132,14 +131,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "_kind": self._kind, "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a loaded state, or all there is after unpickling; runs are made anew from it."""
+        """Adopt a loaded or unpickled state; runs are made from it at the next step."""
         super().__setstate__(state)
         self._runs = self._inner = None
         self._histories = {}
         self._order_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; runs are made anew at the next step."""
+        """Add parameters; runs are made again at the next step."""
         super().add_param_group(param_group)
         self._runs = None
 
@@ -148,7 +147,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """One step of every run whose parameters have gradients.
 
         Args:
-            closure: evaluates the model anew and returns the loss; optional.
+            closure: evaluates the model and returns the loss; optional.
 
         Returns:
             What the closure returned, or None.
@@ -158,16 +157,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def step_in_backward(self, model: nn.Module) -> None:
-        """Step each unit inside the backward from now on, as soon as its gradients are reduced, and forget these.
+        """Step each unit inside the backward from now on, as soon as its gradients are reduced, and drop the gradients.
 
-        So gradients of one unit at most are there beside weights and state; `step` has only those parameters left that
-        are not sharded, and is still called. What must see all gradients before any parameter moves cannot be had:
-        clipping by their norm, scaling of losses, sums over several backwards other than under ``no_sync``.
+        So gradients of at most one unit exist next to weights and state. `step` is still called, for parameters that
+        are not sharded. Not possible with it: whatever needs all gradients before a parameter changes (clipping by
+        norm, loss scaling), and sums over several backwards other than under ``no_sync``.
 
         Args:
-            model: sharded; parameters of it that this optimizer does not have are left alone.
+            model: sharded; its parameters that this optimizer does not have are left alone.
         """
-        states = {state for module in model.modules() if (state := state_of(module)) is not None}
+        states = states_of(model)
         if not states:
             raise MisuseError(
                 "The model is not sharded.",
@@ -199,14 +198,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._inner.step()
         for run in runs:
             run.flat.grad = None
-        anew = [self._show(run) for run in runs]
-        if any(anew):
+        changed = [self._show(run) for run in runs]
+        if any(changed):
             self._order_state()
 
     # -- runs -----------------------------------------------------------------------------------------
 
     def _split_by_gradients(self, runs: Sequence[_FlatRun]) -> None:
-        """Parameters left out of a step others take part in go their own way from now on."""
+        """Split runs of which only some parameters have gradients: their step counts differ from now on."""
         for number, run in enumerate(runs):
             missing = [param for param in run.params if param.grad is None]
             if missing and len(missing) < len(run.params):
@@ -215,7 +214,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 self._runs = None
 
     def _current_runs(self, only: set[torch.Tensor] | None = None) -> list[_FlatRun]:
-        """The runs, made anew where parameters (those that are to be stepped) are no longer where they were."""
+        """The runs, made again if parameters to be stepped have moved in memory."""
         if self._runs is not None and all(_lies_as_before(run) for run in _runs_of(self._runs, only)):
             return self._runs
         for param in self._params():
@@ -223,31 +222,34 @@ class FlatOptimizer(torch.optim.Optimizer):
                 self._histories.setdefault(param, -1)
         groups, self._runs = [], []
         for group in self.param_groups:
-            runs = [_run_of(params) for params in self._stretches(group["params"])]
+            runs = [_run_of(params) for params in self._adjacent(group["params"])]
             groups.append({**group, "params": [run.flat for run in runs]})
             self._runs += runs
         self._inner = self._kind(groups, **self._options)
         self._take_over(self._runs)
         return self._runs
 
-    def _stretches(self, params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Parameters of one group, cut where memory has a gap or histories differ."""
-        placed = [(_address(param), param) for param in params]
-        placed.sort(key=lambda pair: pair[0])
-        stretch: list[torch.Tensor] = []
+    def _adjacent(self, params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Parameters of one group, split where memory has a gap or histories differ."""
+        by_address = [(_address(param), param) for param in params]
+        by_address.sort(key=lambda pair: pair[0])
+        adjacent: list[torch.Tensor] = []
         end: tuple[int, Any] = (0, None)
-        for (storage, start, numel), param in placed:
-            history = (storage, _layout_of(param), self._histories.get(param), self._counters(param))
-            if stretch and (history != end[1] or start != _next_start(end[0], param)):
-                yield stretch
-                stretch = []
-            stretch.append(param)
+        for (storage, start, numel), param in by_address:
+            layout_ref = param.layout_ref if isinstance(param, RaggedDTensor) else None
+            layout = layout_ref[0] if layout_ref is not None else None
+            history = (storage, id(layout), self._histories.get(param), self._counters(param))
+            padding = -end[0] % layout.align_numel if layout is not None else 0
+            if adjacent and (history != end[1] or start != end[0] + padding):
+                yield adjacent
+                adjacent = []
+            adjacent.append(param)
             end = start + numel, history
-        if stretch:
-            yield stretch
+        if adjacent:
+            yield adjacent
 
     def _counters(self, param: torch.Tensor) -> tuple[Any, ...]:
-        """What of a parameter's state is not element-wise: step counts and the like."""
+        """The parts of a parameter's state that are not element-wise, such as step counts."""
         state = self.state.get(param, {})
         values = [(name, None if _per_element(name, value) else value) for name, value in state.items()]
         return tuple((name, v.item() if isinstance(v, torch.Tensor) else v) for name, v in values)
@@ -255,7 +257,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     # -- state ----------------------------------------------------------------------------------------
 
     def _take_over(self, runs: list[_FlatRun]) -> None:
-        """Give the inner optimizer the state that the parameters of these runs have."""
+        """Give the inner optimizer the state of the parameters of these runs."""
         assert self._inner is not None
         saved = {param: dict(values) for param, values in self.state.items()}
         for run in runs:
@@ -266,14 +268,15 @@ class FlatOptimizer(torch.optim.Optimizer):
                 }
                 self._show(run)
         self._order_state()
-        # Copies between placements are collectives: by parameter, since addresses order runs as each rank has them.
+        # Copies between placements are collectives: in the order of parameters, since addresses order runs differently
+        # on each rank.
         for param, shown in self.state.items():
             if saved.get(param):
                 views = {name: value for name, value in shown.items() if _per_element(name, value)}
                 copy_state({name: saved[param][name] for name in views}, views)
 
     def _show(self, run: _FlatRun) -> bool:
-        """Let `state` hold views of a run's flat state; False where they are there already."""
+        """Put views of a run's flat state into `state`; False if it has them already."""
         assert self._inner is not None
         flat_state = self._inner.state[run.flat]
         shown = tuple(map(id, flat_state.values()))
@@ -288,9 +291,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         return True
 
     def _order_state(self) -> None:
-        """Bring `state` into the order of `param_groups`, as torch's optimizers have it on every rank.
+        """Sort `state` in the order of `param_groups`, as torch's optimizers have it on every rank.
 
-        ``get_optimizer_state_dict(full_state_dict=True)`` gathers what stands at the same place on all ranks.
+        ``get_optimizer_state_dict(full_state_dict=True)`` gathers entries of the same index on all ranks.
         """
         order = {param: number for number, param in enumerate(self._params())}
         ordered = sorted(self.state.items(), key=lambda item: order.get(item[0], len(order)))
@@ -301,7 +304,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _runs_of(runs: Sequence[_FlatRun], params: set[torch.Tensor] | None) -> list[_FlatRun]:
-    """Those of the runs that have one of these parameters; all, if none are named."""
+    """The runs with one of these parameters; all runs for None."""
     return [run for run in runs if params is None or not params.isdisjoint(run.params)]
 
 
@@ -311,27 +314,16 @@ def _per_element(name: str, value: Any) -> bool:
 
 
 def _room_for(name: str, value: Any, flat: torch.Tensor) -> Any:
-    """A part of the state for a whole run; runs that were one have counters of their own from now on."""
+    """A part of the state for a whole run; each run has counters of its own."""
     if _per_element(name, value):
         return torch.zeros_like(flat, dtype=value.dtype)
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _address(param: torch.Tensor) -> tuple[int, int, int]:
-    """Where this rank's elements lie: storage, first element, how many."""
+    """The address of this rank's elements: storage, first element, number."""
     local = local_tensor(param)
     return storage_id(local), int(local.storage_offset()), local.numel()
-
-
-def _layout_of(param: torch.Tensor) -> int | None:
-    layout_ref = param.layout_ref if isinstance(param, RaggedDTensor) else None
-    return id(layout_ref[0]) if layout_ref is not None else None
-
-
-def _next_start(end: int, param: torch.Tensor) -> int:
-    """Where a parameter starts that follows one that ends here, with nothing but padding in between."""
-    layout_ref = param.layout_ref if isinstance(param, RaggedDTensor) else None
-    return end + -end % layout_ref[0].align_numel if layout_ref is not None else end
 
 
 def _run_of(params: list[torch.Tensor]) -> _FlatRun:
@@ -353,7 +345,7 @@ def _lies_as_before(run: _FlatRun) -> bool:
 
 
 def _view(flat: torch.Tensor, param: torch.Tensor, start: int) -> torch.Tensor:
-    """A parameter's part of a flat state tensor, placed as the parameter is."""
+    """A parameter's part of a flat state tensor, with the parameter's placements."""
     local = local_of(param)
     piece = flat[start : start + local.numel()].view(local.shape)
     if isinstance(param, DTensor):

@@ -1,11 +1,14 @@
-"""StructuredOptimizer: what Muon, Shampoo and AdamW8bit share.
+"""StructuredOptimizer: the common part of Muon, Shampoo and AdamW8bit.
 
-- State exists from construction on, for every listed parameter on every rank, so that a checkpoint has the
-  same keys everywhere and can be loaded before the first step.
-- Each param group records the facts that give its state a meaning (momentum form, block size, map);
-  loading a checkpoint that recorded others is refused.
-- A param group with ``algorithm="adamw"`` is stepped by torch's own AdamW, on this rank's elements.
-- State keeps its dtype when loaded (see `vescale_fsdp.optim.state_loading`).
+- State exists from construction on, for every parameter on every rank, so that a checkpoint has the same keys
+everywhere
+  and can be loaded before the first step.
+- Each param group records the facts that define the meaning of its state (momentum form, block size, map); a checkpoint
+  that recorded others is refused.
+- A param group with ``algorithm="adamw"`` is stepped by torch's own AdamW, on this rank's elements. - State keeps its
+dtype when loaded. `torch.optim.Optimizer.load_state_dict` casts floating-point state to the parameter's
+  dtype: an fp32 scale or counter of a bf16 parameter would lose its value (a bf16 counter stops at 256). Here loading
+  copies values into the tensors made at construction (`copy_state`).
 """
 
 from __future__ import annotations
@@ -17,21 +20,23 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
+from vescale_fsdp.dtensor.piece_map import local_grad, local_part_of, local_tensor, pieces_of
+from vescale_fsdp.dtensor.ragged_dtensor import redistribute
 from vescale_fsdp.errors import CheckpointError, LayoutError
-from vescale_fsdp.optim.state_loading import Held, check_parts, check_state, copy_state
 from vescale_fsdp.torch_modes import plainly
+from vescale_fsdp.torch_private import local_of
 
 T = TypeVar("T")
 
-_BATCH_NUMEL = 8 << 20  # elements stepped as one: up to a dozen fp32 tensors as large are there meanwhile
+_BATCH_NUMEL = 8 << 20  # elements stepped as one, with up to a dozen fp32 temporaries of that size
 
 
 @dataclass(frozen=True)
 class AdamWOptions:
-    """How parameters outside the structured algorithm are stepped; torch.optim.AdamW's defaults.
+    """Options of AdamW for parameters outside the structured algorithm; torch.optim.AdamW's defaults.
 
     Examples:
         >>> AdamWOptions(lr=3e-4, weight_decay=0.1).betas
@@ -48,7 +53,7 @@ class AdamWOptions:
 
 
 def check_rates(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Prove the numbers that AdamW and its relatives take.
+    """Check the rates of AdamW and related optimizers.
 
     Raises:
         LayoutError: naming those that are out of range.
@@ -69,14 +74,14 @@ def check_rates(lr: float, betas: tuple[float, float], eps: float, weight_decay:
 
 
 class StructuredOptimizer(torch.optim.Optimizer, ABC):
-    """Base of the optimizers that know how parameters lie over ranks. Subclasses are final."""
+    """Base of the optimizers that know which ranks have which part of a parameter. Subclasses are final."""
 
     algorithm: ClassVar[str]
     recorded: ClassVar[tuple[str, ...]] = ()
-    """Keys of a param group that give its state a meaning; a checkpoint must have recorded the same."""
+    """Keys of a param group that define the meaning of its state; a checkpoint must have the same values."""
 
     kept: ClassVar[tuple[str, ...]] = ("_adamw",)
-    """Attributes that copies and pickles of the optimizer keep, besides what torch keeps."""
+    """Attributes that copies and pickles of the optimizer keep, in addition to torch's."""
 
     def __init__(
         self,
@@ -100,7 +105,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         """State of one parameter of this optimizer's own algorithm, all of it, before any step.
 
         Raises:
-            LayoutError: if the algorithm cannot step this parameter, or not as it is laid out.
+            LayoutError: if the algorithm cannot step this parameter, or not with its placements.
         """
 
     @abstractmethod
@@ -124,7 +129,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         self._make_state(self.param_groups[-1])
 
     def make_state(self) -> None:
-        """Make all state anew, as before the first step: for parameters that lie on other ranks now."""
+        """Reset all state, as before the first step: for parameters that were moved to other ranks."""
         for group in self.param_groups:
             self._make_state(group)
 
@@ -144,14 +149,14 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                 todo="materialise the model first: model.to_empty(device=...), initialise it, then build "
                 "the optimizer",
             )
-        local_tensor(param)  # refuses what is not contiguous before state is made for it
+        local_tensor(param)  # raises for a tensor that is not contiguous
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One optimizer step. Parameters without a gradient are left alone.
 
         Args:
-            closure: evaluates the model anew and returns the loss; optional.
+            closure: evaluates the model and returns the loss; optional.
 
         Returns:
             What the closure returned, or None.
@@ -185,7 +190,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load state into the tensors this optimizer has. Nothing changes if something does not fit.
+        """Load state into the existing tensors. Nothing changes if any part does not fit.
 
         Raises:
             CheckpointError: if the checkpoint recorded another momentum form, block size or map, or its
@@ -194,13 +199,14 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         self._check_recorded(state_dict["param_groups"])
         own = dict(self.state)
         own_groups = self.param_groups
-        held = {
-            key: {name: Held(value) for name, value in parts.items()}
+        wrapped = {
+            key: {name: _Opaque(value) for name, value in parts.items()}
             for key, parts in state_dict["state"].items()
         }
-        super().load_state_dict({**state_dict, "state": held})  # type: ignore[arg-type]
+        super().load_state_dict({**state_dict, "state": wrapped})  # type: ignore[arg-type]
         loaded = {
-            param: {name: held.value for name, held in parts.items()} for param, parts in self.state.items()
+            param: {name: opaque.value for name, opaque in parts.items()}
+            for param, parts in self.state.items()
         }
         self.state = defaultdict(dict, own)
         try:
@@ -213,10 +219,10 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                 copy_state(loaded[param], parts)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that means something else or has other parts, before its tensors have values.
+        """Refuse a state with another meaning or other parts, before its tensors have values.
 
         Args:
-            state_dict: as for `load_state_dict`, with anything in place of tensors.
+            state_dict: as for `load_state_dict`, with any values in place of tensors.
 
         Raises:
             CheckpointError: as `load_state_dict`, but for shapes and dtypes.
@@ -245,17 +251,17 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             got = {key: _plain(saved.get(key, "not recorded")) for key in keys}
             if got != expected:
                 raise CheckpointError(
-                    "The checkpoint's optimizer state means something else than this optimizer's.",
+                    "The checkpoint's optimizer state has another meaning than this optimizer's.",
                     expected=expected,
                     got=got,
                     where=f"param group {number} of {type(self).__name__}",
-                    todo="build the optimizer with the recorded options; if another optimizer wrote the "
-                    "state and you know that it means the same, write these keys into its param groups",
+                    todo="build the optimizer with the recorded options; if another optimizer wrote the state and you "
+                    "know that it has the same meaning, write these keys into its param groups",
                 )
 
 
 class BatchedOptimizer(StructuredOptimizer):
-    """One that steps parameters alike as one, where an operator costs a launch."""
+    """An optimizer that steps similar parameters as one batch, where an operator costs a launch."""
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
         self._step_adamw()
@@ -263,8 +269,8 @@ class BatchedOptimizer(StructuredOptimizer):
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
                 self.state[param]["step"] += 1
-            found = ((self._alike(param), local_tensor(param).numel(), param) for param in params)
-            for batch in batches_of(found, _BATCH_NUMEL):
+            items = ((self._alike(param), local_tensor(param).numel(), param) for param in params)
+            for batch in batches_of(items, _BATCH_NUMEL):
                 self._step_batch(batch, group)
 
     def _alike(self, param: torch.Tensor) -> Hashable:
@@ -274,21 +280,21 @@ class BatchedOptimizer(StructuredOptimizer):
         return self._kind(param), float(self.state[param]["step"]), param.dtype, param.device
 
     def _kind(self, param: torch.Tensor) -> Hashable:
-        """What they must have in common besides steps, dtype and device."""
+        """Equal for parameters that may be one batch, apart from step, dtype and device."""
         return ()
 
     @abstractmethod
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        """Step parameters alike, whose step counts are those of this step."""
+        """Step a batch of similar parameters; their step counts include this step."""
 
 
 def launches(device: torch.device) -> bool:
-    """Whether an operator costs a launch, and not only its work: then tensors are stepped many at once."""
+    """Whether an operator costs a launch in addition to its work: then many tensors are stepped at once."""
     return device.type != "cpu"
 
 
 def batches_of(items: Iterable[tuple[Hashable, int, T]], most_numel: int) -> Iterator[list[T]]:
-    """Items that are computed on as one: of equal kind, and not more elements than memory is spent on.
+    """Batches of items to compute as one: of equal kind, with a bounded number of elements.
 
     Args:
         items: (kind, elements, item).
@@ -307,7 +313,7 @@ def batches_of(items: Iterable[tuple[Hashable, int, T]], most_numel: int) -> Ite
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """What the closure of a step returns, evaluated with gradients; None without one."""
+    """The result of a step's closure, evaluated with gradients; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -336,3 +342,86 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
 def _adamw_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
     moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
+
+
+@dataclass(frozen=True, eq=False)
+class _Opaque:
+    """A saved value that torch's loading does not cast, because it is not a tensor."""
+
+    value: Any
+
+
+def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) -> None:
+    """Check that saved state can be copied into a parameter's state.
+
+    Raises:
+        CheckpointError: if names, shapes or kinds of dtype differ.
+    """
+    check_parts(saved, state, where)
+    for name, target in state.items():
+        value = saved[name]
+        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        got_shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+        exact = isinstance(value, torch.Tensor) and not target.is_floating_point()
+        if got_shape != tuple(target.shape) or (exact and value.dtype != target.dtype):
+            raise CheckpointError(
+                "A saved optimizer state tensor does not fit.",
+                expected=f"{name} of shape {tuple(target.shape)}, {target.dtype}",
+                got=f"shape {got_shape}, {kind}",
+                where=where,
+                todo="load a checkpoint of the same model and the same optimizer options",
+            )
+
+
+def check_parts(saved: Iterable[str], state: Iterable[str], where: str) -> None:
+    """Check that saved state has the parts of a parameter's state.
+
+    Raises:
+        CheckpointError: if their names differ.
+    """
+    if set(saved) != set(state):
+        raise CheckpointError(
+            "The saved optimizer state has other parts than this optimizer keeps.",
+            expected=sorted(state),
+            got=sorted(saved),
+            where=where,
+            todo="build the optimizer with the param groups and options it was saved with; state is "
+            "never quantised or dequantised in silence",
+        )
+
+
+def copy_state(saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Copy checked values into the tensors of ``state``. Collective where placements differ.
+
+    The kinds of (saved value, this rank's tensor):
+
+        DTensor, DTensor with the same placements     copy of the local part
+        DTensor, DTensor with other placements        redistribute, then copy
+        plain of the global shape, DTensor            copy of this rank's piece
+        plain or a number, plain                      copy
+    """
+    for name, target in state.items():
+        _copy_value(saved[name], target)
+
+
+def _copy_value(value: Any, target: torch.Tensor) -> None:
+    if value is target:
+        return
+    if not isinstance(value, torch.Tensor):
+        target.fill_(value)
+        return
+    if not isinstance(target, DTensor):
+        target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+        return
+    local = local_of(target)
+    if isinstance(value, DTensor):
+        if value.placements != target.placements:
+            value = redistribute(value, target.placements)  # torch's own does not know ragged targets
+        local.copy_(local_of(value).view(local.shape))
+        return
+    pieces = pieces_of(target)
+    if pieces is None:
+        local.copy_(local_part_of(value.to(local.device), target))
+        return
+    piece = pieces.own_piece
+    local_tensor(target, "state").copy_(value.reshape(-1)[piece.start : piece.stop])

@@ -6,14 +6,14 @@ Used as a `MixedPrecisionPolicy` of `fully_shard`, per parameter::
     policy = QuantizedGather(param_dtype=torch.bfloat16, codecs={"*weight": codec})
     fully_shard(model, mp_policy=policy, granularity=codec.granularity)
 
-Each rank encodes its shard of the master weights (no collective for the largest values: blocks are whole), two
-all-gathers carry what follows, and every rank decodes into the full buffer, in the compute dtype:
+Each rank encodes its shard of the master weights (blocks are whole, so largest values need no collective), two
+all-gathers send the buffers below, and every rank decodes into the full buffer, in the compute dtype:
 
-    codes   1-D [S], uint8          one byte per element, where the element lies in the shard
+    codes   1-D [S], uint8          one byte per element, at the element's offset in the shard
     rest    1-D [R], uint8          scales of the rank's blocks, and its pieces of parameters without a codec
 
-What the forward and the backward compute with is therefore ``decode(encode(full weight))``, bit for bit, at every
-world size. Gradients flow to the master weights as if nothing had been rounded.
+So the forward and the backward compute with ``decode(encode(full weight))``, bit for bit, at every world size.
+Gradients reach the master weights as if nothing had been rounded.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class QuantizedGather(GatherPolicy):
     Args:
         codecs: a codec for every parameter of two dims and more; a mapping from name patterns (fnmatch, names
             relative to the sharded module) to codecs; or a function ``(fqn, shape) -> codec or None``.
-            Parameters without a codec, vectors among them unless the function says so, travel in the
-            compute dtype.
+            Parameters without a codec, such as vectors unless the function returns one, are sent in the compute
+            dtype.
 
     Examples:
         >>> from vescale_fsdp import fully_shard
@@ -62,8 +62,7 @@ class QuantizedGather(GatherPolicy):
         Raises:
             LayoutError: if a rank boundary cuts a block.
         """
-        found = {slot.fqn: self._codec_of(slot) for slot in layout.slots}
-        codecs = {fqn: codec for fqn, codec in found.items() if codec is not None}
+        codecs = {slot.fqn: codec for slot in layout.slots if (codec := self._codec_of(slot)) is not None}
         return _CodedGather(layout, comm, codecs, dtype) if codecs else None
 
     def _codec_of(self, slot: TensorSlot) -> BlockCodec | None:
@@ -83,9 +82,9 @@ class _CodedGather:
     """The gather of one group: encodes a shard, sends codes and the rest, decodes into the full buffer.
 
     Args:
-        layout: where each parameter lies.
-        comm: the ranks.
-        codecs: by name; parameters not named travel as values.
+        layout: of the group.
+        comm: its ranks.
+        codecs: by name; other parameters are sent as values.
         dtype: of those values, the compute dtype.
     """
 
@@ -98,17 +97,14 @@ class _CodedGather:
         self.dtype = dtype
         self.pieces: dict[str, list[tuple[int, Piece]]] = {slot.fqn: [] for slot in layout.slots}
         self.rest_starts: dict[tuple[int, str], int] = {}  # of (rank, name), in bytes of the rank's rest
-        sizes = [self._place_rest(rank) for rank in range(layout.num_shards)]
-        self.rest_bytes = max(sizes)
-
-    def _place_rest(self, rank: int) -> int:
-        """Give each piece of a rank room in its rest; the bytes that takes."""
-        end = 0
-        for slot, piece in self.layout.pieces_of(rank):
-            self.pieces[slot.fqn].append((rank, piece))
-            self.rest_starts[rank, slot.fqn] = end
-            end += -(-self._rest_bytes_of(slot, piece) // _ALIGN_BYTES) * _ALIGN_BYTES
-        return end
+        self.rest_bytes = 0  # of each rank: the most that any rank needs
+        for rank in range(layout.num_shards):
+            end = 0
+            for slot, piece in layout.pieces_of(rank):
+                self.pieces[slot.fqn].append((rank, piece))
+                self.rest_starts[rank, slot.fqn] = end
+                end += -(-self._rest_bytes_of(slot, piece) // _ALIGN_BYTES) * _ALIGN_BYTES
+            self.rest_bytes = max(self.rest_bytes, end)
 
     def _rest_bytes_of(self, slot: TensorSlot, piece: Piece) -> int:
         codec = self.codecs.get(slot.fqn)
@@ -145,7 +141,7 @@ class _CodedGather:
         return rest[start : start + self._rest_bytes_of(slot, piece)]
 
     def decode(self, full: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
-        """Fill the full buffer from what arrived."""
+        """Fill the full buffer from the gathered bytes."""
         by_rank = rest.view(self.layout.num_shards, -1)
         for slot in self.layout.slots:
             codec = self.codecs.get(slot.fqn)
@@ -162,7 +158,7 @@ class _CodedGather:
 
 @dataclass
 class _Coded:
-    """A coded gather on its way. What the collectives read and write is kept until they are done."""
+    """A coded gather in flight, with the buffers of its collectives."""
 
     gather: _CodedGather
     full: torch.Tensor
@@ -172,6 +168,6 @@ class _Coded:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Decode behind the collectives, on the current stream: the one that owns the buffers."""
+        """Decode after the collectives, on the current stream, which owns the buffers."""
         wait_for(*self.works)
         self.gather.decode(self.full, self.codes, self.rest)

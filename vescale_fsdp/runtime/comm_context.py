@@ -1,9 +1,9 @@
-"""CommContext: the streams of a tree of units, the reductions in flight, and whose memory is whose.
+"""CommContext: the streams of a tree of units, the reductions in flight, and which stream owns which memory.
 
-Memory is freed deterministically, without ``record_stream``: a buffer is given back when the compute stream is done
-with it as an event says, and the gather stream waits for that event before it allocates again. On the CPU there are
-no streams: collectives run in gloo's threads and `wait` is a wait. ``tests/runtime/comm/test_streams.py`` runs all of
-this on recorded streams and finds every access and allocation in order.
+Memory is freed deterministically, without ``record_stream``: a buffer is freed once an event says that the compute
+stream is done with it, and the gather stream waits for that event before it allocates again. On the CPU there are no
+streams: collectives run in gloo's threads and `wait` blocks. ``tests/runtime/comm/test_streams.py`` runs this code on
+recorded streams and verifies the order of every access and allocation.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from vescale_fsdp.collectives import all_gather_each, wait_for
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
+from vescale_fsdp.runtime.comm.gradients import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
-from vescale_fsdp.runtime.comm.group_state import GroupState
 from vescale_fsdp.runtime.comm.order_watch import OrderWatch, can_watch
-from vescale_fsdp.runtime.comm.reduction import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.comm.streams import Event, Stream, Streams
-from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.takeover import settle
-from vescale_fsdp.torch_modes import AS_IT_IS, outside_modes
+from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
+from vescale_fsdp.runtime.takeover import adopt_replaced_params
+from vescale_fsdp.torch_modes import NULL_CONTEXT, outside_modes
 
 
 class _Reduction(NamedTuple):
@@ -38,12 +37,12 @@ class _Reduction(NamedTuple):
 
     group: ParamGroup
     reduced: ReducedShard
-    owner: Stream | None  # whose the memory of its gradient buffer is
-    started: Event | None  # behind it, where its collective is work of the reduce stream
+    owner: Stream | None  # owns the memory of its gradient buffer
+    started: Event | None  # after its collective, where that is work of the reduce stream
 
 
 class _InUse(NamedTuple):
-    """Memory of one stream that another is given to read or write: kept, and then waited for, by its owner."""
+    """Memory of one stream that another one uses: kept until the owner has waited for the event."""
 
     tensors: Sequence[torch.Tensor]
     event: Event
@@ -52,16 +51,16 @@ class _InUse(NamedTuple):
 class CommContext:
     """Streams and reductions in flight. Several roots may share one (`share_comm_ctx`).
 
-    Who owns which memory (the caching allocator gives a freed block to the stream it was allocated on, at
-    once, so every other stream that used it must be waited for first):
+    Which stream owns which memory (the caching allocator gives a freed block to the stream it was allocated on, at
+    once, so the owner must first wait for every other stream that used it):
 
-        gathered buffers, and what a gather needs beside them     g; it waits for c whenever one is freed
+        gathered buffers, and the scratch memory of gathers       g; it waits for c whenever one is freed
         those that last until the backward (the root's)           c; g waits for it before it writes them
-        gradients as autograd makes them                          their stream's; it waits for c, which reads them
+        gradients as autograd makes them                          their stream; it waits for c, which reads them
         gradient buffers                                          c; freed once c waits for their reduction
         reduced shards, so sharded gradients                      r; r waits for c at the start of a reduction
-        the same with replicas, behind their all-reduce           a; they are kept until it is done, and r waits for it
-        shards from the host, on their way into a gather          h; kept until they are in it, and h waits for that
+        reduced shards of replicas, during their all-reduce       a; kept until it is done, and r waits for it
+        copies of shards from the host, for a gather              h; kept until gathered, and h waits for that
 
     Args:
         streams: where streams come from; None on the CPU, where a wait is a wait.
@@ -70,79 +69,57 @@ class CommContext:
     def __init__(self, streams: Streams | None) -> None:
         self.streams = streams
         self.max_reductions = 1  # in flight: as many as any unit allows
-        self._limits: dict[object, int] = {}  # by unit: how many reductions it allows in flight
+        self._limits: dict[object, int] = {}  # by unit
         self.in_flight: list[_Reduction] = []
         self._spare_grads: dict[GroupLayout, dict[torch.dtype, list[DBuffer]]] = {}
-        self._kept: DBuffer | None = None  # the one of them that still has its memory
+        self._kept: DBuffer | None = None  # the spare buffer that still has its memory (on the CPU)
         self._host_copies: dict[Stream, Event] = {}  # the last copy from or to the host, by stream
-        self._ahead: set[ParamGroup] = set()  # gathered, and nobody has waited for them
-        # Sharded again, with full buffers that still have their memory, and when it was last read.
+        self._ahead: set[ParamGroup] = set()  # gathered, but no unit has waited for them
+        # Sharded again, with full buffers that still have their memory, and the event of its last read.
         self._lingering: list[ParamGroup] = []
         self._lingering_read: Event | None = None
         self._waits_for_event = False  # gathers wait for a user's event, and not for the compute stream
-        self._behind: Event | None = None  # what shards are read behind
-        self._brought: deque[_InUse] = deque()  # shards from the host, that the gather stream reads
-        self._all_reducing: deque[_InUse] = deque()  # reduced shards, that the replicas' stream reads
+        self._shards_ready: Event | None = None  # shards may be read after it
+        self._brought: deque[_InUse] = deque()  # shards from the host that the gather stream reads
+        self._all_reducing: deque[_InUse] = deque()  # reduced shards that the replicas' stream reads
         self.watches: dict[DeviceMesh, OrderWatch] = {}
 
-    def set_limit(self, unit: object, limit: int) -> None:
-        """Note how many reductions the unit allows in flight."""
-        self._limits[unit] = limit
-        self.max_reductions = max(self._limits.values())
-
-    def limit_of(self, unit: object) -> int:
-        """How many reductions the unit allows in flight."""
-        return self._limits.get(unit, 1)
-
-    def drop_limit(self, unit: object) -> int:
-        """The unit leaves: its limit no longer counts here, and is returned."""
-        limit = self._limits.pop(unit, 1)
+    def set_limit(self, unit: object, limit: int | None) -> None:
+        """Set how many reductions a unit allows in flight; None: the unit leaves this context."""
+        self._limits.pop(unit, None)
+        if limit is not None:
+            self._limits[unit] = limit
         self.max_reductions = max(self._limits.values(), default=1)
-        return limit
 
-    # Made when first asked for: every unit begins with a context of its own, and drops it for its root's.
-    @cached_property
-    def gather_stream(self) -> Stream | None:
-        """Where gathers start, and the casts before and the decoding after them run."""
+    def _new_stream(self) -> Stream | None:
         return self.streams.new() if self.streams is not None else None
 
-    @cached_property
-    def reduce_stream(self) -> Stream | None:
-        """Where reductions start, and what is done with a reduced shard runs."""
-        return self.streams.new() if self.streams is not None else None
-
-    @cached_property
-    def replica_stream(self) -> Stream | None:
-        """Where replicas are all-reduced: beside the next unit's reduction over shards."""
-        return self.streams.new() if self.streams is not None else None
-
-    @cached_property
-    def copy_stream(self) -> Stream | None:
-        """Where shards come from the host: beside the all-gather of the unit before."""
-        return self.streams.new() if self.streams is not None else None
+    # Made at the first use: every unit begins with a context of its own, and drops it for its root's.
+    gather_stream = cached_property(_new_stream)  # gathers, the casts before and the decoding after them
+    reduce_stream = cached_property(_new_stream)  # reductions, and the work on reduced shards
+    replica_stream = cached_property(_new_stream)  # all-reduces of replicas, during the next unit's reduction
+    copy_stream = cached_property(
+        _new_stream
+    )  # shards from the host, during the all-gather of the unit before
 
     def _on(self, stream: Stream | None) -> AbstractContextManager[Any]:
-        return self.streams.on(stream) if self.streams is not None and stream is not None else AS_IT_IS
-
-    def _compute_waits_for(self, stream: Stream | None) -> None:
-        if self.streams is not None:
-            self.streams.current().wait_stream(stream)
+        return self.streams.on(stream) if self.streams is not None and stream is not None else NULL_CONTEXT
 
     def wait_for_compute(self) -> None:
-        """Let gathers, and copies from the host, wait for what the compute stream was given (the optimizer's step)."""
+        """Let gathers and copies from the host wait for the compute stream's work so far (the optimizer's step)."""
         if self.streams is not None:
-            self._behind = self.streams.current().record_event()
+            self._shards_ready = self.streams.current().record_event()
         self._gathers_wait_for_frees()
 
     def wait_for_event(self, event: Event) -> None:
-        """Let them wait for a user's event instead of the whole compute stream."""
+        """Let gathers and copies from the host wait for a user's event instead of the whole compute stream."""
         self._waits_for_event = True
-        self._behind = event
+        self._shards_ready = event
         if self.gather_stream is not None:
             self.gather_stream.wait_event(event)
 
     def _gathers_wait_for_frees(self) -> None:
-        """Let gathers, and not copies from the host, wait for the compute stream, which was done with some memory."""
+        """Let gathers, but not copies from the host, wait for the compute stream, which has freed memory."""
         self._waits_for_event = False
         if self.streams is not None and self.gather_stream is not None:
             self.gather_stream.wait_stream(self.streams.current())
@@ -150,7 +127,7 @@ class CommContext:
     # -- order ----------------------------------------------------------------------------------------
 
     def watch(self, comm: GroupComm) -> None:
-        """Compare with other ranks in which order collectives of a group are started."""
+        """Compare with other ranks the order in which collectives of a group start."""
         if comm.mesh.size() > 1 and can_watch(comm.shard_group):
             if comm.mesh not in self.watches:
                 self.watches[comm.mesh] = OrderWatch(comm.mesh)
@@ -158,10 +135,10 @@ class CommContext:
             comm.watch.over.add(comm)
 
     def explain(self, failure: RuntimeError) -> None:
-        """Raise what a collective failed of, if ranks have started other ones.
+        """Find out whether a collective failed because ranks have started different ones.
 
         Raises:
-            LifecycleError: naming them.
+            LifecycleError: if so, naming the collectives.
         """
         for watch in self.watches.values():
             watch.explain(failure)
@@ -173,9 +150,9 @@ class CommContext:
 
         Args:
             groups: of a unit.
-            lasting: they stay gathered from the forward to the backward. Then their memory is the compute stream's:
+            lasting: they stay gathered from the forward to the backward. Then the compute stream owns their memory:
                 once free it serves gradients as well, while the gather stream has no use for a buffer as large as the
-                root's. It has been given no more than the units before this one, so waiting for it costs nothing.
+                root's. The compute stream has only the work of earlier units, so waiting for it costs nothing.
         """
         if lasting and not self._waits_for_event and any(group.state.is_sharded for group in groups):
             with outside_modes():
@@ -189,12 +166,12 @@ class CommContext:
                 if group.state.is_sharded:
                     group.note_start("gather")
                     self._ahead.add(group)
-                    settle(group)
+                    adopt_replaced_params(group)
             brought = self._bring(groups)
             self._start_gathers(groups)
             for group in groups:
                 if self.gather_stream is not None and group.state is GroupState.GATHERING:
-                    # What decodes or copies out behind the collective uses memory of this stream: here, now.
+                    # Decoding and copies after the collective use memory of this stream, so they run on it.
                     group.finish_gather()
                     group.gathered = self.gather_stream.record_event()
         if brought and self.gather_stream is not None:
@@ -212,7 +189,7 @@ class CommContext:
             for group in groups:
                 group.comm.noted = noted.setdefault(group.comm.shard_group, [])
                 group.unshard()
-        finally:  # what the groups before one that cannot be gathered have noted is under way for them
+        finally:  # if a group cannot be gathered, the groups before it still are
             for group in groups:
                 group.comm.noted = None
             for ranks, pairs in noted.items():
@@ -220,17 +197,20 @@ class CommContext:
                     wait_for(all_gather_each(pairs, ranks))
 
     def _bring(self, groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
-        """Copy shards from the host, beside the gathers that the gather stream has; it waits for the copies.
+        """Copy shards from the host while earlier gathers run; the gather stream waits for the copies.
 
-        No more than two units' are there: the one before the last has been gathered once the next is copied.
+        Copies of at most two units exist at a time.
+
+        Returns:
+            The copies, to be kept until they are gathered.
         """
         offloaded = [group for group in groups if group.is_offloaded and group.state is GroupState.SHARDED]
         if not offloaded or self.copy_stream is None or self.gather_stream is None:
             return []
         while len(self._brought) > 1:
             self.copy_stream.wait_event(self._brought.popleft().event)
-        if self._behind is not None:
-            self.copy_stream.wait_event(self._behind)
+        if self._shards_ready is not None:
+            self.copy_stream.wait_event(self._shards_ready)
         with self._on(self.copy_stream), outside_modes():
             brought = [shard for group in offloaded for shard in group.bring_shard()]
         self._note_host_copy(self.copy_stream, offloaded)
@@ -238,28 +218,28 @@ class CommContext:
         return brought
 
     def free_lingering(self) -> None:
-        """Free what `reshard` has left; later gathers wait until the stream that read it is done with it."""
+        """Free buffers that `reshard` has left allocated; later gathers wait for the stream that read them."""
         if self._lingering:
             lingering, self._lingering = self._lingering, []
             with outside_modes():
                 for group in lingering:
                     group.free_full()
-            # Not for the current stream: that may be another one than the unit computed on.
+            # Not for the current stream: the unit may have computed on another one.
             assert self.gather_stream is not None and self._lingering_read is not None
             self.gather_stream.wait_event(self._lingering_read)
             self._lingering_read = None
 
     def wait(self, groups: Sequence[ParamGroup]) -> None:
-        """Wait for the all-gathers under way and hand the unsharded parameters to the modules."""
+        """Wait for the all-gathers in flight and set the unsharded parameters on the modules."""
         for group in groups:
             if group.state in (GroupState.GATHERING, GroupState.GATHERED):
                 with outside_modes():
-                    self.settle([group])
+                    self.wait_for_reads([group])
                     group.hand_over()
                 self._ahead.discard(group)
 
-    def settle(self, groups: Sequence[ParamGroup]) -> None:
-        """See to it that gathers under way have read their shards before the compute stream goes on."""
+    def wait_for_reads(self, groups: Sequence[ParamGroup]) -> None:
+        """Let the compute stream wait until gathers in flight have read their shards."""
         for group in groups:
             if group.state is GroupState.GATHERING:
                 group.finish_gather()
@@ -274,8 +254,8 @@ class CommContext:
         Args:
             groups: of a unit.
             keep_part: see `ParamGroup.reshard`.
-            lingers: where no unit is gathered ahead, let memory go behind the start of the next gather. That one then
-                runs beside the compute that uses this unit, as one ahead does, and takes as much memory.
+            lingers: where no unit is gathered ahead, free memory after the start of the next gather. That gather then
+                runs during the compute that uses this unit, as one ahead does, and takes as much memory.
         """
         self.wait(groups)
         self.free_lingering()
@@ -289,13 +269,13 @@ class CommContext:
             assert self.streams is not None
             self._lingering, self._lingering_read = list(groups), self.streams.current().record_event()
             return
-        # Here, not at the next gather: another stream may compute as well, and free what it has used before then.
+        # Here, not at the next gather: another stream may compute as well, and free its memory before then.
         self._gathers_wait_for_frees()
 
     # -- gradient buffers -------------------------------------------------------------------------------
 
     def adopt(self, group: ParamGroup) -> None:
-        """Let a group share gradient buffers with those of equal layout: the layers of a model."""
+        """Let a group share gradient buffers with groups of equal layout: the layers of a model."""
         self.watch(group.comm)
         group.grads.streams = self.streams
         group.grads.take_spare = self._take_spare
@@ -305,9 +285,9 @@ class CommContext:
     def _take_spare(self, spares: list[DBuffer]) -> DBuffer | None:
         """One of these buffers, if there is one; on the CPU, once the reductions in flight are done.
 
-        There a wait costs little, since the cores that would overlap with it do the reduction, and the buffer
-        that was reduced goes, memory and all, to the next unit: a fresh one would cost a page fault for every
-        4 KiB. On an accelerator the reduction runs beside the next unit's backward, and its buffer with it.
+        On the CPU a wait costs little, since the cores that would overlap with it do the reduction, and the reduced
+        buffer serves the next unit with its memory: a fresh one would cost a page fault for every 4 KiB. On an
+        accelerator the reduction and its buffer overlap with the next unit's backward.
         """
         if self.streams is None:
             while self.in_flight:
@@ -316,43 +296,43 @@ class CommContext:
         if spare is self._kept:
             self._kept = None
         else:
-            self._let_go()
+            self._free_kept()
         return spare
 
     def _recycle(self, group: ParamGroup, buffer: DBuffer) -> None:
-        """Keep a gradient buffer that was reduced: its tensors, and on the CPU its memory until the next one."""
+        """Keep the tensors of a reduced gradient buffer, and on the CPU its memory, for the next unit."""
         group.grads.spare.setdefault(buffer.flat.dtype, []).append(buffer)
-        self._let_go()
+        self._free_kept()
         if self.streams is None:
             self._kept = buffer
         else:
             buffer.free()
 
-    def _let_go(self) -> None:
+    def _free_kept(self) -> None:
         if self._kept is not None:
             self._kept.free()
             self._kept = None
 
     # -- reduce ---------------------------------------------------------------------------------------
 
-    def make_way(self) -> None:
+    def wait_for_slot(self) -> None:
         """Finish reductions until one more may start: at most ``max_reductions`` stay in flight."""
         while len(self.in_flight) >= self.max_reductions:
             self.finish_reduction()
 
     def reduce(self, group: ParamGroup) -> None:
         """Start a reduction."""
-        self.make_way()
+        self.wait_for_slot()
         if group.comm.watch is not None:
-            group.comm.watch.settle()
+            group.comm.watch.wait_until_compared()
         group.note_start("reduction")
         source = group.complete_grads()
-        self._let_go()  # nobody took it: the root's gradients, for one, have their memory since the loss
+        self._free_kept()  # unused if this group's buffer was allocated before, as the root's at the loss
         owner = self.streams.current() if self.streams is not None else None
         started = None
         if owner is not None and self.reduce_stream is not None:
             self.reduce_stream.wait_stream(owner)
-            while len(self._all_reducing) > 1:  # the last one may be under way beside this reduction
+            while len(self._all_reducing) > 1:  # the last one may overlap with this reduction
                 self.reduce_stream.wait_event(self._all_reducing.popleft().event)
         with self._on(self.reduce_stream):
             reduced = group.start_reduce(source)
@@ -361,7 +341,7 @@ class CommContext:
         self.in_flight.append(_Reduction(group, reduced, owner, started))
 
     def finish_reduction(self) -> None:
-        """Finish the oldest reduction in flight, for the streams: the host goes on at once."""
+        """Finish the oldest reduction in flight, for the streams: the host does not wait."""
         reduction = self.in_flight.pop(0)
         group, reduced = reduction.group, reduction.reduced
         try:
@@ -378,10 +358,10 @@ class CommContext:
         self._note_host_copy(stream, [group])
 
     def _wait_until_reduced(self, reduction: _Reduction) -> Stream | None:
-        """Let streams wait for a reduction over shards: the one that goes on with it, which is returned, and the owner.
+        """Let streams wait for a reduction over shards: the stream of the next step, which is returned, and the owner.
 
-        Only now may the stream that owns the gradient buffer use its memory again. What follows (the replicas'
-        all-reduce, casts) need not be waited for before the next reduction has run.
+        Only now may the stream that owns the gradient buffer use its memory again. It need not wait for the steps that
+        follow (the replicas' all-reduce, casts) before the next reduction has run.
         """
         group, reduced, owner, started = reduction
         stream = self.reduce_stream if group.comm.replicate_group is None else self.replica_stream
@@ -390,34 +370,35 @@ class CommContext:
                 stream.wait_event(started)
             reduced.wait()
         if owner is not None and stream is not None and started is not None:
-            # Where there is something to wait for, it is not the work of the stream that started it.
+            # A collective that returns a work object does not run on the stream that started it.
             owner.wait_event(started if reduced.work is None else stream.record_event())
         return stream
 
     def finish_reductions(self) -> None:
-        """Finish all of them; the compute stream may read the sharded gradients behind this."""
+        """Finish all reductions; the compute stream may read the sharded gradients after this."""
         while self.in_flight:
             self.finish_reduction()
-        self._let_go()
+        self._free_kept()
         self._join_streams()
 
     def drop_reductions(self) -> None:
-        """Forget all reductions in flight, once they no longer touch their buffers."""
+        """Drop all reductions in flight, once they no longer use their buffers."""
         for reduction in self.in_flight:
             self._wait_until_reduced(reduction)
         self.in_flight.clear()
         self._join_streams()
 
     def _join_streams(self) -> None:
-        """Let the compute stream wait for what became of reductions, and let go of what was kept for other streams."""
+        """Let the compute stream wait for reductions, and drop memory that was kept for other streams."""
         while self._all_reducing and self.reduce_stream is not None:
             self.reduce_stream.wait_event(self._all_reducing.popleft().event)
         while self._brought and self.copy_stream is not None:
             self.copy_stream.wait_event(self._brought.popleft().event)
-        self._compute_waits_for(self.reduce_stream)
+        if self.streams is not None:
+            self.streams.current().wait_stream(self.reduce_stream)
 
-    def run_beside(self, stream: Stream | None, work: Callable[[], None]) -> None:
-        """Do a user's work on a stream of theirs (None: where we are), in order with what is before and after."""
+    def run_on(self, stream: Stream | None, work: Callable[[], None]) -> None:
+        """Run a user's function on the user's stream (None: the current one), in order with work before and after."""
         if self.streams is None or stream is None:
             work()
             return
@@ -434,7 +415,7 @@ class CommContext:
             self._host_copies[stream] = stream.record_event()
 
     def wait_for_host_copies(self) -> None:
-        """Block until copies from and to the host are done: it may then write shards and read gradients."""
+        """Block until copies from and to the host are done: the host may then write shards and read gradients."""
         for event in self._host_copies.values():
             event.synchronize()
         self._host_copies.clear()
@@ -463,32 +444,29 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 class GradientReductionHandle:
-    """Waits for the reductions in flight, and sets the gradients that hang on what other ranks have used.
+    """Waits for the reductions in flight, and sets the gradients of parameters that only other ranks have used.
 
     Args:
         comm: where reductions are in flight.
-        told: messages about what was used, each with the groups it speaks of.
+        messages: flags of used parameters, each with their groups.
     """
 
-    def __init__(self, comm: CommContext, told: Sequence[tuple[UsedFlags, list[ParamGroup]]]) -> None:
+    def __init__(self, comm: CommContext, messages: Sequence[tuple[UsedFlags, list[ParamGroup]]]) -> None:
         self._comm = comm
-        self._told = list(told)
+        self._messages = list(messages)
 
     def wait(self) -> None:
         """After this the sharded gradients may be read."""
         try:
-            self._finish()
+            self._comm.finish_reductions()
+            while self._messages:
+                flags, groups = self._messages.pop(0)
+                flags.wait()
+                if any(group.has_deferred_grads for group in groups):
+                    used = iter(flags.anywhere())
+                    for group in groups:
+                        group.apply_deferred_grads(list(islice(used, len(group.params))))
+            self._comm.wait_for_host_copies()
         except RuntimeError as error:
             self._comm.explain(error)
             raise
-
-    def _finish(self) -> None:
-        self._comm.finish_reductions()
-        while self._told:
-            flags, groups = self._told.pop(0)
-            flags.wait()
-            if any(group.is_in_doubt for group in groups):
-                used = iter(flags.anywhere())
-                for group in groups:
-                    group.settle_doubtful(list(islice(used, len(group.params))))
-        self._comm.wait_for_host_copies()

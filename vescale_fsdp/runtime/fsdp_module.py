@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,36 +12,42 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from vescale_fsdp.errors import ArgumentError, LifecycleError, MisuseError
+from vescale_fsdp.errors import ArgumentError, LifecycleError, MisuseError, UnsupportedOpError, allows_untried
 from vescale_fsdp.layout.group_layout import ModelLayout
-from vescale_fsdp.runtime.comm.group_comm import separate_reductions
-from vescale_fsdp.runtime.comm.memory_pools import ProcessGroupMemory, SymmetricMemory, put_in_memory
-from vescale_fsdp.runtime.comm.settings import AllGather, ReduceScatter
+from vescale_fsdp.runtime.comm.group_comm import (
+    AllGather,
+    MemoryKind,
+    ProcessGroupMemory,
+    ReduceScatter,
+    SymmetricMemory,
+    separate_reductions,
+)
 from vescale_fsdp.runtime.comm.streams import Stream
 from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHandle
-from vescale_fsdp.runtime.consensus import require_uncompared
-from vescale_fsdp.runtime.fsdp2_state import refuse_unknown
-from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
-from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.schedule import Schedule
+from vescale_fsdp.runtime.consensus import reach_consensus, require_uncompared
+from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of, states_of
+from vescale_fsdp.runtime.param_group import ParamGroup, use_memory
 from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_takers
 
 if TYPE_CHECKING:
     # `fully_shard` puts this class in front of a module's own, so every instance is a module too; for type checkers
-    # that makes `sharded(x)` right beside `sharded.unshard()`. A real base would be built twice.
+    # that makes both `sharded(x)` and `sharded.unshard()` right. A real base would be built twice.
     class _Base(TorchFSDPModule, nn.Module): ...
 else:
     _Base = TorchFSDPModule
 
 
+MEMORY_POOLS = "memory_pools"  # the feature's name in VESCALE_FSDP_UNTRIED
+
+
 class UnpicklableModuleError(MisuseError, pickle.PicklingError):
-    """A sharded module was to be pickled; also what picklers raise, for those who catch that."""
+    """A sharded module cannot be pickled; also a ``PicklingError``, for code that catches that."""
 
 
 class FSDPModule(_Base):
-    """What `fully_shard` adds to a module's class. Method for method torch's ``FSDPModule``, and one of them.
+    """What `fully_shard` adds to a module's class: all methods of torch's ``FSDPModule``, of which it is a subclass.
 
-    Nothing is inherited in silence: a method of a newer torch's that is not here is refused by name.
+    Methods that only a newer torch's class has raise an error that names them.
 
     Examples:
         >>> import torch
@@ -85,25 +91,12 @@ class FSDPModule(_Base):
         return self._state().fsdp2
 
     def _states(self, recurse: bool = True) -> Iterator[FSDPState]:
-        if not recurse:
-            yield self._state()
-            return
-        seen: set[int] = set()
-        for module in self.modules():
-            state = state_of(module)
-            if state is not None and id(state) not in seen:
-                seen.add(id(state))
-                yield state
+        return iter(states_of(self) if recurse else (self._state(),))
 
     def model_layout(self) -> ModelLayout:
-        """The layouts of all groups under this module, named by module path and dtype."""
+        """The layouts of all groups under this module, named by module path and number."""
         named: list[tuple[str, Any]] = []
-        seen: set[int] = set()
-        for name, module in self.named_modules():
-            state = state_of(module)
-            if state is None or id(state) in seen:
-                continue
-            seen.add(id(state))
+        for state, name in states_of(self).items():
             for index, group in enumerate(state.groups):
                 suffix = f"#{index}" if len(state.groups) > 1 else ""
                 named.append((f"{name or '<root>'}{suffix}", group.layout))
@@ -122,9 +115,9 @@ class FSDPModule(_Base):
         """
         state = self._state()
         if not state.agreed:
-            state.compare_below()
+            reach_consensus(states_of(*state.modules))
         state.comm.wait_for_compute()
-        Schedule(state.comm).gather(state)
+        state.schedule.gather(state)
         handle = UnshardHandle(state.comm, state.groups)
         if async_op:
             return handle
@@ -132,16 +125,16 @@ class FSDPModule(_Base):
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards reduce gradients; without, they add up unreduced (``no_sync``).
+        """Whether the next backwards reduce gradients; if not, gradients add up unreduced (``no_sync``).
 
-        As in FSDP2 this says the same of the all-reduce over replicas (`set_requires_all_reduce`).
+        As in FSDP2 this also sets `set_requires_all_reduce`.
         """
         for state in self._states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
             for group in state.groups:
                 group.comm.change(requires_all_reduce=requires_gradient_sync)
                 group.sums_grads |= not requires_gradient_sync
-                if SUMS_HALVES_AS_REDUCED:  # pipelines say it before every half of a backward
+                if SUMS_HALVES_AS_REDUCED:  # pipelines call this before every half of a backward
                     group.collect_grads()
 
     @contextmanager
@@ -160,34 +153,30 @@ class FSDPModule(_Base):
                 group.comm.change(requires_all_reduce=value)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last one of this forward's.
+        """Whether the next backward is the last one of this forward.
 
-        False keeps the forward's order for those that follow. The last one reduces the units that the others do not
-        come by, and gradients that arise without a unit's own forward. For the whole tree, whichever of its modules
-        is asked.
+        False keeps the forward's order for the backwards that follow. The last one reduces the units that the others
+        do not reach, and gradients that arise without a unit's own forward. It holds for the whole tree, whichever
+        module it is called on.
         """
-        state = self._state()
-        state.is_last_backward = is_last_backward
-        if state.schedule is not None:
-            state.schedule.is_last_backward = is_last_backward
+        self._state().schedule.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether backwards leave what is unreduced to `finalize_backward`; on the root (torch 2.15's).
+        """Whether backwards leave their last reductions to `finalize_backward`; on the root (torch 2.15's).
 
         Raises:
             LifecycleError: below the root, or between a backward and its finalization.
         """
         state = self._state()
-        if state.schedule is not None:
+        if state.has_root:
             self._check_root("set_manual_backward_finalization")
-            state.schedule.set_finalizes_by_hand(enabled)
-        state.finalizes_by_hand = enabled
+        state.schedule.set_finalizes_by_hand(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what the backwards so far have left; sharded gradients may be read after it. On the root.
+        """Reduce what the backwards so far have left unreduced; then sharded gradients may be read. On the root.
 
-        Nothing before the first forward. Where several backwards precede it, switch gradient synchronisation off
-        for them, and on again before it.
+        A no-op before the first forward. If several backwards precede this call, switch gradient synchronisation off
+        for them, and on again before the call.
 
         Args:
             async_op: return a handle to wait on instead of waiting.
@@ -196,7 +185,7 @@ class FSDPModule(_Base):
             LifecycleError: below the root, or without `set_manual_backward_finalization`.
         """
         state = self._state()
-        if state.schedule is None:
+        if not state.has_root:
             return GradientReductionHandle(state.comm, ()) if async_op else None
         self._check_root("finalize_backward")
         if not state.schedule.finalizes_by_hand:
@@ -213,13 +202,13 @@ class FSDPModule(_Base):
         return None
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        """torch's."""
+        """As torch's; raises if another of torch's data parallelisms calls it to shard the module again."""
         if not recurse:
             refuse_takers(f"a {type(self).__name__} inside the module")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Module.zero_grad, also for parameters that the modules hold in full, as between forward and backward."""
+        """Module.zero_grad, also while modules have full parameters, as between forward and backward."""
         super().zero_grad(set_to_none)
         for group in self._groups(True):
             for param in group.params:
@@ -267,8 +256,7 @@ class FSDPModule(_Base):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of by the number of ranks."""
-        for group in self._state().groups:
-            group.comm.change(divide_factor=factor)
+        _change(self._groups(False), divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """torch's older name of `set_gradient_divide_factor`."""
@@ -277,45 +265,45 @@ class FSDPModule(_Base):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this unit with SUM and divide afterwards."""
-        for group in self._state().groups:
-            group.comm.change(force_sum=enable)
+        _change(self._groups(False), force_sum=enable)
 
     def set_narrow_reduction(self, enable: bool, *, recurse: bool = True) -> None:
-        """Whether gradients wait and travel in the dtype they were computed in, where they are summed in a wider one.
+        """Whether gradients are stored and sent in the dtype they were computed in, and summed in a wider one.
 
-        So it is by default, since it halves bytes and memory: each rank sends every other one its slice and sums what
-        it gets, with the values of a wide reduction. False: gradients are widened before they travel, as FSDP2 does
+        True, the default, halves bytes and memory: each rank sends every other one its slice and sums the slices it
+        receives, with the values of a wide reduction. False: gradients are widened before they are sent, as FSDP2 does
         it, and NCCL's own reduce-scatter sums them; on very many ranks that may be faster.
 
-        Before the model's first use, and the same on all ranks, which compare it then.
+        Call it before the model's first use, with the same value on all ranks, which compare it then.
 
         Raises:
             LifecycleError: after the first use.
         """
         require_uncompared(self._states(recurse), "set_narrow_reduction")
-        for group in self._groups(recurse):
-            group.comm.change(narrow=enable)
+        _change(self._groups(recurse), narrow=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be in flight (their gradient buffers stay alive that long).
+        """How many reductions may be in flight, each with its gradient buffer.
 
-        The units under a root share the largest value that any of them has; it may be raised and lowered at any time.
+        The units under a root share the largest value that any of them has. It may change at any time.
 
         Raises:
             TypeError: unless an int is given.
             ValueError: if it is below 1.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise _no_buffers("an int", max_input_buffers)
-        if max_input_buffers < 1:
-            raise _no_buffers("at least 1", max_input_buffers)
+        is_int = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
+        if not is_int or max_input_buffers < 1:
+            raise ArgumentError(
+                "max_input_buffers is a number of reductions.",
+                expected="at least 1" if is_int else "an int",
+                got=repr(max_input_buffers),
+            )
         for state in self._states(recurse):
             state.limit_reductions(max_input_buffers)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards all-reduce over replicas (HSDP); without, sums stay per replica."""
-        for group in self._groups(recurse):
-            group.comm.change(requires_all_reduce=requires_all_reduce)
+        _change(self._groups(recurse), requires_all_reduce=requires_all_reduce)
 
     def set_all_reduce_hook(  # type: ignore[override]
         self, hook: Callable[[torch.Tensor], None], *, stream: Stream | None = None
@@ -324,10 +312,10 @@ class FSDPModule(_Base):
 
         Args:
             hook: changes the shard in place; with replicas it is called after their all-reduce.
-            stream: where it runs; None: where reductions run. What follows waits for it.
+            stream: where it runs; None: where reductions run. Later work on the shard waits for it.
 
         Raises:
-            ValueError: with a stream beside replicas, or for groups over several meshes.
+            ValueError: with a stream and replicas, or for groups over several meshes.
         """
         groups, state = self._groups_of_one_mesh("set_all_reduce_hook"), self._state()
         if stream is not None and any(group.comm.replicate_group is not None for group in groups):
@@ -339,7 +327,7 @@ class FSDPModule(_Base):
             )
 
         def run(shard: torch.Tensor) -> None:
-            state.comm.run_beside(stream, lambda: hook(shard))
+            state.comm.run_on(stream, lambda: hook(shard))
 
         for group in groups:
             group.comm.change(all_reduce_hook=run)
@@ -351,7 +339,8 @@ class FSDPModule(_Base):
             ValueError: for groups over several meshes.
         """
         for group in self._groups_of_one_mesh("set_custom_all_gather"):
-            group.use_gather(comm)
+            group.comm.change(custom_all_gather=comm)
+            group.forget_full()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Use this object for the reductions of this module, and for their buffers.
@@ -360,7 +349,8 @@ class FSDPModule(_Base):
             ValueError: for groups over several meshes.
         """
         for group in self._groups_of_one_mesh("set_custom_reduce_scatter"):
-            group.use_reduce_scatter(comm)
+            group.comm.change(custom_reduce_scatter=comm)
+            group.grads.spare = {}
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Give reductions a communicator of their own. A collective call: all ranks, same order."""
@@ -375,37 +365,36 @@ class FSDPModule(_Base):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters that no rank has used get gradients of zeros; they keep None without.
+        """Whether parameters that no rank has used get gradients of zeros; if not, they keep None.
 
-        Either way all parameters are reduced, and those that only some ranks have used get what these have made of
-        them: nothing hangs.
+        Either way all parameters are reduced, so no rank waits for another one. Parameters that only some ranks have
+        used get the gradients of those ranks.
         """
-        for group in self._groups(recurse):
-            group.comm.change(zeros_unused=reduce_scatter_unused_params)
+        _change(self._groups(recurse), zeros_unused=reduce_scatter_unused_params)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether the memory of full parameters stays where it is between uses, at the price of its size.
+        """Whether the memory of full parameters stays allocated between uses.
 
         For CUDA graphs, which remember addresses (torch 2.15's).
         """
-        for group in self._groups(recurse):
-            group.comm.change(keeps_full=keep)
+        _change(self._groups(recurse), keeps_full=keep)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether gathered parameters and gradient buffers lie in memory of the process group's allocator.
+        """Whether gathered parameters and gradient buffers use memory of the process group's allocator.
 
         Raises:
             UnsupportedOpError: without ``VESCALE_FSDP_UNTRIED=memory_pools``: this has never run on a GPU.
-            ValueError: beside custom collectives, or for groups over several meshes.
+            ValueError: with custom collectives, or for groups over several meshes.
         """
         method = "set_allocate_memory_from_process_group_for_comm"
-        put_in_memory(self._groups_of_one_mesh(method), method, ProcessGroupMemory if enable else None)
+        _put_in_memory(self._groups_of_one_mesh(method), method, ProcessGroupMemory if enable else None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Have gathered parameters and gradient buffers in symmetric memory. A collective; raises as the one above.
+        """Put gathered parameters and gradient buffers in symmetric memory. A collective.
 
         Raises:
-            ValueError: for another backend than NCCL, too.
+            UnsupportedOpError: without ``VESCALE_FSDP_UNTRIED=memory_pools``: this has never run on a GPU.
+            ValueError: with custom collectives, for groups over several meshes, or for another backend than NCCL.
         """
         if backend != "NCCL":
             raise ArgumentError(
@@ -415,7 +404,7 @@ class FSDPModule(_Base):
                 where="set_symm_mem_for_comm",
             )
         method = "set_symm_mem_for_comm"
-        put_in_memory(self._groups_of_one_mesh(method), method, SymmetricMemory)
+        _put_in_memory(self._groups_of_one_mesh(method), method, SymmetricMemory)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: gathers are always asynchronous."""
@@ -438,13 +427,13 @@ class FSDPModule(_Base):
         return groups
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: drop what is in flight. On the root.
+        """After an exception in forward or backward: drop all gathers and reductions in flight. On the root.
 
         Raises:
             LifecycleError: if this is not the root.
         """
         state = self._state()
-        if state.schedule is None:
+        if not state.has_root:
             return
         self._check_root("reset_iter_state")
         for unit in self._states():
@@ -461,30 +450,52 @@ class FSDPModule(_Base):
             )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Module.to, .cuda, to_empty: shard first, then take over what became of the parameters."""
+        """Module.to, .cuda, to_empty: shard first, then adopt the new parameters."""
         for state in self._states():
             state._reshard_hook()
-        # Past torch's class, which would look for a state of its own.
+        # Not torch's own method, which would look for FSDP2's state.
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for state in self._states():
             state.rebind()
         return result
 
 
-def _no_buffers(expected: str, got: object) -> ArgumentError:
-    return ArgumentError("max_input_buffers is a number of reductions.", expected=expected, got=repr(got))
+def _change(groups: Iterable[ParamGroup], **settings: Any) -> None:
+    for group in groups:
+        group.comm.change(**settings)
+
+
+def _put_in_memory(groups: list[ParamGroup], method: str, kind: MemoryKind | None) -> None:
+    if kind is not None and not allows_untried(MEMORY_POOLS):
+        raise UnsupportedOpError(
+            f"{method} has never run on a GPU.",
+            expected=f"VESCALE_FSDP_UNTRIED={MEMORY_POOLS} in the environment of all ranks, to try it",
+            got=method,
+            todo="leave it out, or try it and compare losses with a run without it",
+        )
+    if any(
+        group.comm.settings.custom_all_gather or group.comm.settings.custom_reduce_scatter for group in groups
+    ):
+        raise ArgumentError(
+            "Custom collectives bring memory of their own.",
+            expected="none of them on the module",
+            got="set_custom_all_gather or set_custom_reduce_scatter",
+            where=method,
+            todo="leave one of the two out",
+        )
+    use_memory(groups, kind)
 
 
 def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
     states = [state for module in modules if (state := state_of(module)) is not None]
     if len(states) < len(modules):
         got = ", ".join(type(module).__name__ for module in modules if state_of(module) is None)
-        raise ArgumentError("This needs sharded modules.", expected="by fully_shard", got=got)
+        raise ArgumentError("This needs sharded modules.", expected="modules created by fully_shard", got=got)
     return states
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Let several roots (pipeline stages) share streams, and the bound on what is in flight.
+    """Let several roots (pipeline stages) share streams, and the bound on reductions in flight.
 
     Raises:
         ValueError: if a module is not sharded.
@@ -499,8 +510,24 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     for module in modules[1:]:
         for state in module._states():
             state.join(states[0].comm)
-            if state.schedule is not None:
-                state.schedule.comm = states[0].comm
+
+
+def refuse_unknown(ours: type, torchs: type) -> None:
+    """Add methods that raise, for those that only torch's class has: inherited, they would look for FSDP2's state."""
+
+    def refusing(name: str) -> Callable[..., NoReturn]:
+        def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
+            raise UnsupportedOpError(
+                f"{name} is not supported.", expected="must not be called", got=name, todo="leave it out"
+            )
+
+        refuse.__name__ = name
+        refuse.__doc__ = "Of a newer torch; not supported."
+        return refuse
+
+    for name, member in vars(torchs).items():
+        if callable(member) and not name.startswith("__") and name not in vars(ours):
+            setattr(ours, name, refusing(name))
 
 
 refuse_unknown(FSDPModule, TorchFSDPModule)

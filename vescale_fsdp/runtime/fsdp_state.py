@@ -4,34 +4,35 @@
     post-forward    reshard (if asked), watch the outputs for their gradients, cast them
     pre-backward    gather again, and the unit that comes next
     post-backward   reshard, reduce the gradients (an autograd node on the inputs runs it)
-    end of backward reduce what no node reached (a root whose inputs need no gradient), wait for it all
+    end of backward reduce units that no node reached (a root whose inputs need no gradient), wait for all reductions
 
 A unit reduces once the backward is past all its calls, so several forwards before one backward cost one reduction.
-Every unit that took part in a forward with gradients is gathered and reduced, with zeros where a rank left parameters
-unused, in the same order on all ranks (`vescale_fsdp.runtime.schedule`): no rank waits for another that never comes.
+Every unit that took part in a forward with gradients is gathered and reduced, in the same order on all ranks
+(`vescale_fsdp.runtime.schedule`). Parameters that a rank has not used reduce zeros, so no rank waits for another one.
 
-A unit made of a list of modules gathers before the first of them runs and reshards after the last, or, where a
-forward runs only some, when the root's forward ends. What runs outside a root's forward (the head of a chunked
-loss, called once per chunk) stays gathered until the backward, and each backward adds its reduction.
+A unit made of a list of modules gathers before the first of them runs and reshards after the last. Where a forward
+runs only some of them, the unit reshards when the root's forward ends. A unit that runs outside a root's forward (the
+head of a chunked loss, called once per chunk) stays gathered until the backward, and each backward adds its reduction.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp.dtensor.half_loaded import half_loaded_in
-from vescale_fsdp.errors import ArgumentError, LifecycleError
+from vescale_fsdp.errors import ArgumentError, LifecycleError, UnsupportedOpError
 from vescale_fsdp.runtime.comm.streams import Event, streams_of
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.consensus import reach_consensus
-from vescale_fsdp.runtime.fsdp2_state import Fsdp2State
 from vescale_fsdp.runtime.nested_tensors import (
     PostBackward,
     PostBackwardInTransform,
@@ -41,8 +42,7 @@ from vescale_fsdp.runtime.nested_tensors import (
 )
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Moment, Schedule
-from vescale_fsdp.runtime.sharding_log import log_sharding
-from vescale_fsdp.runtime.takeover import gives_own, rebind, refuse_full_tensors
+from vescale_fsdp.runtime.takeover import is_own_state, rebind, refuse_full_tensors
 from vescale_fsdp.torch_modes import in_functorch, profiled
 from vescale_fsdp.torch_private import is_view, note_sharded
 
@@ -52,6 +52,7 @@ _VIEW_WARNING = (
     "The sharded module {} returned a view. An in-place operation on it (x += y) would drop the hook that gathers "
     "parameters for its backward, in silence. Use x = x + y, or clone() the output."
 )
+_logger = logging.getLogger("vescale_fsdp")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -61,7 +62,7 @@ def _eager(function: FunctionT) -> FunctionT:
 
 
 class FSDPState:
-    """What one `fully_shard` call keeps: its modules, its groups, and its place in the schedule.
+    """The state of one `fully_shard` call: its modules, its groups, and its place in the schedule.
 
     Args:
         modules: the modules the call was given (one, or a list that shares its groups).
@@ -90,21 +91,20 @@ class FSDPState:
         self.unshard_in_backward = True
         self.forward_prefetch: list[FSDPState] | None = None
         self.backward_prefetch: list[FSDPState] | None = None
+        self.max_reductions = 1  # in flight, as far as this unit is concerned
         self.comm = CommContext(streams_of(device))
-        self.schedule: Schedule | None = None
+        self.schedule = Schedule(self.comm)  # the root's, once there is a root
         self.fsdp2 = Fsdp2State(self)
-        self.name_it(type(modules[0]).__name__)  # its name in the model, once the root knows it
-        self.is_root = False
+        self.set_name(type(modules[0]).__name__)  # its name in the model, once the root knows it
+        self.has_root = self.is_root = False
         self.agreed = False  # whether it was compared with the other ranks'
-        self.is_last_backward = True  # as said before the first forward; the root's schedule takes both over
-        self.finalizes_by_hand = False
         self.post_optim_event: Event | None = None
         self._outstanding = 0  # calls of its forward that the backward is not past
         self._took_part = False  # in a forward with gradients since the last reduction
         self._was_reduced = False  # in this backward
         self._entered: set[nn.Module] = set()  # of a list of modules: those that ran in this forward
-        self._loads_own = False  # in this load_state_dict, something that is half loaded
-        self._methods_running = 0  # registered ones, which may call the forward and read parameters behind it
+        self._loads_own = False  # this load_state_dict is given half loaded tensors of the unit's own
+        self._methods_running = 0  # registered ones, which may call the forward and read parameters after it
         for module in modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, prepend=False)
@@ -115,8 +115,12 @@ class FSDPState:
     # -- root -----------------------------------------------------------------------------------------
 
     def lazy_init(self) -> None:
-        """At the first forward: this unit is the root, and all units below it join its schedule."""
-        if self.schedule is not None:
+        """At the first forward: this unit becomes the root, and all units below it join its schedule.
+
+        Raises:
+            LifecycleError: for a list of modules, if a unit below has run before, or if ranks differ.
+        """
+        if self.has_root:
             return
         if len(self.modules) > 1:
             raise LifecycleError(
@@ -125,78 +129,40 @@ class FSDPState:
                 got=f"{len(self.modules)} modules that run without a sharded parent",
                 todo="call fully_shard on the module whose forward is called first",
             )
-        below: list[FSDPState] = []
-        for name, module in self.modules[0].named_modules():
-            state = state_of(module)
-            if state is None or state in below:
-                continue
-            if state is not self and state.schedule is not None:
+        below = states_of(*self.modules)
+        for state, name in below.items():
+            if state is not self and state.has_root:
                 raise LifecycleError(
                     "A sharded submodule ran before its root.",
                     expected="the first forward to be the root's",
-                    got=f"{name!r} ({type(module).__name__}) ran on its own and became a root",
+                    got=f"{name!r} ({type(state.modules[0]).__name__}) ran on its own and became a root",
                     where=type(self.modules[0]).__name__,
                     todo="call the outermost module first: another method of it than forward becomes a call of it by "
                     "vescale_fsdp.register_fsdp_forward_method(model, name). Or do not shard it",
                 )
-            below.append(state)
-            state.name_it(name or type(module).__name__)
-        reach_consensus([(state.label, state) for state in below])  # before anything of the root is begun
+            state.set_name(name or type(state.modules[0]).__name__)
+        reach_consensus({state: state.label for state in below})  # before anything of the root is begun
         self.is_root = True
-        self.schedule = Schedule(self.comm)
-        self.schedule.is_last_backward = self.is_last_backward
-        self.schedule.finalizes_by_hand = self.finalizes_by_hand
         for state in below:
-            state.schedule = self.schedule
+            state.has_root, state.schedule = True, self.schedule
             state.join(self.comm)
-            self.schedule.units.append(state)
-        log_sharding(type(self.modules[0]).__name__, [(state.label, state.groups) for state in below])
+        self.schedule.units = list(below)
+        _log_sharding(type(self.modules[0]).__name__, list(below))
 
     def renew(self, groups: list[ParamGroup]) -> None:
-        """Go on with other groups, over other ranks, as if nothing had run yet: ranks that join start from there."""
-        if self.schedule is not None:
-            self.is_last_backward = self.schedule.is_last_backward
-            self.finalizes_by_hand = self.schedule.finalizes_by_hand
+        """Continue with other groups, over other ranks, as before the first forward: ranks that join start there."""
+        before, self.groups = self.schedule, groups
         self._use(CommContext(streams_of(self.device)))
-        self.groups, self.schedule = groups, None
-        self.is_root = self.agreed = False
+        self.schedule = Schedule(self.comm)
+        self.schedule.is_last_backward = before.is_last_backward
+        self.schedule.finalizes_by_hand = before.finalizes_by_hand
+        self.has_root = self.is_root = self.agreed = False
         self.post_optim_event = None
         self.forget_iteration()
-        self.name_it(self.label)
+        self.set_name(self.label)
 
-    def compare_below(self) -> None:
-        """Before a first use that is no forward: compare this unit and those below it with the other ranks'."""
-        reach_consensus([(name, state) for state, name in self._named_below().items()])
-
-    @property
-    def prefetches(self) -> tuple[list[FSDPState] | None, list[FSDPState] | None]:
-        """The user's lists of what to gather ahead, in forwards and in backwards."""
-        return self.forward_prefetch, self.backward_prefetch
-
-    @property
-    def modes(self) -> str:
-        """What ranks compare of how backwards end, and of how many reductions may be in flight."""
-        return (
-            f"set_is_last_backward {self.is_last_backward}, "
-            f"set_manual_backward_finalization {self.finalizes_by_hand}, "
-            f"set_reduce_scatter_max_input_buffers {self.comm.limit_of(self)}"
-        )
-
-    def units_below(self) -> list[FSDPState]:
-        """This unit and those of the modules below its own."""
-        return list(self._named_below())
-
-    def _named_below(self) -> dict[FSDPState, str]:
-        below: dict[FSDPState, str] = {}
-        for module in self.modules:
-            for name, each in module.named_modules():
-                state = state_of(each)
-                if state is not None:
-                    below.setdefault(state, name)
-        return below
-
-    def name_it(self, label: str) -> None:
-        """Set the unit's name as profiler ranges hold it."""
+    def set_name(self, label: str) -> None:
+        """Set the unit's name as profiler ranges show it."""
         self.label, self.shown = label, f"({label})"
         for group in self.groups:
             group.label = self.shown
@@ -204,85 +170,65 @@ class FSDPState:
     def join(self, comm: CommContext) -> None:
         """Use these streams."""
         self._use(comm)
+        self.schedule.comm = comm
         for group in self.groups:
             comm.adopt(group)
 
     def _use(self, comm: CommContext) -> None:
-        limit = self.comm.drop_limit(self)
+        self.comm.set_limit(self, None)
         self.comm = comm
-        self.limit_reductions(limit)
+        comm.set_limit(self, self.max_reductions)
 
     def limit_reductions(self, limit: int) -> None:
         """Allow this many reductions in flight; another unit under the root may allow more."""
+        self.max_reductions = limit
         self.comm.set_limit(self, limit)
 
     # -- forward --------------------------------------------------------------------------------------
 
     @_eager
-    def _pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.schedule is None:
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        if not self.has_root:
             self.lazy_init()
-        schedule = self._schedule()
+        schedule = self.schedule
         if self.is_root and not schedule.in_backward:
             with profiled("FSDP::root_pre_forward", ""):
-                self._begin_root_forward()
-                args, kwargs = self._move_inputs(args, kwargs)
+                schedule.begin_forward()
+                if self.post_optim_event is None:
+                    self.comm.wait_for_compute()
+                else:
+                    self.comm.wait_for_event(self.post_optim_event)
+                    self.post_optim_event = None
+                if self.device.type != "cpu":
+                    with profiled("FSDP::inputs_to_device", ""):
+                        args, kwargs = map_tensors(
+                            lambda tensor: tensor.to(self.device, non_blocking=True), (args, kwargs)
+                        )
         with profiled("FSDP::pre_forward ", self.shown):
-            args, kwargs = self._cast_inputs(args, kwargs)
+            dtype = self.mp_policy.param_dtype
+            if dtype is not None and self.mp_policy.cast_forward_inputs:
+                with profiled("FSDP::cast_forward_inputs", ""):
+                    args, kwargs = map_tensors(_caster(dtype), (args, kwargs))
             schedule.enter_forward(self)
         self._entered.add(module)
         return self._watch_inputs(args, kwargs)
 
-    def _begin_root_forward(self) -> None:
-        self._schedule().begin_forward()
-        if self.post_optim_event is not None:
-            self.comm.wait_for_event(self.post_optim_event)
-            self.post_optim_event = None
-        else:
-            self.comm.wait_for_compute()
-
-    def _schedule(self) -> Schedule:
-        assert self.schedule is not None
-        return self.schedule
-
-    def _move_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.device.type == "cpu":
-            return args, kwargs
-
-        with profiled("FSDP::inputs_to_device", ""):
-            return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), (args, kwargs))
-
-    def _cast_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        dtype = self.mp_policy.param_dtype
-        if dtype is None or not self.mp_policy.cast_forward_inputs:
-            return args, kwargs
-        with profiled("FSDP::cast_forward_inputs", ""):
-            return map_tensors(_caster(dtype), (args, kwargs))
-
-    def _watch_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """Put the post-backward node between the inputs and the module."""
         if not torch.is_grad_enabled():
             return args, kwargs
         # A unit without trainable parameters is gathered in the backward as well, so it needs the node to reshard.
-        trains, schedule = self._trains, self._schedule()
+        trains = self._trains
         self._took_part = self._took_part or trains
         # A recomputed forward whose first run left its node in the graph must not add a second one.
-        if schedule.in_backward and self._outstanding:
+        if self.schedule.in_backward and self._outstanding:
             return args, kwargs
         watched = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
         if not watched and not trains:
             return args, kwargs
         self._outstanding += 1
-        begin = schedule.note(self._leave_backward)
-        if not watched:  # no node: the backward is past it once it comes by something earlier, or ends
+        begin = self.schedule.note(self._leave_backward)
+        if not watched:  # no node: the backward is past this call once it reaches an earlier one, or ends
             return args, kwargs
         node = PostBackwardInTransform if in_functorch() else PostBackward
         passed = iter(node.apply(functools.partial(self._post_backward, begin), *watched))
@@ -290,7 +236,7 @@ class FSDPState:
 
     @_eager
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        schedule = self._schedule()
+        schedule = self.schedule
         with profiled("FSDP::post_forward ", self.shown):
             if len(self._entered) == len(self.modules):
                 self.finish_forward()
@@ -302,29 +248,14 @@ class FSDPState:
                     output = map_tensors(_caster(self.mp_policy.output_dtype), output)
         return output
 
-    def run_method(
-        self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call a method of a module of the unit as its forward is called; forwards inside do not reshard the unit."""
-        args, kwargs = self.begin_method(module, args, kwargs)
-        running = self._methods_running
-        try:
-            output = method(*args, **kwargs)
-        except BaseException:
-            self._methods_running = running - 1
-            raise
-        return self.end_method(module, args, output)
-
-    def begin_method(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The half of `run_method` before the method."""
+    def begin_method(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """Gather before a registered method; forwards that it calls do not reshard the unit."""
         args, kwargs = self._pre_forward(module, args, kwargs)
         self._methods_running += 1
         return args, kwargs
 
     def end_method(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """The half of `run_method` behind it."""
+        """Reshard after a registered method."""
         self._methods_running = max(0, self._methods_running - 1)
         return self._post_forward(module, args, output)
 
@@ -333,15 +264,16 @@ class FSDPState:
         if self._methods_running or not self._entered:
             return
         self._entered.clear()
-        self._schedule().leave_forward(self, reshards=not self.stays_gathered)
+        self.schedule.leave_forward(self, reshards=not self.stays_gathered)
 
     @property
     def stays_gathered(self) -> bool:
         """Whether full parameters last from a forward to its backward."""
         if self.reshard_after_forward is not None:
             return not self.reshard_after_forward
-        # The root's are kept for the backward that begins with them. Without one they would be there still when the
-        # optimizer, or a swap of weights, has changed the shards: out of date, in silence (as torch 2.13's FSDP2).
+        # The root's are kept for the backward, which begins with them. Without a backward they would still be there
+        # when the optimizer, or a swap of weights, has changed the shards: stale weights, in silence (torch 2.13's
+        # FSDP2 does the same).
         return self.is_root and torch.is_grad_enabled()
 
     def _watch_outputs(self, output: Any) -> Any:
@@ -351,30 +283,37 @@ class FSDPState:
         is_transformed = in_functorch()
         if not watched and not is_transformed:
             return output
-        before = functools.partial(self._pre_backward, self._schedule().note(self._enter_backward))
+        before = functools.partial(self._pre_backward, self.schedule.note(self._enter_backward))
         for tensor in watched:
             if is_view(tensor):
                 warnings.warn(_VIEW_WARNING.format(type(self.modules[0]).__name__), stacklevel=3)
             tensor.register_hook(before)
         if not is_transformed:
             return output
-        return map_tensors(functools.partial(_watch_in_transform, before), output)
+
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            # Inside torch.func an output may not say that it needs a gradient outside.
+            if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor
+            return PreBackward.apply(before, tensor)  # type: ignore[no-any-return]
+
+        return map_tensors(watch, output)
 
     # -- backward -------------------------------------------------------------------------------------
 
     @_eager
     def _pre_backward(self, end: Moment, grad: torch.Tensor) -> torch.Tensor:
-        self._schedule().pass_by(end)
+        self.schedule.pass_by(end)
         self._enter_backward()
         return grad
 
     def _enter_backward(self) -> None:
         with profiled("FSDP::pre_backward ", self.shown):
-            self._schedule().enter_backward(self)
+            self.schedule.enter_backward(self)
 
     @_eager
     def _post_backward(self, begin: Moment) -> None:
-        self._schedule().pass_by(begin)
+        self.schedule.pass_by(begin)
         self._leave_backward()
 
     def _leave_backward(self) -> None:
@@ -382,23 +321,23 @@ class FSDPState:
         self._outstanding = max(0, self._outstanding - 1)
         if self._outstanding == 0:
             self._reshard_in_backward()
-            self._schedule().leave_backward(self)
+            self.schedule.leave_backward(self)
             self._reduce()
 
     def end_backward(self, *, is_last: bool) -> None:
         """The backward is over: reduce what no post-backward node reached.
 
         Args:
-            is_last: no backward of this forward follows, so that units it did not come by are reduced too.
+            is_last: no backward of this forward follows, so units that the backward skipped are reduced too.
         """
         self._entered.clear()
-        self._methods_running = 0  # of one that ended in an exception
+        self._methods_running = 0  # an exception may have ended one
         for group in self.groups:
             group.collect_grads()
-        # Without the unit's own forward, or by way of inputs that need no gradient. Only some ranks may have them, so
-        # they wait for the last backward, in which all ranks reduce.
-        late = any(group.grads for group in self.groups)
-        if is_last and (late or self._took_part or self._wants_zeros or self._is_owed):
+        # Gradients that arose without the unit's own forward, or through inputs that need no gradient. Only some ranks
+        # may have them, so they wait for the last backward, in which all ranks reduce.
+        has_late_grads = any(group.grads for group in self.groups)
+        if is_last and (has_late_grads or self._took_part or self._must_reduce_unused()):
             self._outstanding = 0
             self._reshard_in_backward()
             self._reduce()
@@ -406,27 +345,21 @@ class FSDPState:
             self.comm.reshard(self.groups)
         self._was_reduced = False
 
-    def finalize_backward(self) -> None:
-        """Reduce all units under this root, and wait."""
-        if self.schedule is not None:
-            self.schedule.finalize_backward()
+    def _must_reduce_unused(self) -> bool:
+        """Whether a unit that this backward has not reduced must reduce all the same.
+
+        Either earlier backwards have left sums that are not yet reduced over replicas, or the unit was used before and
+        gets gradients of zeros, as FSDP2's does (`set_reduce_scatter_unused_params`).
+        """
+        return not self._was_reduced and any(
+            group.owes_replicas or (group.comm.settings.zeros_unused and group.was_gathered)
+            for group in self.groups
+        )
 
     def _reshard_in_backward(self) -> None:
         if self.reshard_after_backward:
             with profiled("FSDP::post_backward_reshard ", self.shown):
                 self.comm.reshard(self.groups)
-
-    @property
-    def _is_owed(self) -> bool:
-        """Whether it rests in a backward that is to reduce over replicas what earlier ones have left of it."""
-        return not self._was_reduced and any(group.owes_replicas for group in self.groups)
-
-    @property
-    def _wants_zeros(self) -> bool:
-        """Whether a backward that did not reduce it gives it gradients of zeros, as FSDP2's does: once it was used."""
-        return not self._was_reduced and any(
-            group.comm.settings.zeros_unused and group.was_gathered for group in self.groups
-        )
 
     @property
     def _trains(self) -> bool:
@@ -444,7 +377,7 @@ class FSDPState:
         self._took_part, self._was_reduced = False, True
         try:
             with profiled("FSDP::post_backward_rs_wait ", self.shown):
-                self.comm.make_way()
+                self.comm.wait_for_slot()
             with profiled("FSDP::post_backward_reduce ", self.shown):
                 for group in trained:
                     self.comm.reduce(group)
@@ -466,17 +399,12 @@ class FSDPState:
         self.comm.wait_for_host_copies()  # the caller may write shards on the host
 
     def _before_load(
-        self,
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        *unused: Any,
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *unused: Any
     ) -> None:
         self._reshard_hook()
-        # A good load gives what is half loaded new values, and not its own once more.
+        # A load repairs a half loaded group only if it brings other tensors than the group's own.
         self._loads_own = any(
-            half_loaded_in(group.shard) and gives_own(group, state) for group in self.groups
+            half_loaded_in(group.shard) and is_own_state(group, state) for group in self.groups
         )
         if not metadata.get("assign_to_params_buffers", False):
             refuse_full_tensors(module, state, prefix)
@@ -485,21 +413,71 @@ class FSDPState:
         self.rebind(is_whole=not keys.missing_keys and not self._loads_own)
 
     def rebind(self, *, is_whole: bool = False) -> None:
-        """See `rebind`."""
+        """See `vescale_fsdp.runtime.takeover.rebind`."""
         for group in self.groups:
             rebind(group, is_whole=is_whole)
 
 
-def _watch_in_transform(before: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Inside ``torch.func`` an output may not say that it needs a gradient outside."""
-    if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor
-    return PreBackward.apply(before, tensor)  # type: ignore[no-any-return]
+class _AbsentError(UnsupportedOpError, AttributeError):
+    """An attribute of FSDP2's state that ours does not have."""
 
 
-def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that casts floating-point tensors and passes others."""
-    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+class Fsdp2State:
+    """A unit as torch's own code sees it, by the names of FSDP2's state (torch 2.11-2.15).
+
+    torch reads more than the public methods of its FSDPModule in a few places, and trainers follow it:
+
+        read                                                    by
+        module._get_fsdp_state()._pre_forward, ._post_forward   torch's register_fsdp_forward_method
+        fully_shard.state(module)                               torch.distributed.pipelining at the end of a step: all
+                                                                units' ``post_backward``, then
+                                                                ``_root_post_backward_final_callback`` (torch 2.15 calls
+                                                                finalize_backward, and compares ``_comm_ctx``)
+        ._lazy_init()                                           trainers that unshard or train a head before the first
+                                                                forward
+    """
+
+    def __init__(self, unit: FSDPState) -> None:
+        self._unit = unit
+        # One object for the unit, for the states of its tree, and for its only "parameter group".
+        self._state_ctx = self
+        self._fsdp_param_groups = [self]
+
+    def _lazy_init(self) -> None:
+        self._unit.lazy_init()
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        return self._unit.begin_method(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._unit.end_method(module, args, output)
+
+    @property
+    def all_states(self) -> list[Fsdp2State]:
+        """Of this unit and those below, in the order of their modules, the same on all ranks."""
+        return [unit.fsdp2 for unit in states_of(*self._unit.modules)]
+
+    def post_backward(self, *unused: Any) -> None:
+        """Reduce all groups of the unit; nothing if that was done."""
+        self._unit.end_backward(is_last=True)
+
+    @property
+    def _comm_ctx(self) -> object:
+        return self._unit.comm
+
+    @property
+    def _fsdp_param_group(self) -> NoReturn:
+        """Absent to ``hasattr`` and to ``getattr`` with a default; the error names the alternative."""
+        raise _AbsentError(
+            "FSDPMemTracker and other tools that read FSDP2's parameter groups are not supported.",
+            expected="public methods of FSDPModule",
+            got="_fsdp_param_group of a module's state",
+            todo="track memory by torch.distributed._tools.mem_tracker.MemTracker, or the device's own statistics",
+        )
+
+    def _root_post_backward_final_callback(self) -> None:
+        if self._unit.has_root:
+            self._unit.schedule.finalize_backward()
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
@@ -507,8 +485,19 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return module.__dict__.get(_STATE)
 
 
+def states_of(*modules: nn.Module) -> dict[FSDPState, str]:
+    """The units of modules and those below, each with its first name, in the order of the modules."""
+    states: dict[FSDPState, str] = {}
+    for root in modules:
+        for name, module in root.named_modules():
+            state = state_of(module)
+            if state is not None:
+                states.setdefault(state, name)
+    return states
+
+
 def attach_state(state: FSDPState) -> None:
-    """Remember the state on its modules."""
+    """Store the state on its modules."""
     for module in state.modules:
         module.__dict__[_STATE] = state
         note_sharded(module, state.fsdp2)
@@ -546,6 +535,49 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def around(*args: Any, **kwargs: Any) -> Any:
-        return state.run_method(module, method, args, kwargs)
+        args, kwargs = state.begin_method(module, args, kwargs)
+        running = state._methods_running
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            state._methods_running = running - 1
+            raise
+        return state.end_method(module, args, output)
 
     setattr(module, method_name, around)
+
+
+def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that casts floating-point tensors and passes others."""
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _log_sharding(model: str, units: Sequence[FSDPState]) -> None:
+    """Log how a model was sharded: one line per unit and one for the model.
+
+    Rank 0 logs at INFO, the others at DEBUG. No handler is installed: a program sees the lines once it asks for INFO.
+    """
+    level = logging.INFO if dist.get_rank() == 0 else logging.DEBUG
+    if _logger.isEnabledFor(level):
+        for unit in units:
+            _logger.log(level, "unit %s: %s", unit.label, _described(unit.groups))
+        every = [group for unit in units for group in unit.groups]
+        _logger.log(level, "model %s: %d units, %s", model, len(units), _described(every))
+
+
+def _described(groups: Sequence[ParamGroup]) -> str:
+    """The sizes of these groups together; under tensor parallelism, of this rank's part."""
+    sizes = [(group.layout, group.shard.dtype.itemsize) for group in groups]
+    payload = sum(layout.payload_numel * itemsize for layout, itemsize in sizes)
+    padding = sum((layout.numel - layout.payload_numel) * itemsize for layout, itemsize in sizes)
+    ranks: dict[str, None] = {}  # several numbers where meshes differ
+    for group in groups:
+        replicas = group.data.mesh.size() // group.data.num_shards
+        ranks[f"{group.data.num_shards} ranks" + (f" in {replicas} replicas" if replicas > 1 else "")] = None
+    return (
+        f"{sum(len(group.params) for group in groups)} parameters of "
+        f"{sum(layout.payload_numel for layout, _ in sizes):,} elements over {' and '.join(ranks) or 'no ranks'}, "
+        f"padding {padding / payload if payload else 0:.2%}, "
+        f"{sum(layout.copied_numel * itemsize for layout, itemsize in sizes):,} bytes scattered, "
+        f"{sum(layout.shard_numel * itemsize for layout, itemsize in sizes):,} bytes per rank"
+    )

@@ -22,13 +22,12 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import ArgumentError, MisuseError, UnsupportedOpError
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns
 from vescale_fsdp.layout.padding import PaddingPolicy
+from vescale_fsdp.runtime.data_mesh import DataMesh, data_mesh, default_mesh, device_of
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_state import FSDPState, attach_state, state_of
+from vescale_fsdp.runtime.group_plan import PlanRules, check_policies, note_replaced, plan_groups
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
-from vescale_fsdp.runtime.setup.data_mesh import DataMesh, data_mesh, default_mesh, device_of
-from vescale_fsdp.runtime.setup.group_plan import GroupPlan, PlanRules, mark_taken, plan_groups
-from vescale_fsdp.runtime.setup.policies import check_policies
 from vescale_fsdp.torch_modes import fake_mode_of, outside_modes
 from vescale_fsdp.torch_private import is_noted_sharded, is_replicated
 
@@ -88,23 +87,22 @@ def fully_shard(
         reshard_after_forward: whether to free full parameters after the forward; None means yes, except
             for the root where gradients are on, since a backward follows. A number keeps them between forward
             and backward over groups of so many ranks.
-        shard_placement_fn: torch's, asked for each parameter. None and ``Shard(dim)`` change nothing; a
-            `RaggedShard` says that what one of its units holds stays whole; a ``ShardPlacementResult`` gives
-            the parameter a mesh of its own.
-        dp_mesh_dims: torch's `DataParallelMeshDims`: ``mesh`` is then the full mesh, which all parameters are
-            DTensors on, Replicate on the axes named here.
+        shard_placement_fn: torch's, called for each parameter. ``None`` and ``Shard(dim)`` change nothing; the units of
+            a `RaggedShard` stay whole; a ``ShardPlacementResult`` gives the parameter a mesh of its own.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: ``mesh`` is then the full mesh, on which all parameters are
+            DTensors, Replicate on the axes named here.
         mp_policy: dtypes of compute, reduction, inputs and outputs (torch's class).
         offload_policy: torch's class; with `CPUOffloadPolicy` shards, gradients and the optimizer live on
             the host.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         granularity: what must stay whole: a `Granularity`, a mapping from name patterns (fnmatch) to
             granularities, or a function ``(fqn, param) -> Granularity``. Names are relative to ``module``;
-            every pattern must match one of its parameters, be it in a unit further in. A text such as
-            ``"rows:32"`` stands for `Rows(32)`. None: cuts may fall between any two elements.
+            every pattern must match one of its parameters, those of units below included. A text such as
+            ``"rows:32"`` means `Rows(32)`. None: cuts may fall between any two elements.
         padding_policy: whether tensors may be scattered, and the padding that warns or is refused.
 
     Returns:
-        ``module``, whose class now also is an `FSDPModule` and whose parameters are `RaggedDTensor`.
+        ``module``; its class is now an `FSDPModule` too, and its parameters are `RaggedDTensor`.
 
     Raises:
         ValueError: for containers without a forward, 0-dim parameters, a mesh of more than two axes, or an
@@ -126,8 +124,8 @@ def fully_shard(
     """
     modules = _root_modules(module)
     _check_kinds(mp_policy, offload_policy, padding_policy)
-    check_policies(mp_policy, offload_policy)
     ignored = _ignored(ignored_params)
+    check_policies(mp_policy, offload_policy)
     data = data_mesh(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     reshard = _reshard_choice(reshard_after_forward, data)
     device = device_of(data.mesh)
@@ -135,18 +133,30 @@ def fully_shard(
     _check_unmixed(modules)
     managed = _managed_modules(modules)
     rules = PlanRules(
-        ignored, reshard_after_forward, shard_placement_fn, granularity, padding_policy, mp_policy
+        ignored,
+        reshard_after_forward,
+        shard_placement_fn,
+        granularity,
+        padding_policy,
+        mp_policy,
     )
     with outside_modes():
         plans = plan_groups(managed, data, rules)
-        # Nothing has changed so far. What can still fail is memory: it is asked for before anything is changed.
-        groups = [_group(plan, mp_policy, offload_policy, device) for plan in plans]
+        # Nothing has changed so far. Only an allocation can still fail: all of them precede the first change.
+        groups = []
+        for plan in plans:
+            kind = SelfGatheringGroup if plan.is_hooked else ParamGroup
+            with fake_mode_of(
+                next(iter(plan.params.values())).param
+            ):  # a group of FakeTensors has no values either
+                groups.append(kind(plan, mp_policy, offload_policy, device))
         buffers = _moved_buffers(managed, device)
     classes = [_sharded_class(type(each)) for each in modules]
     for owner, name, buffer in buffers:
         owner._buffers[name] = buffer
     for plan, group in zip(plans, groups, strict=True):
-        mark_taken(plan)
+        for fqn, original in plan.params.items():  # so that no other unit takes them
+            note_replaced(original.param, fqn)
         group.install()
     for _, owner in managed:
         # torch.compile reads these of FSDP2's modules (torch 2.13, FS/_fully_shard.py:283).
@@ -157,20 +167,12 @@ def fully_shard(
     return module
 
 
-# torch's fully_shard has this function as an attribute, and trainers use it: None for modules not sharded.
+# As torch's fully_shard has it, for trainers: the state of a module, None if it is not sharded.
 vars(fully_shard)["state"] = state_of
 
 
-def _group(
-    plan: GroupPlan, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, device: torch.device
-) -> ParamGroup:
-    """The group of a plan; of parameters without values (FakeTensor) it has none either."""
-    with fake_mode_of(next(iter(plan.params.values()))):
-        return (SelfGatheringGroup if plan.is_hooked else ParamGroup)(plan, mp_policy, offload_policy, device)
-
-
 def _check_kinds(mp_policy: object, offload_policy: object, padding_policy: object) -> None:
-    """Refuse a policy's class in place of a policy, or anything else that would be passed over in silence."""
+    """Refuse a policy's class in place of a policy, and other values that would have no effect."""
     for name, given, kind in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -186,12 +188,12 @@ def _check_kinds(mp_policy: object, offload_policy: object, padding_policy: obje
 
 
 def _ignored(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
-    """The parameters to leave alone; anything else would leave none alone, in silence."""
+    """The parameters to leave alone; names, for example, would have no effect and are refused."""
     given = () if params is None else tuple(params)
     for each in given:
         if not isinstance(each, nn.Parameter):
             raise ArgumentError(
-                "ignored_params holds parameters.",
+                "ignored_params takes parameters.",
                 expected="a set of nn.Parameter",
                 got=f"{type(each).__name__} among {type(params).__name__}",
                 todo="pass the objects: {model.get_parameter(name), ..} or set(module.parameters())",
@@ -204,10 +206,10 @@ def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
     for module in modules:
         for name, below in module.named_modules():
             taker = None
-            if isinstance(below, (FullyShardedDataParallel, DistributedDataParallel)):
-                is_ddp = isinstance(below, DistributedDataParallel)
-                home = "torch.nn.parallel" if is_ddp else "torch.distributed.fsdp"
-                taker = f"{home}.{type(below).__name__}" + ("" if is_ddp else " (FSDP1)")
+            if isinstance(below, DistributedDataParallel):
+                taker = f"torch.nn.parallel.{type(below).__name__}"
+            elif isinstance(below, FullyShardedDataParallel):
+                taker = f"torch.distributed.fsdp.{type(below).__name__} (FSDP1)"
             elif (is_noted_sharded(below) and state_of(below) is None) or _is_fsdp2s(below):
                 taker = "torch.distributed.fsdp.fully_shard (FSDP2)"
             if taker is not None:
@@ -221,7 +223,7 @@ def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
 
 
 def _is_fsdp2s(module: nn.Module) -> bool:
-    """Whether torch's fully_shard holds this module's parameters, called on a module further out."""
+    """Whether torch's fully_shard, called on a module further out, has taken this module's parameters."""
     is_managed = vars(module).get("_is_fsdp_managed_module", False)  # ours are marked so, too
     return is_managed and any(
         isinstance(param, DTensor) and not isinstance(param, RaggedDTensor)
@@ -230,7 +232,7 @@ def _is_fsdp2s(module: nn.Module) -> bool:
 
 
 def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
-    """Whether to reshard after the forward; None: unless it is the root. Sizes are for `plan_groups`."""
+    """Whether to reshard after the forward; None: unless it is the root. `plan_groups` checks numbers."""
     if wanted is not None and not isinstance(wanted, int):
         raise ArgumentError(
             "reshard_after_forward is a switch or a number of ranks.",
@@ -254,15 +256,15 @@ def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
 
 
 def _root_modules(module: object) -> tuple[nn.Module, ...]:
-    """The modules of a call, without those inside others of them, as torch's does."""
+    """The modules of a call, without those inside others of them, as in torch."""
     given: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     for each in given:
         _check_module(each)
     inside = {id(below) for each in given for below in each.modules() if below is not each}
-    found = tuple(dict.fromkeys(each for each in given if id(each) not in inside))
-    if not found:
+    roots = tuple(dict.fromkeys(each for each in given if id(each) not in inside))
+    if not roots:
         raise ArgumentError("There is nothing to shard.", expected="at least one module", got=repr(module))
-    return found
+    return roots
 
 
 def _check_module(module: nn.Module) -> None:
@@ -289,40 +291,40 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
-    """The modules of this unit with their names: everything below that no earlier call, nor DDP, has taken."""
-    found: list[tuple[str, nn.Module]] = []
+    """The modules of this unit with their names: all below that neither an earlier call nor DDP has taken."""
+    managed: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
 
     def visit(prefix: str, module: nn.Module) -> None:
         if module in seen or state_of(module) is not None or is_replicated(module):
             return
         seen.add(module)
-        found.append((prefix, module))
+        managed.append((prefix, module))
         for name, child in module.named_children():
             visit(f"{prefix}{name}.", child)
 
     for index, module in enumerate(modules):
         visit(f"{index}." if len(modules) > 1 else "", module)
-    return found
+    return managed
 
 
 def _moved_buffers(
     managed: list[tuple[str, nn.Module]], device: torch.device
 ) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """The buffers that lie elsewhere, moved to ``device``: (module, name, copy). Shared ones stay shared."""
+    """Copies on ``device`` of buffers on other devices: (module, name, copy). Shared ones stay shared."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
-    found = []
+    copies = []
     for _, module in managed:
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
                 if buffer not in moved:
                     moved[buffer] = buffer.to(device)
-                found.append((module, name, moved[buffer]))
-    return found
+                copies.append((module, name, moved[buffer]))
+    return copies
 
 
 def _sharded_class(cls: type) -> type:
-    """The class a module of class ``cls`` gets; one for all modules of a class, which torch.compile guards on."""
+    """The sharded class of ``cls``; the same for all modules of a class, since torch.compile guards on it."""
     known: type
     for known in cls.__subclasses__():
         if known.__bases__ == (FSDPModule, cls):
@@ -331,7 +333,7 @@ def _sharded_class(cls: type) -> type:
 
 
 def _names(modules: tuple[nn.Module, ...]) -> list[str]:
-    """Names of all parameters, those of units further in included."""
+    """Names of all parameters, those of units below included."""
     prefixes = [f"{index}." if len(modules) > 1 else "" for index in range(len(modules))]
     return [
         prefix + name

@@ -1,8 +1,8 @@
-"""Tensors inside what a module takes and returns: containers torch knows, and dataclasses, however nested; and the
-autograd nodes put on them, which tell when a backward comes by.
+"""Tensors inside the inputs and outputs of a module, in nested containers that torch knows and dataclasses; and the
+autograd nodes that call back when a backward reaches them.
 
-torch's tree functions take a dataclass for a leaf unless somebody registered it. Models return such objects; a
-gather for their backward hangs on the tensors inside (torch 2.13's FSDP2 looks into them as well).
+torch's tree functions treat a dataclass as a leaf unless it was registered. Models return such objects, and the hooks
+that gather parameters for the backward belong on the tensors inside (torch 2.13's FSDP2 searches them as well).
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _ATOMS = (type(None), bool, int, float, str, torch.Size)  # hold no tensors
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """All tensors of a tree, in a fixed order."""
-    found: list[torch.Tensor] = []
-    _collect(tree, found)
-    return found
+    tensors: list[torch.Tensor] = []
+    _collect(tree, tensors)
+    return tensors
 
 
-def _collect(tree: Any, found: list[torch.Tensor]) -> None:
-    # Tuples, lists and dicts of tensors are what nearly every call passes, twice per unit and direction: torch's
-    # tree functions describe the containers as well, which takes several times as long as this walk.
+def _collect(tree: Any, tensors: list[torch.Tensor]) -> None:
+    # Nearly every call passes tuples, lists and dicts of tensors, twice per unit and direction. torch's tree functions
+    # also describe the containers, which takes several times as long as this walk.
     kind = type(tree)
     if isinstance(tree, torch.Tensor):
-        found.append(tree)
+        tensors.append(tree)
     elif kind in _SEQUENCES:
         for item in tree:
-            _collect(item, found)
+            _collect(item, tensors)
     elif kind is dict:
         for item in tree.values():
-            _collect(item, found)
+            _collect(item, tensors)
     elif kind not in _ATOMS:
         leaves = pytree.tree_leaves(tree)
         if len(leaves) != 1 or leaves[0] is not tree:
-            _collect(leaves, found)
+            _collect(leaves, tensors)
         elif _is_dataclass(tree):
-            _collect(_fields_of(tree), found)
+            _collect(_fields_of(tree), tensors)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: TreeT) -> TreeT:
@@ -68,14 +68,12 @@ def _convert(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
     leaves, spec = pytree.tree_flatten(tree)
     if len(leaves) != 1 or leaves[0] is not tree:
         return pytree.tree_unflatten(_convert(function, leaves), spec)
-    return _map_fields(function, tree) if _is_dataclass(tree) else tree
-
-
-def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    before = _fields_of(value)
-    after = {name: map_tensors(function, held) for name, held in before.items()}
+    if not _is_dataclass(tree):
+        return tree
+    before = _fields_of(tree)
+    after = {name: _convert(function, value) for name, value in before.items()}
     same = all(a is b for a, b in zip(tensors_of(before), tensors_of(after), strict=True))
-    return value if same else dataclasses.replace(value, **after)
+    return tree if same else dataclasses.replace(tree, **after)
 
 
 def _fields_of(value: Any) -> dict[str, Any]:
@@ -87,7 +85,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 class PostBackward(torch.autograd.Function):
-    """Identity on the inputs of a module whose backward runs after everything inside, and calls ``callback()``."""
+    """Identity on a module's inputs; its backward runs after all inside the module and calls ``callback()``."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -105,7 +103,7 @@ class PostBackward(torch.autograd.Function):
 
 
 class PostBackwardInTransform(PostBackward):
-    """The same in the form that ``torch.func`` can transform: calling it takes five times as long."""
+    """The same in a form that ``torch.func`` can transform; a call takes five times as long."""
 
     generate_vmap_rule = True
 
@@ -119,7 +117,7 @@ class PostBackwardInTransform(PostBackward):
 
 
 class PreBackward(torch.autograd.Function):
-    """Identity on an output whose backward runs before everything inside the module, as ``callback(grad)`` says."""
+    """Identity on a module's output; its backward runs before all inside the module and returns ``callback(grad)``."""
 
     generate_vmap_rule = True
 

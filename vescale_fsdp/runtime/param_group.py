@@ -5,10 +5,9 @@ The tensors of a group (S = shard_numel, m = ranks of the sharding axis):
     shard                1-D [S]    original dtype   this rank's parameters; the optimizer's view of truth
     sharded parameter    ND ragged  original dtype   RaggedDTensor over a slice of ``shard``
     full buffer          1-D [m*S]  compute dtype    DBuffer that the all-gather fills
-    unsharded parameter  ND         compute dtype    view of the full buffer; what the forward reads (a scattered
-                                                     one is copied out of it)
+    unsharded parameter  ND         compute dtype    view of the full buffer (a scattered one: a copy) for the forward
     gradient buffer      1-D [m*S]  `grad_dtype`     DBuffer that unsharded gradients are written into
-    reduced shard        1-D [S]    reduce dtype     what the reduce-scatter leaves here
+    reduced shard        1-D [S]    reduce dtype     result of the reduce-scatter
     sharded gradient     ND ragged  original dtype   ``.grad`` of the sharded parameter, a view of the above
 
 Life cycle (`GroupState`):
@@ -16,8 +15,8 @@ Life cycle (`GroupState`):
     SHARDED --unshard()--> GATHERING --finish_gather()--> GATHERED --hand_over()--> UNSHARDED --reshard()--> SHARDED
     UNSHARDED --reshard(keep_part=True)--> PARTLY_SHARDED --unshard()--> GATHERING
 
-PARTLY_SHARDED is `reshard_after_forward=<int>`: between forward and backward each rank keeps its part of the
-full buffer over a smaller group, so that the second gather stays inside a node.
+PARTLY_SHARDED is for `reshard_after_forward=<int>`: between forward and backward each rank keeps its part of the full
+buffer over a smaller group, so that the second gather stays inside a node.
 
 The modules hold the unsharded parameters in UNSHARDED, the sharded ones otherwise. Both are made once and
 never re-created: a new unsharded Parameter between forward and backward would drop its gradient.
@@ -25,7 +24,10 @@ never re-created: a new unsharded Parameter between forward and backward would d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import ClassVar
 
 import torch
@@ -34,44 +36,122 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
-from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm
-from vescale_fsdp.runtime.comm.group_state import GroupState
-from vescale_fsdp.runtime.comm.memory_pools import CommMemory
-from vescale_fsdp.runtime.comm.reduction import ReducedShard
-from vescale_fsdp.runtime.comm.settings import AllGather, GroupSettings, ReduceScatter
+from vescale_fsdp.runtime.comm.gradients import ReducedShard, UnshardedGrads
+from vescale_fsdp.runtime.comm.group_comm import (
+    Gather,
+    GatherPolicy,
+    GroupComm,
+    GroupSettings,
+    MemoryKind,
+)
 from vescale_fsdp.runtime.comm.streams import Event
-from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
-from vescale_fsdp.runtime.setup.group_plan import GroupPlan
-from vescale_fsdp.runtime.setup.managed_param import GradHook, ManagedParam, refuse_replaced
-from vescale_fsdp.runtime.setup.policies import policy_of_group
-from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
+from vescale_fsdp.runtime.data_mesh import PriorSharding, local_part
+from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam, policy_of_group
 from vescale_fsdp.torch_modes import profiled, without_grad
 from vescale_fsdp.torch_private import (
     REDUCES_AS_STORED,
+    DTensorSpec,
     foreach_zero_,
     local_of,
     post_accumulate_grad_hooks,
 )
 
 
+class GroupState(Enum):
+    """Where a group's parameters are."""
+
+    SHARDED = auto()  # entered at construction and by reshard()
+    PARTLY_SHARDED = auto()  # entered by reshard(keep_part=True), after a forward only
+    GATHERING = auto()  # entered by unshard(): the all-gather is in flight
+    GATHERED = auto()  # entered by finish_gather(): the full buffer is filled, for the stream that gathers
+    UNSHARDED = auto()  # entered by hand_over(): modules read the full buffer
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether an all-gather must run before modules can read parameters."""
+        return self in (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
+
+
+@dataclass
+class ManagedParam:
+    """One parameter: its slot, the modules that own it, and its two Parameter objects."""
+
+    slot: TensorSlot
+    owners: list[tuple[nn.Module, str]]  # every module attribute that is this parameter
+    local: slice  # of a shard: this rank's piece
+    sharded: nn.Parameter  # RaggedDTensor
+    spec: DTensorSpec
+    piece: torch.Tensor  # the view of the shard that ``sharded`` was given
+    prior: PriorSharding  # by tensor or expert parallelism
+    unsharded: nn.Parameter | None = None
+    watched: bool = False  # its unsharded parameter has a `GradHook`
+
+    def __post_init__(self) -> None:
+        self.take(self.sharded)
+
+    def take(self, sharded: nn.Parameter) -> None:
+        """Make this the sharded parameter."""
+        self.sharded = sharded
+        _by_sharded[id(sharded)] = self
+
+    def replacements(self) -> list[nn.Parameter | None]:
+        """Parameters that owners have in place of the group's; None for an owner without such a parameter."""
+        replacements: list[nn.Parameter | None] = []
+        for module, name in self.owners:
+            current = module._parameters.get(name)
+            if current is not self.sharded and (current is None or current is not self.unsharded):
+                replacements.append(current)
+        return replacements
+
+    def set_on_modules(self, parameter: nn.Parameter) -> None:
+        """Set ``parameter`` on every owner."""
+        for module, name in self.owners:
+            # Straight into the dict: nn.Module.__setattr__ would re-register, and costs 10 times as much.
+            module._parameters[name] = parameter
+
+
+# By id of the sharded parameter.
+_by_sharded: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
+
+
+def managed_param_of(parameter: nn.Parameter) -> ManagedParam | None:
+    """The managed parameter whose sharded form this is."""
+    managed = _by_sharded.get(id(parameter))
+    return managed if managed is not None and managed.sharded is parameter else None
+
+
+class GradHook:
+    """Called by autograd when an unsharded parameter has its gradient. Its weak references keep no cycle alive.
+
+    Args:
+        take: a bound method that is given the parameter and its gradient.
+    """
+
+    def __init__(self, take: Callable[[ManagedParam, torch.Tensor], None], param: ManagedParam) -> None:
+        self._take = weakref.WeakMethod(take)
+        self._param = weakref.ref(param)
+
+    def __call__(self, unsharded: torch.Tensor) -> None:
+        grad, unsharded.grad = unsharded.grad, None
+        take, param = self._take(), self._param()
+        if grad is not None and take is not None and param is not None:
+            take(param, grad)
+
+
 class ParamGroup:
     """The parameters of a unit that share dtype and mesh, with one layout and one buffer.
 
     Args:
-        plan: the original parameters, who holds them, and where each will lie. They are read; `install`
-            replaces them.
+        plan: the original parameters, their owners, and their layout. They are read; `install` replaces them.
         mp_policy: dtypes of compute and reduction.
         offload_policy: whether shards, gradients and so the optimizer live on the host.
         device: where the unit computes. Shards of meta parameters stay meta until materialised.
     """
 
-    takes_plain: ClassVar[bool] = (
-        True  # this rank's piece of a full plain tensor is all a parameter is made of
-    )
+    takes_plain: ClassVar[bool] = True  # a full plain tensor determines this rank's piece
 
     def __init__(
         self,
@@ -91,21 +171,20 @@ class ParamGroup:
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # made at the first unshard
         self.gathered: Event | None = None  # on an accelerator: when the full buffer is filled
-        self.sums_grads = False  # of several backwards, before they are reduced; the same on all ranks
-        self._brought: torch.Tensor | None = None  # of an offloaded shard, the copy that the gather reads
-        self._part: torch.Tensor | None = None  # 1-D [numel / part_size], there in PARTLY_SHARDED
-        self._unreplicated: ReducedShard | None = None  # reduced over shards, not over replicas
-        self._untold_used: frozenset[str] | None = None  # what was used, until the other ranks are told
-        self._doubtful: dict[str, torch.Tensor] = {}  # reduced pieces of what this rank has not used
-        first = next(iter(plan.params.values()))
-        self.shard = self._new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
-        self._noted: dict[str, tuple[GroupSettings, str]] = {}  # by kind, what is logged of a start
         self.was_gathered = False
-        self.taken_over: list[str] = []  # parameters that modules got from others, before the first gather
-        self.params = [
-            self._shard_param(slot, plan.params[slot.fqn], plan.owners[slot.fqn], plan.priors[slot.fqn])
-            for slot in plan.layout.slots
-        ]
+        self.sums_grads = False  # of several backwards, before they are reduced; the same on all ranks
+        self.adopted: list[str] = []  # parameters that modules got from others, before the first gather
+        self._brought: torch.Tensor | None = None  # of an offloaded shard, the copy that the gather reads
+        self._part: torch.Tensor | None = None  # 1-D [numel / part_size], in PARTLY_SHARDED
+        self._unreplicated: ReducedShard | None = None  # reduced over shards, not over replicas
+        self._unreported_used: frozenset[str] | None = None  # used names that other ranks do not know of yet
+        self._deferred_grads: dict[
+            str, torch.Tensor
+        ] = {}  # reduced pieces of parameters that this rank has not used
+        self._noted: dict[str, tuple[GroupSettings, str]] = {}  # by kind of collective, its entry in the log
+        first = next(iter(plan.params.values())).param
+        self.new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
+        self.params = [self._shard_param(slot, plan.params[slot.fqn]) for slot in plan.layout.slots]
         self.grads = UnshardedGrads(self.layout, self._new_grads, lambda: self.grad_dtype)
         self.policy_gather: Gather | None = None  # a gather of the policy's own, in place of the usual one
         if isinstance(mp_policy, GatherPolicy):
@@ -113,18 +192,17 @@ class ParamGroup:
 
     # -- construction ---------------------------------------------------------------------------------
 
-    def _new_shard(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def new_shard(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Replace the shard by one of zeros; under CPU offload it lives on the host, unless ``device`` is meta."""
         if device.type == "meta" or self.offload is None:
-            return torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
-        return torch.zeros(self.layout.shard_numel, dtype=dtype, device="cpu", pin_memory=self._is_pinned)
+            self.shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        else:
+            self.shard = torch.zeros(
+                self.layout.shard_numel, dtype=dtype, device="cpu", pin_memory=self._is_pinned
+            )
 
-    def _shard_param(
-        self,
-        slot: TensorSlot,
-        param: nn.Parameter,
-        owners: list[tuple[nn.Module, str]],
-        prior: PriorSharding,
-    ) -> ManagedParam:
+    def _shard_param(self, slot: TensorSlot, original: OriginalParam) -> ManagedParam:
+        param, owners, prior, _ = original
         placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_lengths(slot))
         spec = prior.sharded_spec(placement, param.shape, param.dtype)
         piece = self.layout.piece(slot, self.comm.rank)
@@ -132,14 +210,14 @@ class ParamGroup:
         local = self.shard[local_slice]
         if not param.is_meta and not local.is_meta:
             local.copy_(self._values_of(param).reshape(-1)[piece.range.start : piece.range.stop])
-        # A layout speaks of the whole tensor; where other axes cut it too, the placements have to.
+        # A layout describes the whole tensor. Where other axes cut the tensor too, the placements describe it.
         layout_ref = (self.layout, slot.fqn) if slot.shape == tuple(param.shape) else None
         ragged = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
         sharded = nn.Parameter(ragged, requires_grad=param.requires_grad)
         return ManagedParam(slot, owners, local_slice, sharded, spec, local_of(sharded), prior)
 
     def _values_of(self, param: nn.Parameter) -> torch.Tensor:
-        """What this rank has of an original parameter, to take its piece from."""
+        """This rank's part of an original parameter, from which its piece is cut."""
         return local_part(param)
 
     def install(self) -> None:
@@ -148,15 +226,11 @@ class ParamGroup:
             param.set_on_modules(param.sharded)
 
     def is_intact(self) -> bool:
-        """Whether the modules hold this group's parameters, and these their pieces of the shard."""
-        for param in self.params:  # not all(..): asked before every gather, of every parameter
-            if local_of(param.sharded) is not param.piece or param.foreign():
+        """Whether the modules have this group's parameters, and these their pieces of the shard."""
+        for param in self.params:  # a loop, not all(..): it runs before every gather, for every parameter
+            if local_of(param.sharded) is not param.piece or param.replacements():
                 return False
         return not self.shard.is_meta
-
-    def new_shard(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Begin a new shard, of zeros."""
-        self.shard = self._new_shard(dtype, device)
 
     # -- dtypes ---------------------------------------------------------------------------------------
 
@@ -168,14 +242,14 @@ class ParamGroup:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """dtype of the reduction; where the policy does not say it, what this torch's FSDP2 means by that."""
+        """dtype of the reduction; where the policy gives none, the default of this torch's FSDP2."""
         return self.mp_policy.reduce_dtype or (self.shard.dtype if REDUCES_AS_STORED else self.compute_dtype)
 
     @property
     def grad_dtype(self) -> torch.dtype:
         """dtype of the gradient buffer: the reduction's, or autograd's where the reduction sums from that.
 
-        FSDP2 sums the gradients of several backwards in the reduction's dtype; so do we.
+        As in FSDP2 the gradients of several backwards are summed in the reduction's dtype.
         """
         narrow, wide = self.compute_dtype, self.reduce_dtype
         if self.sums_grads or narrow.itemsize >= wide.itemsize or not self.comm.sums_in_wider(self.device):
@@ -194,7 +268,7 @@ class ParamGroup:
 
     @property
     def _is_pinned(self) -> bool:
-        """Whether what lives on the host is in pinned memory, so that copies run beside the host's work."""
+        """Whether memory on the host is pinned, so that copies overlap with the host's work."""
         return self.is_offloaded and self.offload is not None and self.offload.pin_memory
 
     @property
@@ -205,7 +279,7 @@ class ParamGroup:
     # -- gather ---------------------------------------------------------------------------------------
 
     def note_start(self, kind: str) -> None:
-        """A gather or a reduction is about to start: see `OrderWatch`."""
+        """Log that a gather or a reduction is about to start: see `OrderWatch`."""
         watch, settings = self.comm.watch, self.comm.settings
         if watch is None:
             return
@@ -224,18 +298,23 @@ class ParamGroup:
         self.state = GroupState.GATHERING
 
     def allocate_full(self) -> None:
-        """Give the full buffer its memory, on the current stream; nothing if it has."""
+        """Allocate the memory of the full buffer on the current stream, unless it has memory."""
         if self.full is None:
             self._check_shard()
-            self._make_full_buffer()
-        assert self.full is not None
+            flat = self.comm.allocate_full(self.layout.numel, self.compute_dtype, self.device)
+            self.full = DBuffer(self.layout, flat, self.comm.full_pool)
+            for param in self.params:
+                param.unsharded = param.prior.full_parameter(
+                    self.full.view(param.slot), requires_grad=param.sharded.requires_grad
+                )
+                param.watched = False
         self.full.allocate()
 
     def bring_shard(self) -> list[torch.Tensor]:
         """Copy an offloaded shard to where the unit computes, on the current stream, for the gather that follows.
 
         Returns:
-            What the gather will read, to be kept until it has.
+            Tensors to keep until the gather has read them.
         """
         self._check_shard()
         self._brought = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
@@ -274,21 +353,6 @@ class ParamGroup:
                 todo="do not move the module to the accelerator; model.to_empty(device='cpu') if it is meta",
             )
 
-    def _part_range(self) -> FlatRange:
-        assert self.comm.part_size is not None
-        numel = self.layout.numel // self.comm.part_size
-        return FlatRange(self.comm.part_rank * numel, (self.comm.part_rank + 1) * numel)
-
-    def _make_full_buffer(self) -> None:
-        flat = self.comm.allocate_full(self.layout.numel, self.compute_dtype, self.device)
-        full = DBuffer(self.layout, flat, self.comm.full_pool)
-        self.full = full
-        for param in self.params:
-            param.unsharded = param.prior.full_parameter(
-                full.view(param.slot), requires_grad=param.sharded.requires_grad
-            )
-            param.watched = False
-
     def finish_gather(self) -> None:
         """Wait for the all-gather (on an accelerator: the current stream, the one it began on, waits)."""
         assert self.state is GroupState.GATHERING, self.state
@@ -300,7 +364,7 @@ class ParamGroup:
         self.full.wait_gather()
 
     def hand_over(self) -> None:
-        """Hand the unsharded parameters to the modules. The compute stream has waited for the gather."""
+        """Set the unsharded parameters on the modules. The compute stream has waited for the gather."""
         self._part = self.gathered = None  # not earlier: the gather reads the part
         for param in self.params:
             assert param.unsharded is not None
@@ -313,50 +377,43 @@ class ParamGroup:
         self.state = GroupState.UNSHARDED
 
     def reshard(self, *, keep_part: bool = False, frees: bool = True) -> None:
-        """Free the full buffer and hand the sharded parameters back. The caller orders the streams.
+        """Free the full buffer and set the sharded parameters on the modules. The caller orders the streams.
 
         Args:
             keep_part: keep this rank's part over the smaller group, for the gather of the backward.
             frees: False: `free_full` follows.
+
+        Raises:
+            LifecycleError: if the modules have lost the unsharded parameters meanwhile.
         """
         assert self.state not in (GroupState.GATHERING, GroupState.GATHERED), "a gather is waited for first"
-        if self.state is GroupState.UNSHARDED:
-            replaced = [param.slot.fqn for param in self.params if param.foreign()]
-            for param in self.params:
-                param.set_on_modules(param.sharded)
-            if keep_part and self.comm.part_size is not None and self.full is not None:
-                start, stop = self._part_range()
-                self._part = self.full.flat[start:stop].clone()
-            if frees:
-                self.free_full()
-            self.state = GroupState.SHARDED if self._part is None else GroupState.PARTLY_SHARDED
-            if replaced:
-                refuse_replaced(replaced)
-        elif not keep_part:  # the part is out of date once the optimizer has run
-            self._part, self.state = None, GroupState.SHARDED
-
-    def use_gather(self, comm: AllGather) -> None:
-        """Gather with a user's object from now on, into buffers of its own."""
-        self.comm.change(custom_all_gather=comm)
-        self.forget_full()
-
-    def use_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce with a user's object from now on, from buffers of its own."""
-        self.comm.change(custom_reduce_scatter=comm)
-        self.grads.spare = {}
-
-    def use_memory(self, memory: CommMemory | None) -> None:
-        """Have the buffers of collectives in a communication library's memory from now on; None: in the usual one."""
-        self.comm.memory = memory
-        self.grads.spare = {}
-        self.forget_full()
+        if self.state is not GroupState.UNSHARDED:
+            if not keep_part:  # the part is stale once the optimizer has run
+                self._part, self.state = None, GroupState.SHARDED
+            return
+        replaced = [param.slot.fqn for param in self.params if param.replacements()]
+        for param in self.params:
+            param.set_on_modules(param.sharded)
+        if keep_part and self.comm.part_size is not None and self.full is not None:
+            self._part = self.full.flat.view(self.comm.part_size, -1)[self.comm.part_rank].clone()
+        if frees:
+            self.free_full()
+        self.state = GroupState.SHARDED if self._part is None else GroupState.PARTLY_SHARDED
+        if replaced:
+            raise LifecycleError(
+                "Parameters were replaced or deleted while their unit was unsharded; the sharded ones are back.",
+                expected="the unsharded parameters that the gather made",
+                got=", ".join(replaced[:4]),
+                todo="write into the sharded parameters instead: load_state_dict, or copy_ of a tensor that "
+                "vescale_fsdp.distribute_tensor made",
+            )
 
     def forget_full(self) -> None:
-        """Have the full buffer made anew at the next gather."""
+        """Drop the full buffer; the next gather makes a new one."""
         self.full = None
 
     def free_full(self) -> None:
-        """Give back the memory of the full buffer, unless it is to stay."""
+        """Free the memory of the full buffer, unless the user keeps it."""
         if self.full is not None and not self.comm.settings.keeps_full:
             self.full.free()
 
@@ -373,7 +430,7 @@ class ParamGroup:
         self.grads.take(param.slot, param.prior.own_grad(grad))
 
     def collect_grads(self) -> None:
-        """Take gradients that somebody set on unsharded parameters, as pipelines do for the weights' half."""
+        """Take gradients that were set on unsharded parameters without a hook, as pipelines do for weights."""
         for param in self.params:
             if param.unsharded is not None and param.unsharded.grad is not None:
                 grad, param.unsharded.grad = param.unsharded.grad, None
@@ -385,7 +442,7 @@ class ParamGroup:
         return DBuffer(self.layout, flat, self.comm.grads_pool)
 
     def write_grads(self) -> None:
-        """Write what autograd has made so far into the gradient buffer, to be reduced with later backwards' sums."""
+        """Write the gradients so far into the gradient buffer, to be reduced with later backwards' sums."""
         with without_grad():
             self.grads.write_kept()
 
@@ -403,14 +460,14 @@ class ParamGroup:
             return buffer
 
     def start_reduce(self, source: DBuffer) -> ReducedShard:
-        """Start the reduction of what `complete_grads` has made, on the current stream."""
+        """Start the reduction of the buffer that `complete_grads` returned, on the current stream."""
         used = self.grads.hand_over()
-        self._untold_used = used | (self._untold_used or frozenset())
+        self._unreported_used = used | (self._unreported_used or frozenset())
         shard = self.comm.allocate_grads(self.layout.shard_numel, self.reduce_dtype, self.device)
         return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat), used)
 
     def finish_reduce(self, reduced: ReducedShard) -> None:
-        """Add what a reduction left, which the caller has waited for, to the sharded gradients."""
+        """Add the result of a reduction, which the caller has waited for, to the sharded gradients."""
         shard, used = reduced.shard, reduced.used
         if self._unreplicated is not None:
             shard.add_(self._unreplicated.shard)
@@ -419,41 +476,40 @@ class ParamGroup:
         if not self._delivers:
             self._unreplicated = reduced._replace(used=used)
             return
+        settings = self.comm.settings
         self.comm.all_reduce(shard)
-        if self.comm.settings.all_reduce_hook is not None:
-            self.comm.settings.all_reduce_hook(shard)
+        if settings.all_reduce_hook is not None:
+            settings.all_reduce_hook(shard)
         self.comm.finish_division(shard)
         shard = self._to_shard_home(shard.to(self.shard.dtype))
-        wanted = [param for param in self.params if param.sharded.requires_grad]
-        delivered = {
-            param.slot.fqn: shard[param.local]
-            for param in wanted
-            if self.comm.settings.zeros_unused or param.slot.fqn in used or self._adds_zeros(param)
-        }
+        delivered: dict[str, torch.Tensor] = {}
+        for param in self.params:
+            if not param.sharded.requires_grad:
+                continue
+            fqn, piece = param.slot.fqn, shard[param.local]
+            if settings.zeros_unused or fqn in used or self._adds_zeros(param):
+                delivered[fqn] = piece
+            else:  # an earlier reduction of the same backward may have deferred a gradient, too
+                known = self._deferred_grads.get(fqn)
+                self._deferred_grads[fqn] = piece if known is None else known.add_(piece)
         self._deliver(delivered)
-        for param in wanted:
-            if (
-                param.slot.fqn not in delivered
-            ):  # of an earlier reduction of the same backward there may be one already
-                known = self._doubtful.get(param.slot.fqn)
-                piece = shard[param.local]
-                self._doubtful[param.slot.fqn] = piece if known is None else known.add_(piece)
 
     def _adds_zeros(self, param: ManagedParam) -> bool:
-        """Whether what other ranks may not have used either is added at once, so that the host need not wait for flags.
+        """Whether a gradient that may be of zeros on all ranks is added at once, so that the host need not read flags.
 
-        Not where somebody listens: hooks fire for parameters that some rank has used.
+        Not where hooks listen: they fire only for parameters that some rank has used.
         """
-        listens = self.comm.settings.on_delivery is not None or post_accumulate_grad_hooks(param.sharded)
-        return param.sharded.grad is not None and not listens
+        if param.sharded.grad is None:
+            return False
+        return self.comm.settings.on_delivery is None and not post_accumulate_grad_hooks(param.sharded)
 
     @property
     def owes_replicas(self) -> bool:
-        """Whether what earlier reductions have left is to be reduced over replicas by the next one."""
+        """Whether the next reduction also reduces results of earlier ones over replicas."""
         return self._unreplicated is not None and self._delivers
 
     def unreplicated_sums(self) -> list[torch.Tensor]:
-        """What earlier reductions have left and the next one adds to."""
+        """Results of earlier reductions that the next one adds to."""
         return [] if self._unreplicated is None else [self._unreplicated.shard]
 
     @property
@@ -465,7 +521,12 @@ class ParamGroup:
         """Add to the sharded gradients of these parameters, and call the hooks that users have set on them."""
         given = [param for param in self.params if param.slot.fqn in pieces]
         for param in given:
-            self._accumulate(param, pieces[param.slot.fqn])
+            piece, sharded = pieces[param.slot.fqn], param.sharded
+            if sharded.grad is None:
+                assert isinstance(sharded, RaggedDTensor)
+                sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
+            else:
+                local_of(sharded.grad).add_(piece)
         for param in given:
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)
@@ -473,29 +534,32 @@ class ParamGroup:
             self.comm.settings.on_delivery([param.sharded for param in given])
 
     def take_used(self) -> list[bool] | None:
-        """Which parameters this rank has used since it was asked last; None if gradients are not delivered yet."""
-        if self._untold_used is None or not self._delivers:
+        """Which parameters this rank has used since the last call; None if gradients are not delivered yet."""
+        if self._unreported_used is None or not self._delivers:
             return None
-        used, self._untold_used = self._untold_used, None
+        used, self._unreported_used = self._unreported_used, None
         return [param.slot.fqn in used for param in self.params]
 
     @property
-    def is_in_doubt(self) -> bool:
-        """Whether a gradient waits for the word that some rank has used its parameter."""
-        return bool(self._doubtful)
+    def has_deferred_grads(self) -> bool:
+        """Whether a gradient waits for the report that some rank has used its parameter."""
+        return bool(self._deferred_grads)
 
-    def settle_doubtful(self, used: Sequence[bool]) -> None:
-        """Deliver what some rank has used, in the order of `take_used`; the rest keeps the gradient it has, or none."""
-        doubtful, self._doubtful = self._doubtful, {}
-        found = {param.slot.fqn for param, flag in zip(self.params, used, strict=True) if flag}
-        self._deliver({fqn: piece for fqn, piece in doubtful.items() if fqn in found})
+    def apply_deferred_grads(self, used: Sequence[bool]) -> None:
+        """Deliver gradients of parameters that some rank has used, in the order of `take_used`.
+
+        The other parameters keep the gradient they have, or None.
+        """
+        deferred, self._deferred_grads = self._deferred_grads, {}
+        names = {param.slot.fqn for param, flag in zip(self.params, used, strict=True) if flag}
+        self._deliver({fqn: piece for fqn, piece in deferred.items() if fqn in names})
 
     def _to_shard_home(self, shard: torch.Tensor) -> torch.Tensor:
-        """A reduced shard where the parameters are: the host, under CPU offload."""
+        """A reduced shard where the parameters are: on the host, under CPU offload."""
         if not self.is_offloaded:
             return shard
         host = self._room_on_host(shard)
-        # The host may read it only once it is there: at once if somebody reads at once, else at the end.
+        # The copy is waited for here if code reads the gradients at once, else at the end of the backward.
         read_at_once = self.comm.settings.on_delivery is not None or any(
             param.sharded.grad is not None or post_accumulate_grad_hooks(param.sharded)
             for param in self.params
@@ -506,19 +570,21 @@ class ParamGroup:
     def _room_on_host(self, shard: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(shard, device="cpu", pin_memory=self._is_pinned)
 
-    def _accumulate(self, param: ManagedParam, local: torch.Tensor) -> None:
-        existing = param.sharded.grad
-        if existing is None:
-            assert isinstance(param.sharded, RaggedDTensor)
-            param.sharded.grad = RaggedDTensor.wrap(local, param.spec, layout_ref=param.sharded.layout_ref)
-        else:
-            local_of(existing).add_(local)
-
     def drop_grads(self) -> None:
-        """Forget unsharded gradients, and sums not yet reduced over replicas (after an exception)."""
+        """Drop unsharded gradients, and sums not yet reduced over replicas (after an exception)."""
         self.grads.drop()
-        self._unreplicated = self._untold_used = None
-        self._doubtful = {}
+        self._unreplicated = self._unreported_used = None
+        self._deferred_grads = {}
         for param in self.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
+
+
+def use_memory(groups: Sequence[ParamGroup], kind: MemoryKind | None) -> None:
+    """Put the buffers of groups over the same ranks into one pool of a communication library; None: usual memory."""
+    memory = None if kind is None or not groups else kind(groups[0].comm.shard_group, groups[0].device)
+    for group in groups:
+        group.comm.change(memory=kind)
+        group.comm.memory = memory
+        group.grads.spare = {}
+        group.forget_full()

@@ -1,6 +1,6 @@
 """Schedule: when units gather, reshard and reduce. One per tree of sharded modules, shared by its units.
 
-What overlaps with what, on an accelerator (c = compute stream, g = gather stream, r = reduce stream)::
+Overlap on an accelerator (c = compute stream, g = gather stream, r = reduce stream)::
 
     forward    g  gather 1 | gather 2        | gather 3 ..
                c           | compute 1       | compute 2 ..      2 buffers alive at most
@@ -8,16 +8,16 @@ What overlaps with what, on an accelerator (c = compute stream, g = gather strea
                c           | compute 3       | compute 2 ..
                r                             | reduce 3 ..       1 reduction in flight at most
 
-Replicas' all-reduces have a stream of their own beside r, copies of offloaded shards from the host one beside g.
+The all-reduces of replicas have a stream of their own next to r, copies of offloaded shards have one next to g.
 
-The next unit is gathered while the current one computes: in the forward the one that followed it in the last forward
-that had both (or the user's list), in the backward the one whose forward ended before its own did. Of units inside
-units that is the inner one, which the forward began later. How streams wait for each other is `CommContext`'s affair.
+The next unit is gathered while the current one computes. In the forward that is the unit that followed in the last
+forward that had both (or the user's list); in the backward it is the unit whose forward ended before the current one's.
+Of nested units that is the inner one, which the forward began later. `CommContext` orders the streams.
 
-Ranks may differ in which outputs their losses use, and still have to issue the same collectives in the same order. So a
-forward leaves a `Trace`: where units began and ended. Autograd comes by these moments in reverse order; those that it
-skips on this rank are made up for when it comes by an earlier one, or ends: the unit is gathered and reduces zeros at
-the place where other ranks gather it and reduce what they have::
+Ranks may use different outputs in their losses, and must still issue the same collectives in the same order. So a
+forward leaves a `Trace` of where units began and ended. Autograd reaches these moments in reverse order. Moments that
+it skips on this rank are made up for when it reaches an earlier one, or ends: the unit is gathered and reduces zeros at
+the point where other ranks gather it and reduce their gradients::
 
     forward                           begin A  end A  begin B  end B  begin C  end C
     backward where B is used          C: gather, reduce | B: gather, reduce | A: gather, reduce
@@ -27,41 +27,21 @@ the place where other ranks gather it and reduce what they have::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice, pairwise
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.runtime.comm.group_state import GroupState
-from vescale_fsdp.runtime.comm.reduction import UsedFlags
+from vescale_fsdp.runtime.comm.gradients import UsedFlags
 from vescale_fsdp.runtime.comm_context import CommContext, GradientReductionHandle
-from vescale_fsdp.runtime.param_group import ParamGroup
+from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 from vescale_fsdp.torch_modes import profiled
 from vescale_fsdp.torch_private import autograd_engine_callback
 
-
-class Unit(Protocol):
-    """What the schedule must know of a unit (`vescale_fsdp.runtime.fsdp_state.FSDPState` is the only one)."""
-
-    groups: list[ParamGroup]
-    label: str
-    shown: str  # the label in parentheses
-    forward_prefetch: list[Any] | None
-    backward_prefetch: list[Any] | None
-    unshard_in_backward: bool
-    requires_gradient_sync: bool
-
-    @property
-    def stays_gathered(self) -> bool:
-        """Whether its full parameters last from a forward to its backward."""
-
-    def finish_forward(self) -> None:
-        """Called when the root's forward ends."""
-
-    def end_backward(self, *, is_last: bool) -> None:
-        """Called when the whole backward pass is over."""
+if TYPE_CHECKING:
+    from vescale_fsdp.runtime.fsdp_state import FSDPState
 
 
 class Moment:
@@ -69,37 +49,37 @@ class Moment:
 
     Args:
         trace: of the root's forward around it.
-        place: in the trace.
-        make_up: what the backward does there.
+        index: in the trace.
+        make_up: the work of a backward at this moment, called if the backward skips it.
     """
 
-    __slots__ = ("is_passed", "make_up", "place", "trace")
+    __slots__ = ("index", "is_passed", "make_up", "trace")
 
-    def __init__(self, trace: Trace, place: int, make_up: Callable[[], None]) -> None:
-        self.trace, self.place, self.make_up = trace, place, make_up
+    def __init__(self, trace: Trace, index: int, make_up: Callable[[], None]) -> None:
+        self.trace, self.index, self.make_up = trace, index, make_up
         self.is_passed = False  # by a backward
 
 
 class Trace:
-    """The moments of one forward of the root, and of calls behind it. Args: number, growing from forward to forward."""
+    """The moments of one forward of the root, and of calls after it. ``number`` grows from forward to forward."""
 
     __slots__ = ("_moments", "_num_noted", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._moments: list[Moment] = []  # in order; the last ones go once the backward is past them
+        self._moments: list[Moment] = []  # in order; the backward pops the last ones
         self._num_noted = 0
 
     def note(self, make_up: Callable[[], None]) -> Moment:
-        """Another moment."""
+        """Add a moment."""
         moment = Moment(self, self._num_noted, make_up)
         self._moments.append(moment)
         self._num_noted += 1
         return moment
 
-    def make_up(self, behind: int = -1) -> None:
-        """Do, last first, what the backward has skipped of the moments behind a place."""
-        while self._moments and self._moments[-1].place > behind:
+    def make_up(self, after: int = -1) -> None:
+        """Do the work of the moments after an index that the backward has skipped, the last one first."""
+        while self._moments and self._moments[-1].index > after:
             moment = self._moments.pop()
             if not moment.is_passed:
                 moment.is_passed = True
@@ -115,22 +95,24 @@ class Schedule:
 
     def __init__(self, comm: CommContext) -> None:
         self.comm = comm
-        self.units: list[Unit] = []
+        self.units: list[FSDPState] = []
         self.in_backward = False
         self.is_last_backward = True
         self.finalizes_by_hand = False  # the user calls `finalize_backward`
-        self._unfinalized = False  # and has not yet, since the last backward
-        self._order: list[Unit] = []  # in which units began this forward
-        self._through: list[Unit] = []  # in which they ended it
-        self._begun: set[Unit] = set()  # their backward
-        self._successors: dict[Unit, Unit] = {}  # what began next in the last forward that had the unit
-        self._guessed: set[Unit] = set()  # gathered because they are successors
-        self._left: set[Unit] = set()  # gathered by forwards without gradients
+        self._unfinalized = False  # the user has not called it since the last backward
+        self._order: list[FSDPState] = []  # in which units began this forward
+        self._through: list[FSDPState] = []  # in which they ended it
+        self._begun: set[FSDPState] = set()  # their backward
+        self._successors: dict[
+            FSDPState, FSDPState
+        ] = {}  # what began next in the last forward that had the unit
+        self._guessed: set[FSDPState] = set()  # gathered because they are successors
+        self._left: set[FSDPState] = set()  # gathered by forwards without gradients
         self._trace = Trace(0)  # of the last forward
         self._reached: dict[Trace, None] = {}  # by this backward
 
-    def gather(self, unit: Unit) -> bool:
-        """Start the all-gathers of a unit; False if they are under way or done."""
+    def gather(self, unit: FSDPState) -> bool:
+        """Start the all-gathers of a unit; False if they are in flight or done."""
         if not any(group.state.is_sharded for group in unit.groups):
             return False
         try:
@@ -141,12 +123,11 @@ class Schedule:
             raise
         return True
 
-    def wait(self, unit: Unit) -> None:
+    def wait(self, unit: FSDPState) -> None:
         """Wait for the all-gathers of a unit; its modules then hold full parameters."""
         try:
-            with profiled(
-                "FSDP::all_gather_copy_out ", unit.shown
-            ):  # the name trace tools know; nothing is copied
+            # The name that trace tools know; nothing is copied.
+            with profiled("FSDP::all_gather_copy_out ", unit.shown):
                 self.comm.wait(unit.groups)
         except RuntimeError as error:
             self.comm.explain(error)
@@ -155,35 +136,34 @@ class Schedule:
     # -- forward --------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """The root starts a forward: remember the last order, drop what the optimizer may have overtaken."""
+        """The root starts a forward: store the last order, free parameters that the optimizer may have made stale."""
         for unit in self.units:
             parts = [group for group in unit.groups if group.state is GroupState.PARTLY_SHARDED]
             if parts:
                 self.comm.reshard(parts)
-        for unit in self._guessed:  # and did not run: out of date as well
+        for unit in self._guessed:  # gathered ahead, but did not run
             self.comm.reshard(unit.groups)
         self._guessed.clear()
         if torch.is_grad_enabled():
-            for (
-                unit
-            ) in self._left:  # and the weights may have been others for that forward alone, as averages are
+            # That forward may have had other weights, such as averages, for itself alone.
+            for unit in self._left:
                 self.comm.reshard(unit.groups)
             self._left.clear()
         self._forget_order()
         self._trace = Trace(self._trace.number + 1)
 
     def _forget_order(self) -> None:
-        """This forward is a past one, of which remains what followed what."""
+        """End this forward; only which unit followed which is kept of it."""
         self._successors.update(pairwise(self._order))
         self._order, self._through = [], []
 
-    def enter_forward(self, unit: Unit) -> None:
-        """A unit starts its forward: gather it, and the unit that comes next."""
+    def enter_forward(self, unit: FSDPState) -> None:
+        """A unit starts its forward: gather it and the next unit."""
         self.gather(unit)
         self.wait(unit)
         self._guessed.discard(unit)
         if not self.in_backward:
-            for wrong in self._guessed:  # this forward takes another way; they would be one buffer too many
+            for wrong in self._guessed:  # this forward runs other units; these would be one buffer too many
                 self.comm.reshard(wrong.groups)
             self._guessed.clear()
             for following in self._next_in_forward(unit):
@@ -193,8 +173,8 @@ class Schedule:
             if unit not in self._order:
                 self._order.append(unit)
 
-    def leave_forward(self, unit: Unit, *, reshards: bool) -> None:
-        """A unit's forward is through."""
+    def leave_forward(self, unit: FSDPState, *, reshards: bool) -> None:
+        """A unit's forward has ended."""
         if self.in_backward:  # recomputed: its backward follows
             return
         if unit in self._through:
@@ -204,30 +184,30 @@ class Schedule:
             self.comm.reshard(unit.groups, keep_part=True, lingers=True)
 
     def end_forward(self) -> None:
-        """The root's forward ends: units of which it ran only some modules are through as well."""
+        """The root's forward ends, and with it that of units of which only some modules ran."""
         for unit in self.units:
             unit.finish_forward()
         self.comm.free_lingering()
-        # What was gathered ahead may be used later, or never; the caller may change the parameters now.
-        self.comm.settle([group for unit in self._guessed for group in unit.groups])
+        # Units gathered ahead may be used later, or never; the caller may change the parameters now.
+        self.comm.wait_for_reads([group for unit in self._guessed for group in unit.groups])
         if not torch.is_grad_enabled():
             self._end_forward_without_grads()
             return
-        for watch in self.comm.watches.values():
-            watch.note(self._what_follows())
-            watch.end_step(then_reduces=True)
-
-    def _what_follows(self) -> str:
-        """What decides over the backward of this forward, and has to be alike on all ranks."""
-        run = ", ".join([unit.label for unit in self._order])
-        unsynced = ", ".join([unit.label for unit in self.units if not unit.requires_gradient_sync])
-        return f"forward of {run}; without gradient sync: {unsynced}; last backward: {self.is_last_backward}"
+        if self.comm.watches:
+            # All that decides over the backward of this forward; it must be the same on all ranks.
+            run = ", ".join([unit.label for unit in self._order])
+            unsynced = ", ".join([unit.label for unit in self.units if not unit.requires_gradient_sync])
+            for watch in self.comm.watches.values():
+                watch.note(
+                    f"forward of {run}; without gradient sync: {unsynced}; last backward: {self.is_last_backward}"
+                )
+                watch.end_step(then_reduces=True)
 
     def _end_forward_without_grads(self) -> None:
-        """No backward will reshard what this forward leaves gathered, and an optimizer may change it before it is used.
+        """Free parameters that this forward leaves gathered: no backward will, and an optimizer may make them stale.
 
-        So it goes at once where gradients are there to be stepped with, else before the next forward with gradients: a
-        row of forwards without them gathers once, if the user wants it so.
+        Units that have gradients to be stepped with are freed at once, others before the next forward with gradients.
+        So a row of forwards without gradients gathers once, if the user wants it so.
         """
         for unit in self.units:
             if any(param.sharded.grad is not None for group in unit.groups for param in group.params):
@@ -236,7 +216,7 @@ class Schedule:
                 self._left.add(unit)
         self.comm.wait_for_host_copies()
 
-    def _next_in_forward(self, unit: Unit) -> Sequence[Unit]:
+    def _next_in_forward(self, unit: FSDPState) -> Sequence[FSDPState]:
         if unit.forward_prefetch is not None:
             return unit.forward_prefetch
         following = self._successors.get(unit)
@@ -245,26 +225,29 @@ class Schedule:
         return (following,)
 
     def note(self, make_up: Callable[[], None]) -> Moment:
-        """A call of a unit begins or ends; ``make_up`` is done where a backward skips it. A recomputed one is apart."""
+        """A call of a unit begins or ends; a backward that skips it calls ``make_up``.
+
+        A recomputed call gets a trace of its own.
+        """
         return (Trace(self._trace.number) if self.in_backward else self._trace).note(make_up)
 
     # -- backward -------------------------------------------------------------------------------------
 
     def pass_by(self, moment: Moment) -> None:
-        """The backward comes by a moment of a forward."""
+        """The backward reaches a moment of a forward."""
         moment.is_passed = True
         self._reached[moment.trace] = None
         if self.is_last_backward:
             self._make_up(trace for trace in self._reached if trace.number > moment.trace.number)
-            moment.trace.make_up(behind=moment.place)
+            moment.trace.make_up(after=moment.index)
 
     def _make_up(self, traces: Iterable[Trace]) -> None:
-        """Make up for all that was skipped of forwards, the last one first."""
+        """Make up for all skipped moments of these forwards, the last one first."""
         for trace in sorted(traces, key=lambda trace: -trace.number):
             trace.make_up()
 
-    def enter_backward(self, unit: Unit) -> None:
-        """A unit's outputs have gradients: gather it, and the unit whose turn comes next."""
+    def enter_backward(self, unit: FSDPState) -> None:
+        """A unit's outputs have gradients: gather it and the next unit."""
         if not self.in_backward:
             self.in_backward = True
             autograd_engine_callback(self._end_backward)
@@ -276,35 +259,41 @@ class Schedule:
         if self.comm.streams is not None or unit.backward_prefetch is not None:
             self._prefetch_in_backward(unit)
 
-    def leave_backward(self, unit: Unit) -> None:
-        """A unit's backward is through and its full parameters are freed; its reduction starts next.
+    def leave_backward(self, unit: FSDPState) -> None:
+        """A unit's backward has ended and its full parameters are freed; its reduction starts next.
 
-        On the CPU the next unit is gathered here, beside the reduction: any earlier, its buffer would lie
-        beside this one's and the gradients, and the gather would take the cores that compute.
+        On the CPU the next unit is gathered here, during the reduction. Any earlier, its buffer would be in memory
+        together with this unit's and the gradients, and the gather would take the cores that compute.
         """
         if self.comm.streams is None and unit.backward_prefetch is None:
             self._prefetch_in_backward(unit)
 
-    def _prefetch_in_backward(self, unit: Unit) -> None:
+    def _prefetch_in_backward(self, unit: FSDPState) -> None:
         for following in self._next_in_backward(unit):
             if following.unshard_in_backward:
                 with profiled("FSDP::backward_prefetch for ", following.label):
                     self.gather(following)
 
-    def _next_in_backward(self, unit: Unit) -> Sequence[Unit]:
+    def _next_in_backward(self, unit: FSDPState) -> Sequence[FSDPState]:
         if unit.backward_prefetch is not None:
             return unit.backward_prefetch
         if unit not in self._through:
             return ()
-        before = reversed(self._through[: self._through.index(unit)])
-        return tuple(islice((each for each in before if each not in self._begun), 1))
+        for before in reversed(self._through[: self._through.index(unit)]):
+            if before not in self._begun:
+                return (before,)
+        return ()
 
     def set_finalizes_by_hand(self, enabled: bool) -> None:
-        """Who calls `finalize_backward`: the user, or the end of every backward."""
+        """Let the user call `finalize_backward`, or the end of every backward.
+
+        Raises:
+            LifecycleError: between a backward and its finalization.
+        """
         if enabled != self.finalizes_by_hand and (self.in_backward or self._unfinalized):
             raise LifecycleError(
                 "Who finalizes a backward cannot change before it is finalized.",
-                expected="set_manual_backward_finalization before the backward, or behind finalize_backward",
+                expected="set_manual_backward_finalization before the backward, or after finalize_backward",
                 got=f"set_manual_backward_finalization({enabled})",
             )
         self.finalizes_by_hand = enabled
@@ -320,16 +309,16 @@ class Schedule:
             self.finalize_backward()
 
     def finalize_backward(self) -> None:
-        """Reduce what the backward left, and wait: sharded gradients may be read behind this."""
+        """Reduce what the backward left, and wait: sharded gradients may be read after this."""
         self.start_finalizing(is_last=self.is_last_backward).wait()
 
     def start_finalizing(self, *, is_last: bool) -> GradientReductionHandle:
-        """Begin the reductions that are left, and return what waits for them."""
+        """Start the reductions that are left, and return the handle that waits for them."""
         with profiled("FSDP::root_post_backward_callback", ""):
-            # Reverse order of the forward: the same on every rank, whatever autograd did not reach.
+            # Reverse order of the forward: the same on every rank, whichever units autograd did not reach.
             for unit in dict.fromkeys([*reversed(self._order), *self.units]):
                 unit.end_backward(is_last=is_last)
-                # A gather nobody waited for must not read a shard that the optimizer is about to write.
+                # A gather that no unit waited for must not read a shard that the optimizer is about to write.
                 self.comm.wait(unit.groups)
         if is_last:
             self._forget_order()
@@ -337,14 +326,13 @@ class Schedule:
         for watch in self.comm.watches.values():
             watch.end_step()
         try:
-            told = self._tell_used()
+            return GradientReductionHandle(self.comm, self._send_used())
         except RuntimeError as error:
             self.comm.explain(error)
             raise
-        return GradientReductionHandle(self.comm, told)
 
-    def _tell_used(self) -> list[tuple[UsedFlags, list[ParamGroup]]]:
-        """Send the other ranks which parameters of what was reduced this one has used."""
+    def _send_used(self) -> list[tuple[UsedFlags, list[ParamGroup]]]:
+        """Send the other ranks which of the reduced parameters this rank has used: one message per mesh."""
         by_mesh: dict[DeviceMesh, tuple[list[ParamGroup], list[bool]]] = {}
         for unit in self.units:
             for group in unit.groups:
@@ -358,7 +346,7 @@ class Schedule:
         ]
 
     def reset(self) -> None:
-        """Forget everything in flight after an exception; gradients not yet reduced are dropped."""
+        """Drop everything in flight after an exception, and gradients that are not yet reduced."""
         self.comm.drop_reductions()
         for unit in self.units:
             for group in unit.groups:

@@ -1,19 +1,19 @@
 """SelfGatheringGroup: the group of parameters whose tensor subclass gathers itself.
 
-They are cut by rows as FSDP2 cuts them (`plan_by_rows`), since their hooks were written for that: ``pre`` is called
-on this rank's rows, and the outputs handed to ``post`` are ``[m * padded rows, ...]``, those of the last ranks
-padded. What differs from a `ParamGroup` is the gather alone:
+They are cut by rows as FSDP2 cuts them (`plan_by_rows`), since their hooks were written for that: ``pre`` is called on
+this rank's rows, and the outputs given to ``post`` are ``[m * padded rows, ...]``, padded on the last ranks. Only the
+gather differs from a `ParamGroup`:
 
     rows        of this rank, an instance of the user's class over the group's shard
-    inputs      what ``pre`` makes of them: any number, any dtypes, the same sizes on every rank
+    inputs      returned by ``pre``: any number, any dtypes, the same sizes on every rank
     outputs     1-D [m * input numel] each, filled by an all-gather of its own: no bytes are packed or copied out
-    unsharded   what ``post`` makes of the outputs, once; later gathers hand it back as ``out``
+    unsharded   made by ``post`` from the outputs, once; later gathers pass it as ``out``
 
-Memory comes and goes as a full buffer's does: outputs and the tensors that ``post`` names are freed by a reshard,
-and are there again before the next ``post``. Gradients, plain tensors, take the way of every group.
+Memory is handled as for a full buffer: a reshard frees outputs and the tensors that ``post`` names, and the next gather
+allocates them before ``post``. Gradients, plain tensors, are reduced as in every group.
 
-Alternative considered: one byte buffer per group and gather, as in FSDP2. It saves collectives, and costs a copy
-in and a copy out of everything gathered; the weights of such parameters are large, so the copies cost more.
+Alternative: one byte buffer per group and gather, as in FSDP2. It saves collectives, but costs a copy in and a copy out
+of everything gathered; the weights of such parameters are large, so the copies cost more.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ from vescale_fsdp.collectives import Work
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import MisuseError
 from vescale_fsdp.layout.geometry import chunk_of, contiguous_strides
+from vescale_fsdp.runtime.all_gather_hooks import (
+    inner_of,
+    rows_of,
+    scaled_together,
+    takes_mesh_only,
+    takes_scale,
+)
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
-from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.setup.all_gather_hooks import TensorHooks, inner_of, rows_of, takes_mesh_only
-from vescale_fsdp.runtime.setup.float8_scales import scaled_together, takes_scale
-from vescale_fsdp.runtime.setup.group_plan import GroupPlan
-from vescale_fsdp.runtime.setup.managed_param import ManagedParam
-from vescale_fsdp.runtime.setup.tensor_parallel import local_part
+from vescale_fsdp.runtime.data_mesh import local_part
+from vescale_fsdp.runtime.group_plan import GroupPlan
+from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
 from vescale_fsdp.torch_private import restore_version, version_of
 
 
@@ -53,9 +57,9 @@ class SelfGatheringGroup(ParamGroup):
         device: torch.device,
     ) -> None:
         super().__init__(plan, mp_policy, offload_policy, device)
-        self.policy_gather = None  # the class decides what travels
+        self.policy_gather = None  # the class decides which tensors are sent
         self._hooked = [
-            _SelfGatheringParam(param, local_part(plan.params[param.slot.fqn]), self.layout.num_shards)
+            _SelfGatheringParam(param, local_part(plan.params[param.slot.fqn].param), self.layout.num_shards)
             for param in self.params
         ]
         self._point_at_shard()
@@ -76,7 +80,7 @@ class SelfGatheringGroup(ParamGroup):
         return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
 
     def allocate_full(self) -> None:
-        """Nothing: how much memory there must be is known once the hooks have made what travels."""
+        """Nothing: the sizes are known once the hooks have made the tensors to send."""
 
     @torch.no_grad()
     def bring_shard(self) -> list[torch.Tensor]:
@@ -97,7 +101,7 @@ class SelfGatheringGroup(ParamGroup):
             hooked.finish_gather(self.compute_dtype)
 
     def free_full(self) -> None:
-        """Give back all memory of full parameters."""
+        """Free all memory of full parameters."""
         if not self.comm.settings.keeps_full:
             for hooked in self._hooked:
                 hooked.free()
@@ -107,9 +111,9 @@ class _SelfGatheringParam:
     """One parameter of such a group.
 
     Args:
-        param: where it lies, and its Parameter objects.
+        param: its slot, its owners and its Parameter objects.
         like: a tensor of the user's class.
-        num_shards: ranks it is cut over.
+        num_shards: number of ranks that share it.
     """
 
     def __init__(self, param: ManagedParam, like: torch.Tensor, num_shards: int) -> None:
@@ -117,20 +121,22 @@ class _SelfGatheringParam:
         self.num_shards = num_shards
         self.outputs: list[torch.Tensor] | None = None  # made at the first gather
         self._like = like
-        self._rows: TensorHooks | None = None
-        self._brought: Any = None  # a copy of offloaded rows, until they are encoded
+        self._rows: torch.Tensor | None = None
+        self._brought: torch.Tensor | None = None  # a copy of offloaded rows, until they are encoded
         self._sizes: list[torch.Size] = []  # of this gather's inputs
         self._metadata: Any = None
-        self._inner: list[tuple[torch.Tensor, int]] = []  # what `post` made, each with its version
-        self._under_way: list[tuple[Work | None, torch.Tensor]] = []  # with the input, which must stay alive
+        self._inner: list[
+            tuple[torch.Tensor, int]
+        ] = []  # tensors of the full parameter, each with its version
+        self._in_flight: list[tuple[Work | None, torch.Tensor]] = []  # with the input, which must stay alive
 
     def point_at(self, piece: torch.Tensor) -> None:
-        """Let the hooks work on this rank's piece of the shard (1-D), and make full parameters anew."""
+        """Let the hooks read this rank's piece of the shard (1-D); the next gather makes a new full parameter."""
         shape = self.param.slot.shape
         row_numel = max(1, self.param.slot.numel // max(1, shape[0]))
-        rows = rows_of(self._like, piece.view(piece.numel() // row_numel, *shape[1:]))
-        assert isinstance(rows, torch.Tensor)
-        self._like, self._rows = rows, rows
+        self._like = self._rows = rows = rows_of(
+            self._like, piece.view(piece.numel() // row_numel, *shape[1:])
+        )
         if isinstance(self.param.sharded, RaggedDTensor):
             self.param.sharded.shown_to_torchao = rows
         self.outputs, self._inner = None, []
@@ -139,23 +145,31 @@ class _SelfGatheringParam:
     # -- gather ---------------------------------------------------------------------------------------
 
     def bring_rows(self, device: torch.device) -> torch.Tensor:
-        """Copy offloaded rows to where they are encoded; the memory of the copy."""
-        rows: Any = self._rows
-        self._brought = rows.to(device, non_blocking=True)
+        """Copy offloaded rows to the device that encodes them; returns the memory of the copy."""
+        assert self._rows is not None
+        self._brought = self._rows.to(device, non_blocking=True)
         return inner_of(self._brought)
 
     def rows_on(self, device: torch.device) -> Any:
-        """This rank's rows, an instance of the user's class, where they are encoded."""
+        """This rank's rows, an instance of the user's class, on the device that encodes them."""
         rows: Any = self._rows if self._brought is None else self._brought
         self._brought = None
-        # offloaded, and nobody has brought them
+        # Offloaded rows that `bring_rows` has not copied are copied here.
         return rows if rows.device == device else rows.to(device, non_blocking=True)
 
     def start_gather(
         self, rows: Any, comm: GroupComm, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
     ) -> None:
         """Call ``pre`` on these rows and start an all-gather of each of its inputs."""
-        inputs, self._metadata = self._call_before(rows, mesh, mp_policy)
+        inputs: Sequence[torch.Tensor]
+        if takes_mesh_only(rows):
+            inputs, self._metadata = rows.fsdp_pre_all_gather(mesh)
+        else:
+            size = torch.Size(self.param.slot.shape)
+            module = self.param.owners[0][0]
+            inputs, self._metadata = rows.fsdp_pre_all_gather(
+                mesh, size, contiguous_strides(size), module, mp_policy
+            )
         self._sizes = [each.size() for each in inputs]
         self._check_sizes()
         flat = [each.contiguous().view(-1) for each in inputs]
@@ -165,18 +179,9 @@ class _SelfGatheringParam:
             ]
         with comm.full_pool():
             _allocate(self.outputs)
-        self._under_way = [
+        self._in_flight = [
             (comm.gather(full, own), own) for full, own in zip(self.outputs, flat, strict=True)
         ]
-
-    def _call_before(
-        self, rows: Any, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
-    ) -> tuple[Sequence[torch.Tensor], Any]:
-        if takes_mesh_only(rows):
-            return rows.fsdp_pre_all_gather(mesh)  # type: ignore[no-any-return]
-        size = torch.Size(self.param.slot.shape)
-        module = self.param.owners[0][0]
-        return rows.fsdp_pre_all_gather(mesh, size, contiguous_strides(size), module, mp_policy)  # type: ignore[no-any-return]
 
     def _check_sizes(self) -> None:
         """Ranks with fewer rows than others must send as many: a collective moves equal sizes."""
@@ -194,12 +199,12 @@ class _SelfGatheringParam:
         )
 
     def finish_gather(self, dtype: torch.dtype) -> None:
-        """Call ``post`` on what has arrived: for a new tensor at first, into that one later."""
+        """Call ``post`` on the gathered outputs: the first call makes a tensor, later ones write into it."""
         assert self.outputs is not None
-        for work, _ in self._under_way:
+        for work, _ in self._in_flight:
             if work is not None:
                 work.wait()
-        self._under_way = []
+        self._in_flight = []
         arrived = tuple(
             full.view(-1, *size[1:]) for full, size in zip(self.outputs, self._sizes, strict=True)
         )
@@ -225,7 +230,7 @@ class _SelfGatheringParam:
         return torch.as_strided(tensor, shape, contiguous_strides(shape), 0)
 
     def free(self) -> None:
-        """Give back all memory of the full parameter."""
+        """Free all memory of the full parameter."""
         for each, _ in self._inner[:-1]:
             storage = each.untyped_storage()
             if storage.resizable():

@@ -1,16 +1,16 @@
-"""Takeover: what modules hold in place of the parameters a group gave them.
+"""Takeover: parameters that modules got in place of those of their group.
 
-    what happened                                    before the group's first gather     after it
-    load_state_dict(assign=True)                     taken over                          taken over
-    .to(), to_empty(), swap_tensors                  taken over                          taken over
-    module.weight = nn.Parameter(ragged, placed      taken over                          refused
+    event                                            before the group's first gather     after it
+    load_state_dict(assign=True)                     adopted                             adopted
+    .to(), to_empty(), swap_tensors                  adopted                             adopted
+    module.weight = nn.Parameter(ragged, placed      adopted                             refused
         as the sharded parameter is; torch's
         DTensor.from_local of the piece too)
     module.weight = nn.Parameter(full plain tensor)  cut, this rank keeps its piece      refused
     del module.weight, parametrizations              refused                             refused
 
-Loading may come in parts, module by module and call by call. A piece that has been loaded stays where it is until all
-pieces of its group are on one device and in one dtype; then they are copied into one shard. A gather insists on that.
+Loading may come in parts, module by module and call by call. A loaded piece stays in its own memory until all pieces of
+its group are on one device and in one dtype; then they are copied into one shard. A gather requires that.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from vescale_fsdp.dtensor.half_loaded import half_loaded_in, mark_whole
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, check_grad_dtype
 from vescale_fsdp.dtensor.spec import is_ragged_spec, spec_with
 from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.setup.managed_param import ManagedParam, home_of
-from vescale_fsdp.runtime.setup.replaced_params import note_replaced
+from vescale_fsdp.runtime.group_plan import note_replaced
+from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup, managed_param_of
 from vescale_fsdp.torch_private import (
     grad_dtype_of,
     is_noted_sharded,
@@ -41,15 +40,15 @@ from vescale_fsdp.torch_private import (
 
 
 def rebind(group: ParamGroup, *, is_whole: bool) -> None:
-    """Take over what the modules hold, after ``_apply`` or ``load_state_dict``; pieces may still be missing.
+    """Adopt replaced parameters after ``_apply`` or ``load_state_dict``; pieces may still be missing.
 
     Args:
-        is_whole: all of it has been loaded, whatever a load before has left.
+        is_whole: this load has filled the whole group, so that marks of a failed load before it are cleared.
     """
     for param in group.params:
-        found = param.foreign()
-        if found:
-            _take(group, param, found[-1], must_be_new=False)  # as without assign: the last one loaded counts
+        replacements = param.replacements()
+        if replacements:
+            _take(group, param, replacements[-1], must_be_new=False)  # as without assign: the last load wins
         param.spec = spec_of(param.sharded)
         param.set_on_modules(param.sharded)
     _unite(group, all_needed=False)
@@ -62,7 +61,7 @@ def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str
 
     Args:
         module: a unit's, with what is below it.
-        state: what is loaded, its names those of the module behind ``prefix``.
+        state: the loaded state; its names are those of the module, each after ``prefix``.
         prefix: of the module's names.
 
     Raises:
@@ -93,125 +92,134 @@ def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str
         )
 
 
-def gives_own(group: ParamGroup, state: Mapping[str, Any]) -> bool:
-    """Whether a state holds tensors of the group's own memory."""
+def is_own_state(group: ParamGroup, state: Mapping[str, Any]) -> bool:
+    """Whether tensors of a state share the group's own memory."""
     own = storage_id(group.shard)
     return any(isinstance(each, DTensor) and storage_id(local_of(each)) == own for each in state.values())
 
 
-def settle(group: ParamGroup) -> None:
-    """See to it, before a gather, that the modules' parameters are what the shard holds.
+def adopt_replaced_params(group: ParamGroup) -> None:
+    """Before a gather: adopt parameters that modules got in place of the group's, so that the shard has their values.
 
     Raises:
-        LifecycleError: if a parameter was replaced by what the group cannot take, is still on the meta device, or was
-            left half overwritten by a load.
+        LifecycleError: if a parameter was replaced by one that the group cannot adopt, is still on the meta device, or
+            was left half overwritten by a load.
     """
     if half_loaded_in(group.shard):
-        _refuse_half_loaded(group)
+        raise LifecycleError(
+            "A load has failed after it had begun to overwrite these parameters: they hold values of two states, here "
+            "or on other ranks.",
+            expected="parameters of one state",
+            got=", ".join(half_loaded_in(group.shard)[:4]),
+            where=group.label,
+            todo="load a good checkpoint, by vescale_fsdp.checkpoint or load_state_dict, or call to_empty() and "
+            "initialise",
+        )
     if group.is_intact():
         return
     for param in group.params:
-        found = param.foreign()
-        if not found:
+        replacements = param.replacements()
+        if not replacements:
             continue
-        if len(found) < len(param.owners) or any(each is not found[0] for each in found):
-            _refuse(param, found[0], "at some of the places that share it")
-        _take(group, param, found[0], must_be_new=True)
+        new = replacements[0]
+        if len(replacements) < len(param.owners) or any(each is not new for each in replacements):
+            _refuse(param, new, "in some of the modules that share it")
+        _take(group, param, new, must_be_new=True)
         param.set_on_modules(param.sharded)
     _unite(group, all_needed=True)
 
 
-def _refuse_half_loaded(group: ParamGroup) -> NoReturn:
-    raise LifecycleError(
-        "A load has failed after it had begun to overwrite these parameters: they hold values of two states, here or "
-        "on other ranks.",
-        expected="parameters of one state",
-        got=", ".join(half_loaded_in(group.shard)[:4]),
-        where=group.label,
-        todo="load a good checkpoint, by vescale_fsdp.checkpoint or load_state_dict, or call to_empty() and initialise",
-    )
-
-
-def _take(group: ParamGroup, param: ManagedParam, held: nn.Parameter | None, *, must_be_new: bool) -> None:
-    """Make one parameter of the group of what a module holds in its place."""
-    if held is None:
-        _refuse(param, held, "by nothing: it was deleted, or a parametrization moved it")
-    home = home_of(held)
-    if home is not None and home is not param:
-        _refuse_tied(param, home)
+def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, must_be_new: bool) -> None:
+    """Adopt a parameter that a module got in place of one of the group's."""
+    if new is None:
+        _refuse(param, new, "by nothing: it was deleted, or a parametrization moved it")
+    tied = managed_param_of(new)
+    if tied is not None and tied is not param:
+        raise LifecycleError(
+            "A sharded parameter was put in the place of another one: each has its own memory, so they cannot be tied "
+            "now.",
+            expected="parameters that were tied before fully_shard",
+            got=f"{tied.slot.fqn} of {_owners(tied)}",
+            where=f"{param.slot.fqn} of {_owners(param)}",
+            todo="tie first (model.tie_weights(), b.weight = a.weight), then shard, with both modules in one unit: the "
+            "root's, or fully_shard([a, b])",
+        )
     if must_be_new and group.was_gathered:
-        _refuse(param, held, "after the model's first use")
-    check_grad_dtype(grad_dtype_of(held), held.dtype, param.slot.fqn)
-    held = _as_ragged(param, held)
-    if isinstance(held, RaggedDTensor):
-        same = (held.device_mesh, held.placements, held.shape)
-        if same != (param.spec.mesh, param.spec.placements, param.sharded.shape):
+        _refuse(param, new, "after the model's first use")
+    check_grad_dtype(grad_dtype_of(new), new.dtype, param.slot.fqn)
+    new = _as_ragged(param, new)
+    if isinstance(new, RaggedDTensor):
+        if (new.device_mesh, new.placements, new.shape) != (
+            param.spec.mesh,
+            param.spec.placements,
+            param.sharded.shape,
+        ):
             _refuse(
-                param, held, f"by one of shape {tuple(held.shape)} placed {tuple(map(str, held.placements))}"
+                param, new, f"by one of shape {tuple(new.shape)} placed {tuple(map(str, new.placements))}"
             )
         note_replaced(param.sharded, param.slot.fqn)
-        param.take(held)
+        param.take(new)
     else:
-        _take_plain(group, param, held)
-    group.taken_over.append(param.slot.fqn)
+        _take_plain(group, param, new)
+    group.adopted.append(param.slot.fqn)
 
 
-def _as_ragged(param: ManagedParam, held: nn.Parameter) -> nn.Parameter:
-    """What torch's ``DTensor.from_local`` makes of a piece and our placements, as loaders call it: the same, ragged."""
-    if (
-        not isinstance(held, DTensor)
-        or isinstance(held, RaggedDTensor)
-        or not is_ragged_spec(held.placements)
-    ):
-        return held
-    ours, local = param.sharded, local_of(held)
-    if local.numel() != local_of(ours).numel() or held.placements != param.spec.placements:
-        _refuse(param, held, f"by one whose local tensor has shape {tuple(local.shape)}")
+def _as_ragged(param: ManagedParam, new: nn.Parameter) -> nn.Parameter:
+    """A plain DTensor with ragged placements as a RaggedDTensor: loaders make such by ``DTensor.from_local``."""
+    if not isinstance(new, DTensor) or isinstance(new, RaggedDTensor) or not is_ragged_spec(new.placements):
+        return new
+    ours, local = param.sharded, local_of(new)
+    if local.numel() != local_of(ours).numel() or new.placements != param.spec.placements:
+        _refuse(param, new, f"by one whose local tensor has shape {tuple(local.shape)}")
     spec = spec_with(param.spec, dtype=local.dtype)
     ragged = RaggedDTensor.wrap(local.reshape(-1), spec, layout_ref=ours.layout_ref)  # type: ignore[attr-defined]
-    return nn.Parameter(ragged, requires_grad=held.requires_grad)
+    return nn.Parameter(ragged, requires_grad=new.requires_grad)
 
 
 @torch.no_grad()
-def _take_plain(group: ParamGroup, param: ManagedParam, held: nn.Parameter) -> None:
-    """Keep this rank's piece of a full tensor that all ranks have put in a parameter's place."""
-    plain = not isinstance(held, DTensor) and type(held.data) is torch.Tensor and not held.is_meta
+def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> None:
+    """Keep this rank's piece of a full tensor that all ranks have set in place of a parameter."""
+    plain = not isinstance(new, DTensor) and type(new.data) is torch.Tensor and not new.is_meta
     if not plain or group.was_gathered or param.prior.spec is not None or not group.takes_plain:
-        _refuse(param, held, f"by a {type(held).__name__} on {held.device}")
+        _refuse(param, new, f"by a {type(new).__name__} on {new.device}")
     ours = param.sharded
-    if (held.shape, held.dtype) != (ours.shape, ours.dtype):
-        _refuse(param, held, f"by a tensor of shape {tuple(held.shape)}, {held.dtype}")
+    if (new.shape, new.dtype) != (ours.shape, ours.dtype):
+        _refuse(param, new, f"by a tensor of shape {tuple(new.shape)}, {new.dtype}")
     start, stop = group.layout.piece(param.slot, group.comm.rank).range
-    piece = held.detach().reshape(-1)[start:stop]
+    piece = new.detach().reshape(-1)[start:stop]
     if ours.is_meta:
         local = piece.to(group.home, copy=True)
         ragged = RaggedDTensor.wrap(local, param.spec, layout_ref=ours.layout_ref)  # type: ignore[attr-defined]
         note_replaced(ours, param.slot.fqn)
-        param.take(nn.Parameter(ragged, requires_grad=held.requires_grad))
+        param.take(nn.Parameter(ragged, requires_grad=new.requires_grad))
     else:
-        # In place, so that an optimizer that has the parameter goes on with the new values.
+        # In place, so that an optimizer that has the parameter continues with the new values.
         local_of(ours).copy_(piece)
-        ours.requires_grad_(held.requires_grad)
-    note_replaced(held, param.slot.fqn)
+        ours.requires_grad_(new.requires_grad)
+    note_replaced(new, param.slot.fqn)
 
 
 def _unite(group: ParamGroup, *, all_needed: bool) -> None:
-    """Bring pieces that left the shard into a new one, so that the group stays one allocation."""
-    locals_ = [local_of(param.sharded) for param in group.params]
-    meta = [param.slot.fqn for param, local in zip(group.params, locals_, strict=True) if local.is_meta]
-    kinds = dict.fromkeys((local.dtype, local.device) for local in locals_)
+    """Copy pieces that have left the shard into a new one, so that the group stays one allocation.
+
+    Args:
+        all_needed: raise if pieces differ in dtype or device; else wait for the missing ones.
+    """
+    pieces = [(param, local_of(param.sharded)) for param in group.params]
+    kinds = dict.fromkeys((local.dtype, local.device) for _, local in pieces)
     if len(kinds) > 1:
         if all_needed:
-            _refuse_mixed(meta, [f"{dtype} on {device}" for dtype, device in kinds])
+            _refuse_mixed(
+                [param.slot.fqn for param, local in pieces if local.is_meta],
+                [f"{dtype} on {device}" for dtype, device in kinds],
+            )
         return
-    if all(
-        _lies_in(group.shard, param.local, local) for param, local in zip(group.params, locals_, strict=True)
-    ):
-        for param, local in zip(group.params, locals_, strict=True):
+    if all(_is_view_of(group.shard, param.local, local) for param, local in pieces):
+        for param, local in pieces:
             param.piece = local
         return
     group.new_shard(*next(iter(kinds)))
-    for param, local in zip(group.params, locals_, strict=True):
+    for param, local in pieces:
         view = group.shard[param.local]
         if not local.is_meta:
             view.copy_(local.reshape(-1))
@@ -220,7 +228,7 @@ def _unite(group: ParamGroup, *, all_needed: bool) -> None:
     group.forget_full()
 
 
-def _lies_in(shard: torch.Tensor, at: slice, local: torch.Tensor) -> bool:
+def _is_view_of(shard: torch.Tensor, at: slice, local: torch.Tensor) -> bool:
     return (
         storage_id(local) == storage_id(shard)
         and local.storage_offset() == shard.storage_offset() + at.start
@@ -244,24 +252,17 @@ def _refuse_mixed(meta: list[str], kinds: list[str]) -> NoReturn:
     )
 
 
-def _refuse_tied(param: ManagedParam, home: ManagedParam) -> NoReturn:
-    raise LifecycleError(
-        "A sharded parameter was put in the place of another one: each has its own memory, so they cannot be tied now.",
-        expected="parameters that were tied before fully_shard",
-        got=f"{home.slot.fqn} of {', '.join(type(m).__name__ for m, _ in home.owners)}",
-        where=f"{param.slot.fqn}, held by {', '.join(type(m).__name__ for m, _ in param.owners)}",
-        todo="tie first (model.tie_weights(), b.weight = a.weight), then shard, with both modules in one unit: the "
-        "root's, or fully_shard([a, b])",
-    )
+def _owners(param: ManagedParam) -> str:
+    return ", ".join(type(module).__name__ for module, _ in param.owners)
 
 
-def _refuse(param: ManagedParam, held: object, how: str) -> NoReturn:
+def _refuse(param: ManagedParam, new: object, how: str) -> NoReturn:
     raise LifecycleError(
         f"A sharded parameter was replaced {how}.",
         expected=f"the parameter of shape {tuple(param.sharded.shape)}, {param.sharded.dtype}, "
         f"placed {tuple(map(str, param.spec.placements))}",
-        got=type(held).__name__,
-        where=f"{param.slot.fqn}, held by {', '.join(type(m).__name__ for m, _ in param.owners)}",
+        got=type(new).__name__,
+        where=f"{param.slot.fqn} of {_owners(param)}",
         todo="write values into it: load_state_dict, vescale_fsdp.checkpoint.set_model_state_dict, or copy_ of a "
         "tensor that vescale_fsdp.distribute_tensor made. Replace, delete or parametrize before fully_shard",
     )

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from vescale_fsdp.checkpoint.formats.torch_save.found_entries import FoundEntries, OpenedFile
+from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef
+from vescale_fsdp.checkpoint.formats.torch_save.read import HeldTensor, differing_files, is_tensor_ref
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten
@@ -26,9 +29,6 @@ from vescale_fsdp.conversion.formats.deepspeed.zero_shards import (
     runs_of_parameters,
     tensor_of_runs,
 )
-from vescale_fsdp.conversion.formats.torch_save.found_entries import FoundEntries, OpenedFile
-from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.conversion.formats.torch_save.read import HeldTensor, differing_files, is_tensor_ref
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
 
 # What is read here, or is true of the run that saved alone.

@@ -28,12 +28,12 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from vescale_fsdp.checkpoint.formats.torch_save.found_entries import FlatTensor, FoundEntries, OpenedFile
+from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.deepspeed.zero_files import ZeroFiles
-from vescale_fsdp.conversion.formats.torch_save.found_entries import FlatTensor, FoundEntries, OpenedFile
-from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import boxes_of_range, whole_box
 

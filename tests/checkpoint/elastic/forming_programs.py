@@ -25,8 +25,9 @@ from vescale_fsdp.checkpoint import (
     ReshardableSampler,
     Resharded,
 )
+from vescale_fsdp.checkpoint.transfer.description import describe_states
 from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
+from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.store_membership import StoreMembership
 

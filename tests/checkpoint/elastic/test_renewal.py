@@ -22,7 +22,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.elastic.renewal import check_renewable, renew_model, renew_optimizer
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon, Shampoo
-from vescale_fsdp.runtime.comm.settings import GroupSettings
+from vescale_fsdp.runtime.comm.group_comm import GroupSettings
 from vescale_fsdp.runtime.fsdp_state import state_of
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

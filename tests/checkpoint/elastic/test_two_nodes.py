@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from vescale_fsdp import fully_shard, plan_transfer
 from vescale_fsdp.checkpoint import CheckpointManager
+from vescale_fsdp.checkpoint.transfer.description import describe_states
 from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
+from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.store_membership import StoreMembership
 from vescale_fsdp.errors import PlacementError

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.support.faults.faulty_storage import FaultyStorage
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, load, read_state, save, verify
+from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
 from vescale_fsdp.checkpoint.saving.save import Format, Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -366,19 +367,22 @@ def test_files_go_by_the_umask(tmp_path: Path) -> None:
 
 
 def test_what_lies_there_instead(tmp_path: Path) -> None:
-    """A load from another kind of folder says what it is and what reads it."""
+    """A folder that is no native checkpoint is named, with what reads it; `load` refuses what is of no format."""
     CheckpointManager(tmp_path / "steps").save(1, _small())
     for name, file in (("dcp", ".metadata"), ("hf", "model.safetensors"), ("torn", "data-0/x")):
         (tmp_path / name / file).parent.mkdir(parents=True)
         (tmp_path / name / file).touch()
     for name, what in (
         ("steps", "CheckpointManager"),
-        ("dcp", "dcp.load reads it"),
+        ("dcp", "dcp.load read it"),
         ("hf", "to-vescale"),
         ("torn", "incomplete"),
         ("none", "complete checkpoint"),
     ):
-        with pytest.raises(CheckpointError, match=what):
+        with pytest.raises(NoCheckpointError, match=what):
+            read_state(tmp_path / name)
+    for name in ("steps", "torn", "none"):
+        with pytest.raises(NoCheckpointError):
             load(tmp_path / name, _small())
 
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager, load
-from vescale_fsdp.checkpoint.loading import read_plan
+from vescale_fsdp.checkpoint.formats.native import read as native_read
+from vescale_fsdp.checkpoint.formats.native.shared_stripes import StripeRun, plan_shared
 from vescale_fsdp.checkpoint.loading.load import Read, Verify
-from vescale_fsdp.checkpoint.loading.shared_stripes import StripeRun, plan_shared
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.ranks.exchange import waves_of
 from vescale_fsdp.checkpoint.saving.save import Saver
@@ -78,7 +78,7 @@ def _save(path: Path, replicas: int) -> None:
 
 def _short_turns() -> AbstractContextManager[None]:
     """Three stripes are read and sent at once."""
-    return patch.object(read_plan, "_TURN_BYTES", 3 * _STRIPE + 5)
+    return patch.object(native_read, "_TURN_BYTES", 3 * _STRIPE + 5)
 
 
 def _loads(path: Path, replicas: int) -> dict[tuple[Read, Verify], tuple[int, int]]:

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from vescale_fsdp.checkpoint import load, read_state, save
 from vescale_fsdp.checkpoint import verify as verify_files
-from vescale_fsdp.checkpoint.loading import read_plan
+from vescale_fsdp.checkpoint.formats.native import read as native_read
 from vescale_fsdp.checkpoint.loading.load import Verify
 from vescale_fsdp.checkpoint.manifest.distribution import Distribution
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
@@ -58,7 +58,7 @@ def test_a_view_is_the_files_bytes(tmp_path: Path, mapped: bool, start: int, sto
 )
 def test_threads_that_take_turns_are_far_apart(count: int, parts: int, order: list[int]) -> None:
     """Each part in its order, all parts at once."""
-    assert read_plan._interleaved(range(count), parts) == order
+    assert native_read._interleaved(range(count), parts) == order
 
 
 def test_what_is_not_cached_is_read_by_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,14 +68,14 @@ def test_what_is_not_cached_is_read_by_more_threads(tmp_path: Path, monkeypatch:
     storage = LocalStorage(tmp_path / "c")
     storage.read_threads, storage.far_read_threads = 1, 3
     found: list[tuple[int, int]] = []
-    real = read_plan._interleaved
+    real = native_read._interleaved
 
     def recorded(items: Sequence[Any], num_parts: int) -> list[Any]:
         found.append((len(items), num_parts))
         return real(items, num_parts)
 
-    monkeypatch.setattr(read_plan, "_JOB_BYTES", 1 << 20)
-    monkeypatch.setattr(read_plan, "_interleaved", recorded)
+    monkeypatch.setattr(native_read, "_JOB_BYTES", 1 << 20)
+    monkeypatch.setattr(native_read, "_interleaved", recorded)
     for is_cached in (True, False):
         monkeypatch.setattr(local_module, "is_cached", lambda *_, told=is_cached: told)
         state = {"w": torch.zeros(1 << 20, dtype=torch.int64)}
@@ -197,7 +197,7 @@ def test_a_file_that_shrinks_while_it_is_read(
     """Pages that are gone are an error with the file's name, not the end of the process."""
     save(tmp_path / "c", _tensors(0))
     (file,) = (tmp_path / "c").glob("data-*/*")
-    from vescale_fsdp.checkpoint.loading.read_plan import ReadPlan
+    from vescale_fsdp.checkpoint.formats.native.read import ReadPlan
 
     jobs = ReadPlan._jobs
 
@@ -260,7 +260,7 @@ def test_many_small_tensors_are_few_reads(
 
     assert torch.equal(torch.arange(count * 100, dtype=torch.float32), buffer)
     assert found["region"] <= 2 and found["touching"] <= 1
-    assert found["read_at"] <= 4 + state_bytes // read_plan._SLICE_BYTES and found["view"] <= 4
+    assert found["read_at"] <= 4 + state_bytes // native_read._SLICE_BYTES and found["view"] <= 4
 
 
 @pytest.mark.parametrize("verify", MODES)

@@ -17,12 +17,12 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     Distribution,
     Holders,
     LayoutCut,
+    RankSet,
     ShardCut,
     UnitsCut,
     cut_from_json,
     shard_order,
 )
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region, SharedPatch, SharedRun, overlaps, runs_of_box
 from vescale_fsdp.checkpoint.state.tensor_description import axes_of_ranks
 from vescale_fsdp.layout.geometry import Box, FlatRange

@@ -20,11 +20,9 @@ from tests.support.distributed import run_ranks
 from tools.bench.checkpoint import counted_collectives, peak_growth, simulated
 from tools.bench.parts.shards import Settings, Shards
 from vescale_fsdp.checkpoint import load, read_state, save
-from vescale_fsdp.checkpoint.loading.locate import ShareFinder
-from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, ShardCut
+from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, RankSet, ShardCut
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
-from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, ShareFinder, pack_table
 from vescale_fsdp.checkpoint.manifest.region import SharedPatch, SharedRun, whole_region
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 
@@ -161,9 +159,12 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
 
 def _write_as(path: Path, structure: Structure, world: int) -> None:
     """Write the files of a world one by one, from one process."""
-    from vescale_fsdp.checkpoint.saving.manifest_form import commit_manifest
-    from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
-    from vescale_fsdp.checkpoint.saving.rank_file_writer import NativeForm, write_rank_file
+    from vescale_fsdp.checkpoint.formats.native.write import (
+        FileImage,
+        NativeForm,
+        commit_manifest,
+        write_rank_file,
+    )
     from vescale_fsdp.checkpoint.storage.local import LocalStorage
     from vescale_fsdp.checkpoint.storage.progress import Meter
 

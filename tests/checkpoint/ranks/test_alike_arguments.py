@@ -65,23 +65,23 @@ def _dcp_save(path: Path, rank: int) -> None:
 # By the name that the error gives: what is called with (path, rank).
 CASES: dict[str, Callable[[Path, int], Any]] = {
     "metadata": lambda path, rank: save(path / "c", _state(), metadata=rank),
-    "metadata/a/b/1": lambda path, rank: save(
+    "metadata.a.b.1": lambda path, rank: save(
         path / "c", _state(), metadata={"a": {"b": [1, rank], "c": rank}}, format="zarr"
     ),
-    "metadata/a/1/x~1y": lambda path, rank: save(path / "c", _state(), metadata={"a": [0, {"x/y": rank}]}),
-    "metadata/only": lambda path, rank: save(path / "c", _state(), metadata={"only": 1} if rank else {}),
-    "metadata/type": lambda path, rank: save(path / "c", _state(), metadata={"type": [1, True][rank]}),
-    "metadata/behind": lambda path, rank: async_save(path / "c", _state(), metadata={"behind": rank}).wait(),
-    "metadata/managed": lambda path, rank: CheckpointManager(path).save(
+    "metadata.a.1.x/y": lambda path, rank: save(path / "c", _state(), metadata={"a": [0, {"x/y": rank}]}),
+    "metadata.only": lambda path, rank: save(path / "c", _state(), metadata={"only": 1} if rank else {}),
+    "metadata.type": lambda path, rank: save(path / "c", _state(), metadata={"type": [1, True][rank]}),
+    "metadata.behind": lambda path, rank: async_save(path / "c", _state(), metadata={"behind": rank}).wait(),
+    "metadata.managed": lambda path, rank: CheckpointManager(path).save(
         1, _state(), metadata={"managed": rank}
     ),
-    "metadata/both": lambda path, rank: (
+    "metadata.both": lambda path, rank: (
         CheckpointManager(path, asynchronous=True).save(1, _state(), metadata={"both": rank}).wait()
     ),
-    "metadata/memory": lambda path, rank: CheckpointManager(path, ram=RamTier("alike", folder=path)).save(
+    "metadata.memory": lambda path, rank: CheckpointManager(path, ram=RamTier("alike", folder=path)).save(
         1, _state(), metadata={"memory": rank}
     ),
-    "metadata/rank": _dcp_save,
+    "metadata.rank": _dcp_save,
     "overwrite": lambda path, rank: save(path / "c", _state(), overwrite=bool(rank)),
     "format": lambda path, rank: save(path / "c", _state(), format=("native", "zarr")[rank]),
     "step": lambda path, rank: CheckpointManager(path).save(1 + rank, _state()),

@@ -18,19 +18,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import async_save, load, save
+from vescale_fsdp.checkpoint.formats.zarr import write as zarr_writing
 from vescale_fsdp.checkpoint.ranks import coordinator as agreement
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, GroupCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.saving import async_save as async_saving
-from vescale_fsdp.checkpoint.saving import zarr_writer as zarr_writing
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.optim.muon import step_plan
+from vescale_fsdp.optim import muon_plan
+from vescale_fsdp.runtime.data_mesh import default_mesh
 from vescale_fsdp.runtime.fully_shard import fully_shard
-from vescale_fsdp.runtime.setup.data_mesh import default_mesh
-from vescale_fsdp.torch_private import flatten_mesh, groups_as_patient_as, timeout_of, unflatten_mesh
+from vescale_fsdp.torch_private import flatten_mesh, groups_with_timeout_of, timeout_of, unflatten_mesh
 
 _made: list[weakref.ref[dist.ProcessGroup]] = []  # in a rank's process, which lives through several calls
 
@@ -249,13 +249,13 @@ def _all_time_outs() -> tuple[int, set[timedelta | None], timedelta | None]:
     mesh = default_mesh()
     for mesh_dims in ((2, 2), (4,)):
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-        with groups_as_patient_as(dist.group.WORLD):  # a user's mesh is the user's
+        with groups_with_timeout_of(dist.group.WORLD):  # a user's mesh is the user's
             own = init_device_mesh("cpu", mesh_dims, mesh_dim_names=("r", "s")[: len(mesh_dims)])
         fully_shard(model, mesh=own, reshard_after_forward=2)
         model.set_separate_reduce_scatter_group()
         if len(mesh_dims) == 2:
             flatten_mesh(own, "both")
-            step_plan._make_ranks(own["s"], 0)
+            muon_plan._make_ranks(own["s"], 0)
         model(torch.ones(1, 8)).sum().backward()
     assert mesh.size() == 4
     unflatten_mesh(own, (2, 2), ("x", "y"))

@@ -9,8 +9,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from vescale_fsdp.checkpoint.memory.partners import node_name, partners_in_cliques, partners_in_rings
-from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, is_whole, plan_moves
+from vescale_fsdp.checkpoint.memory.partners import (
+    node_name,
+    partners_in_cliques,
+    partners_in_rings,
+    plan_moves,
+)
+from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, is_whole
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove, waves_of
 from vescale_fsdp.errors import CheckpointError
 
@@ -49,7 +54,7 @@ def test_rings_lead_to_other_nodes() -> None:
     rings = [[0, 2], [1, 3], [0, 2], [1, 3]]
 
     assert partners_in_rings(rings, list("aabb"), 1) == [[2], [3], [0], [1]]
-    with pytest.raises(CheckpointError, match=r"ranks \[0, 2\], of which \[0, 2\] lie on 1 nodes"):
+    with pytest.raises(CheckpointError, match=r"ranks \[0, 2\], of which \[0, 2\] are on 1 nodes"):
         partners_in_rings(rings, list("abab"), 1)
     assert partners_in_rings(rings, list("aabb"), 2) == [
         [2],

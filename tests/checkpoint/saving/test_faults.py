@@ -72,7 +72,7 @@ def test_every_operation_may_fail(form: Format, error: Any, tmp_path: Path) -> N
         assert verify(tmp_path / "c").ok
         outcomes.add((failed, value == 2.0 + fail_at))
         assert len(os.listdir("/proc/self/fd")) == num_open
-        assert not told or (not failed and "is saved; what an older save left" in str(told[0].message))
+        assert not told or (not failed and "is saved; data of an older save" in str(told[0].message))
         if not failed and not told:
             break
     assert outcomes >= {(True, False), (False, True)}
@@ -421,7 +421,9 @@ def test_what_an_error_of_fsync_says_is_so(
             assert error.errno == errno.EIO
             text = "\n".join([str(error), *getattr(error, "__notes__", [])])
             new = _is_new(path)
-            assert ("holds the new checkpoint, whole, but the disk did not confirm it" in str(error)) == new
+            assert (
+                "holds the new checkpoint, complete, but the disk did not confirm it" in str(error)
+            ) == new
             assert not (new and "nothing was committed" in text)
             seen.append(new)
             left[0] = -1

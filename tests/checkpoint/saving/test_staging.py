@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vescale_fsdp.checkpoint import CheckpointManager, load
-from vescale_fsdp.checkpoint.saving.staging import Stager
+from vescale_fsdp.checkpoint.saving.async_save import Stager
 
 
 def _tensors(size: int) -> list[torch.Tensor]:
@@ -33,7 +33,7 @@ def test_memory_is_asked_for_once() -> None:
 
     def allocate(num_bytes: int) -> torch.Tensor:
         asked.append(num_bytes)
-        assert not stager._places and not stager.num_bytes  # nothing holds the old memory
+        assert not stager._views and not stager.num_bytes  # nothing holds the old memory
         return torch.full((num_bytes,), 7, dtype=torch.uint8)
 
     stager = Stager(allocate)

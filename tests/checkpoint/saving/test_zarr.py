@@ -18,9 +18,8 @@ from tests.support.distributed import run_ranks
 from tests.support.faults.faulty_storage import FaultyStorage
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest import zarr_layout
-from vescale_fsdp.checkpoint.manifest.distribution import Axis, LayoutCut
+from vescale_fsdp.checkpoint.manifest.distribution import Axis, LayoutCut, RankSet
 from vescale_fsdp.checkpoint.manifest.manifest import build_manifest
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, chunk_shape, clipped

@@ -14,11 +14,10 @@ import torch
 
 from tests.support.stream_recorder import HOST, RecordedEvent, RecordedStream, StreamRecorder
 from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.checkpoint.loading import targets
+from vescale_fsdp.checkpoint.formats.native import targets
+from vescale_fsdp.checkpoint.formats.native import write as native_write
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.saving import rank_file_bytes
-from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver
-from vescale_fsdp.checkpoint.saving.staging import Stager
+from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, Stager
 from vescale_fsdp.checkpoint.state import host_copies
 from vescale_fsdp.checkpoint.state.host_copies import PinnedSlots, copy_stream_of, memory_of
 from vescale_fsdp.errors import CheckpointError
@@ -231,7 +230,7 @@ def through_devices(path: Path, kind: type[RecordedCopies]) -> tuple[list[str], 
         with (
             recorder.on(RecordedStream(recorder, "user")),
             mock.patch.object(PinnedSlots, "lend", lent),
-            mock.patch.object(rank_file_bytes, "copy_stream_of", return_value=copies),
+            mock.patch.object(native_write, "copy_stream_of", return_value=copies),
             mock.patch.object(targets, "copy_stream_of", return_value=copies),
             mock.patch.object(targets, "_PINNED_BYTES", 512),
         ):

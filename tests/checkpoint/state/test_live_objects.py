@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import Rows, fully_shard, load_from
+from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import async_save, get_model_state_dict, load, read_state, save
 from vescale_fsdp.errors import CheckpointError, PartialLoadError
 from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon, Shampoo
@@ -200,7 +200,7 @@ def test_states_of_torchs_functions_load_and_the_reverse(tmp_path: Path) -> None
         assert train(again, other, range(3, 6)) == expected, form
 
         again, other = fresh()
-        load_from(tmp_path / form, {"model": again, "optimizer": other})
+        load(tmp_path / form, {"model": again, "optimizer": other})
         assert train(again, other, range(3, 6)) == expected, form
 
         for options in (None, flat):

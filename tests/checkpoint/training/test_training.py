@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from vescale_fsdp.checkpoint.dcp.state_dict import StateDictOptions
+from vescale_fsdp.checkpoint.formats.dcp.state_dict import StateDictOptions
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

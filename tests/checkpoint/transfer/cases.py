@@ -15,16 +15,15 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     Cut,
     Distribution,
     LayoutCut,
+    RankSet,
     ShardCut,
     UnitsCut,
 )
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.state.tensor_description import axes_of_ranks
-from vescale_fsdp.checkpoint.transfer.planning.description import DescribedTensor, StateDescription
-from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
-from vescale_fsdp.checkpoint.transfer.planning.shares import Share
-from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
+from vescale_fsdp.checkpoint.transfer.description import DescribedTensor, StateDescription
+from vescale_fsdp.checkpoint.transfer.plan import TransferPlan
+from vescale_fsdp.checkpoint.transfer.rank_transfers import RankTransfers, Share
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard

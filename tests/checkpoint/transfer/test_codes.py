@@ -9,10 +9,11 @@ from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
-from vescale_fsdp.checkpoint.transfer.coding import CutBlocks
-from vescale_fsdp.checkpoint.transfer.planning.links import codes, scales
-from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import plan_transfer
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
+from vescale_fsdp.checkpoint.transfer.description import describe_states
+from vescale_fsdp.checkpoint.transfer.links import codes, scales
+from vescale_fsdp.checkpoint.transfer.memory import CutBlocks
+from vescale_fsdp.checkpoint.transfer.plan import plan_transfer
+from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8, quantize

@@ -21,11 +21,12 @@ from torch.distributed.tensor import distribute_tensor as distribute_stock
 from tests.support.distributed import RankError, run_ranks
 from vescale_fsdp.checkpoint.ranks import coordinator
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
+from vescale_fsdp.checkpoint.transfer import rank_transfers
+from vescale_fsdp.checkpoint.transfer.description import describe_states
 from vescale_fsdp.checkpoint.transfer.exchange import Exchange
-from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin
-from vescale_fsdp.checkpoint.transfer.planning import rank_transfers
-from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
+from vescale_fsdp.checkpoint.transfer.memory import Destination, Origin
+from vescale_fsdp.checkpoint.transfer.plan import TransferPlan, plan_transfer
+from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, LifecycleError
 from vescale_fsdp.layout.placement import RaggedShard
@@ -187,10 +188,10 @@ def plans_once() -> None:
     plan, (state, into) = pair()
     transfer = Transfer(plan)
     transfer.run(state, into)
-    rooms = transfer._rooms
-    assert rooms is not None and len(rooms._free) <= 8
-    assert sum(len(room) for room in rooms._free) <= plan.budget_bytes
-    known = [room.data_ptr() for room in rooms._free]
+    pool = transfer._pool
+    assert len(pool._free) <= 8
+    assert sum(len(buffer) for buffer in pool._free) <= plan.budget_bytes
+    known = [buffer.data_ptr() for buffer in pool._free]
 
     def refuse(*args: object) -> None:
         raise AssertionError("planned again")
@@ -204,7 +205,7 @@ def plans_once() -> None:
         assert handle.done()
     finally:
         rank_transfers.shares_between = real
-    assert sorted(known) == sorted(room.data_ptr() for room in rooms._free)
+    assert sorted(known) == sorted(buffer.data_ptr() for buffer in pool._free)
 
 
 def ranks_are_lost_as_they_meet() -> None:

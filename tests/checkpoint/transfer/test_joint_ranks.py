@@ -23,9 +23,10 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.ranks import coordinator
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
 from vescale_fsdp.checkpoint.ranks.stores import SignedStore, bound_store
+from vescale_fsdp.checkpoint.transfer.description import describe_states
 from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
-from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import plan_transfer
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
+from vescale_fsdp.checkpoint.transfer.plan import plan_transfer
+from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
@@ -80,7 +81,7 @@ def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
         setattr(dist, name, pickler)
     with pytest.raises(PlacementError, match="not among those"):
         joint_ranks(rendezvous[0], first_rank=2, num_ranks=2)
-    with pytest.raises(PlacementError, match="no place to meet"):
+    with pytest.raises(PlacementError, match="not a rendezvous"):
         joint_ranks("http://here", first_rank=0, num_ranks=2)
     return sent
 

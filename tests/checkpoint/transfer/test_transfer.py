@@ -13,9 +13,10 @@ from tests.checkpoint.transfer.live_states import Placed, all_meshes, placed, st
 from tests.dtensor.test_properties import search_together
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.transfer import codes, concatenate, index, permute, scales, slice, stack
-from vescale_fsdp.checkpoint.transfer.planning.links import Link
-from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import plan_transfer
-from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
+from vescale_fsdp.checkpoint.transfer.description import describe_states
+from vescale_fsdp.checkpoint.transfer.links import Link
+from vescale_fsdp.checkpoint.transfer.plan import plan_transfer
+from vescale_fsdp.checkpoint.transfer.transfer import Transfer
 from vescale_fsdp.quantize import Fp8Blocks, Int8Rows, Mxfp8, quantize
 from vescale_fsdp.torch_private import StridedShard, local_of
 

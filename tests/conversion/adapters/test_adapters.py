@@ -21,8 +21,8 @@ from torch import nn
 
 from tests.support.distributed import run_ranks
 from tests.support.dtype_zoo import same_bytes
-from vescale_fsdp import fully_shard, load_from
-from vescale_fsdp.checkpoint import save
+from vescale_fsdp import fully_shard
+from vescale_fsdp.checkpoint import SourceOptions, load, save
 from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
@@ -371,7 +371,7 @@ def _load_and_save(folder: str, out: str) -> list[float]:
     model = _wrapped()
     before = model.base_model.model.q.base_layer.weight.detach().clone()
     fully_shard(model)
-    report = load_from(folder, model)
+    report = load(folder, model, source=SourceOptions())
     assert report.missing == () and report.unexpected == ()
     save(out, {"model": model})
     layer = model.base_model.model.q
@@ -380,7 +380,7 @@ def _load_and_save(folder: str, out: str) -> list[float]:
 
 
 def test_into_a_sharded_model_and_back(tmp_path: Path) -> None:
-    """load_from of a folder, a native checkpoint of all, the folder again; and of an adapter made native."""
+    """A folder, a native checkpoint of all, the folder again; and of an adapter made native."""
     expected = _adapter(tmp_path / "adapter", _pair("q", 4, 24, 24))
     convert(open_source(str(tmp_path / "adapter")), str(tmp_path / "native"), "native")
     for name in ("adapter", "native"):

@@ -92,6 +92,7 @@ OF_HELP = {
     "vescale_fsdp.conversion.cli.options",
     "vescale_fsdp.conversion.formats.table",
     "vescale_fsdp.errors",
+    "vescale_fsdp.formats",
     "vescale_fsdp.lazy",
     "vescale_fsdp.pickled_paths",
 }

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tests.conversion.foreign.zero_folders import ZeroState, some_state, write_universal, write_zero
 from tests.support.dtype_zoo import same_bytes
-from vescale_fsdp import load_from
-from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.checkpoint import load, verify
 from vescale_fsdp.conversion import ConvertOptions, convert, diff, open_source
 from vescale_fsdp.conversion.formats.deepspeed.zero_shards import runs_of_groups, runs_of_parameters
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError
@@ -107,10 +106,10 @@ def test_to_hugging_face_and_into_a_model(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3/model.safetensors").unlink()
     model = torch.nn.Module()
     model.up = torch.nn.Linear(3, 7)
-    load_from(str(tmp_path / "checkpoint-3"), model, strict=False)
+    load(str(tmp_path / "checkpoint-3"), model, strict=False)
     assert torch.equal(model.up.weight, state.model["up.weight"])
     optimizer = torch.optim.AdamW([{"params": [model.up.weight]}, {"params": [model.up.bias]}])
-    load_from(str(tmp_path / "checkpoint-3"), {"model": model, "optimizer": optimizer}, strict=False)
+    load(str(tmp_path / "checkpoint-3"), {"model": model, "optimizer": optimizer}, strict=False)
     assert len({group["lr"] for group in optimizer.param_groups}) == 2  # as they were saved
     for name, held in zip(("up.weight", "up.bias"), optimizer.state_dict()["state"].values(), strict=True):
         assert held["step"] == 3 and torch.equal(held["exp_avg"], state.moments[name]["exp_avg"])

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from vescale_fsdp import load_from
+from vescale_fsdp.checkpoint import load
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
@@ -136,7 +136,7 @@ def test_into_a_live_state(tmp_path: Path, form: str) -> None:
     fresh = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     other = torch.optim.AdamW(fresh.parameters())
     state: dict[str, Any] = {"model": fresh, "optimizer": other, "scheduler": {"step_size": 0}}
-    report = load_from(tmp_path / "run", state, strict=False)
+    report = load(tmp_path / "run", state, strict=False)
     assert not report.missing and any(name.startswith("rng_state.1") for name in report.left_out)
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
     moments, expected = (o.state_dict()["state"] for o in (other, optimizer))

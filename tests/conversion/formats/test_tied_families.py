@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from tests.support.rule_cases import convert_in_parts
 from tests.support.tiny_families import tiny_model
-from vescale_fsdp import load_from
 from vescale_fsdp.checkpoint import load
 from vescale_fsdp.conversion import diff, open_source
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import declared_ties, left_out_by
@@ -69,7 +68,7 @@ def _stored(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_name_is_missing(family: str, tmp_path: Path) -> None:
-    """The folder lacks names that the model has. Native `load`, stock `dcp.load`, torch.load and `load_from` find them;
+    """The folder lacks names that the model has. `load`, stock `dcp.load` and torch.load find them;
     what goes back to Hugging Face is what came."""
     model = _model(family)
     model.save_pretrained(tmp_path / "hf")
@@ -97,12 +96,12 @@ def test_no_name_is_missing(family: str, tmp_path: Path) -> None:
         assert sizes < sum(value.nbytes for value in wanted.values()) + 200_000  # the bytes lie there once
 
     apart = {name: torch.zeros_like(value) for name, value in wanted.items()}
-    load_from(tmp_path / "hf", apart)
+    load(tmp_path / "hf", apart)
     assert all(torch.equal(value, wanted[name]) for name, value in apart.items())
     again = _model(family)
     for param in again.parameters():
         param.data.zero_()
-    load_from(tmp_path / "native", again)
+    load(tmp_path / "native", again)
     assert all(torch.equal(value, wanted[name]) for name, value in again.state_dict().items())
 
     convert_in_parts(tmp_path / "native", tmp_path / "back", "hf", assets=str(tmp_path / "hf"))

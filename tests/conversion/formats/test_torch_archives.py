@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from vescale_fsdp.checkpoint.formats.torch_save.archive_reader import TorchArchive
+from vescale_fsdp.checkpoint.formats.torch_save.write import plan_archive
 from vescale_fsdp.checkpoint.moves.plan import ComputedBytes, FilePlan, FixedBytes, TensorItems, whole
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView
 from vescale_fsdp.conversion.convert import convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
-from vescale_fsdp.conversion.formats.torch_save.write import plan_archive
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
 

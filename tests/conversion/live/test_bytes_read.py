@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as fully_shard_2
 
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import fully_shard, load_from
+from vescale_fsdp import fully_shard
+from vescale_fsdp.checkpoint import SourceOptions, load
 from vescale_fsdp.checkpoint.moves.box_reading import read_box
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -109,7 +110,8 @@ def _read_in_shards(folder: Path) -> list[tuple[int, int, bool]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Storage, "read_into", counted)
             source = folder / ("hf" if to == "ours" else "ours")
-            load_from(source, model, rules=str(folder / "rules.toml"), rules_to=to)
+            names = SourceOptions(rules=str(folder / "rules.toml"), rules_to=to)
+            load(source, model, source=names)
         params: dict[str, Any] = dict(model.named_parameters())
         needed = sum(param.to_local().numel() * 4 for param in params.values())
         same = all(torch.equal(params[name].full_tensor(), expected[name]) for name in sorted(expected)[::17])

@@ -1,4 +1,4 @@
-"""`load_from(dequantize=..)`: quantised folders into live shards, with the bits that the converter makes of them."""
+"""Quantised folders into live shards, with the bits that the converter makes of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard as fully_shard_2
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import same_bytes
-from vescale_fsdp import fully_shard, load_from
+from vescale_fsdp import fully_shard
+from vescale_fsdp.checkpoint import SourceOptions, load
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
@@ -85,7 +86,7 @@ def _load_all(root: Path) -> list[tuple[str, int, int, int]]:
             expected = load_file(root / f"{name}_converted" / "model.safetensors")
             model = _tree(expected)
             shard(model, mesh=cpu_mesh())
-            options: dict[str, Any] = {"rules": str(root / "rules.toml")} if name == "fused" else {}
+            rules = str(root / "rules.toml") if name == "fused" else None
             source = root / ("fp8" if name == "fused" else name)
             read: list[int] = []
             with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -99,7 +100,7 @@ def _load_all(root: Path) -> list[tuple[str, int, int, int]]:
 
                 patch.setattr(Storage, "read_into", counted)
                 warnings.simplefilter("ignore")  # of input_scale, which belongs to no weight
-                load_from(source, model, dequantize="bf16", **options)
+                load(source, model, source=SourceOptions(dequantize="bf16", rules=rules))
             params: dict[str, Any] = dict(model.named_parameters())
             same = sum(same_bytes(params[n].full_tensor().detach(), expected[n]) for n in expected)
             assert same == len(expected), (
@@ -131,10 +132,10 @@ def test_what_cannot_be_dequantised_is_refused(tmp_path: Path) -> None:
     model = nn.Module()
     model.w = nn.Parameter(torch.zeros(2))
     with pytest.raises(ConversionError, match="nothing to dequantise"):
-        load_from(tmp_path / "plain.safetensors", model, dequantize="bf16")
+        load(tmp_path / "plain.safetensors", model, source=SourceOptions(dequantize="bf16"))
     for text in ("int8", "*.w=bf16"):
         with pytest.raises(ConversionError, match="cannot be cast"):
-            load_from(tmp_path / "fp8", model, dequantize=text)
+            load(tmp_path / "fp8", model, source=SourceOptions(dequantize=text))
         with pytest.raises(ConversionError, match="cannot be cast"):
             convert(
                 open_source(str(tmp_path / "fp8")),
@@ -143,6 +144,6 @@ def test_what_cannot_be_dequantised_is_refused(tmp_path: Path) -> None:
                 ConvertOptions(dequantize=text),
             )
     with pytest.raises(VescaleError):
-        load_from(tmp_path / "fp8", model)
+        load(tmp_path / "fp8", model)
     with pytest.warns(UserWarning, match=r"left out: a\.input_scale"):
-        load_from(tmp_path / "compressed", model, dequantize="bf16", strict=False)
+        load(tmp_path / "compressed", model, source=SourceOptions(dequantize="bf16"), strict=False)

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import same_bytes
 from tests.support.s3_server import Weather, bucket_client, s3_server
-from vescale_fsdp import Rows, fully_shard, load_from
-from vescale_fsdp.checkpoint import get_state_dict, save
-from vescale_fsdp.checkpoint.dcp.state_dict import StateDictOptions, set_state_dict
+from vescale_fsdp import Rows, fully_shard
+from vescale_fsdp.checkpoint import SourceOptions, get_state_dict, load, save
+from vescale_fsdp.checkpoint.formats.dcp.state_dict import StateDictOptions, set_state_dict
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 
 # format -> whether it holds the optimizer
@@ -207,17 +207,17 @@ def _load_all(folder: Path) -> list[str]:
             if kind == "columns":
                 state = _columns(expected)
                 wanted = {"model": state["model"]} if not has_optimizer else state
-                load_from(folder / source, wanted, strict=source not in RANK_FILES)
+                load(folder / source, wanted, strict=source not in RANK_FILES, source=SourceOptions())
                 found = wanted
             else:
                 model = _sharded(kind)
                 if kind.startswith("meta") or not has_optimizer:
-                    load_from(folder / source, model)
+                    load(folder / source, model, source=SourceOptions())
                     state = {"epoch": 3}
                 optimizer = _optimizer(model, 7.0)
                 if has_optimizer:
                     wanted = {"model": model, "optimizer": optimizer, "epoch": 0}
-                    load_from(folder / source, wanted, strict=source not in RANK_FILES)
+                    load(folder / source, wanted, strict=source not in RANK_FILES)
                     state = wanted
                 found = _state_of(model, optimizer) | {"epoch": state["epoch"]}
                 if model.head.weight is not model.embed.weight:
@@ -254,7 +254,7 @@ def _load_from_a_bucket(endpoint: str) -> list[str]:
         problems = []
         for source in ("hf", "dcp", "native", "fsdp1"):
             model = _sharded("rows")
-            load_from(f"s3://bucket/{source}", model)
+            load(f"s3://bucket/{source}", model, source=SourceOptions())
             found = {"model": model.state_dict()}
             problems += [f"{source}: {text}" for text in _differences(found, {"model": expected["model"]})]
     return problems

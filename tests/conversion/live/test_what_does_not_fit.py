@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import fully_shard, load_from
-from vescale_fsdp.checkpoint import get_optimizer_state_dict, save
+from vescale_fsdp import fully_shard
+from vescale_fsdp.checkpoint import SourceOptions, get_optimizer_state_dict, load, save
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, ConversionError, CorruptCheckpointError, VescaleError
 
@@ -53,7 +53,7 @@ def _refused(model: nn.Module, source: Path, **options: Any) -> str:
     """The error's text; proves that nothing was overwritten."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(VescaleError) as refused:
-        load_from(source, model, **options)
+        load(source, model, **options)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     return str(refused.value)
 
@@ -65,16 +65,16 @@ def test_names_and_shapes(tmp_path: Path) -> None:
     text = _refused(Small(), odd)
     assert "missing in the checkpoint: b.weight" in text and "only in the checkpoint: c.weight" in text
     model = Small()
-    report = load_from(odd, model, strict=False)
+    report = load(odd, model, strict=False)
     assert (report.missing, report.unexpected) == (("b.weight",), ("c.weight",))
     assert torch.equal(model.a.weight, good["a.weight"])
 
     wide = _folder(tmp_path / "wide", {**good, "b.weight": torch.ones(4, 5)})
     assert "b.weight" in (text := _refused(Small(), wide)) and "[4, 5]" in text and "[4, 4]" in text
-    report = load_from(wide, Small(), strict=False)
+    report = load(wide, Small(), strict=False)
     assert report.mismatched == {"b.weight": ("float32 [4, 5]", "float32 [4, 4]")}
 
-    assert load_from(odd, Small(), include="a.*") == load_from(odd, Small(), include=["a.weight"])
+    assert load(odd, Small(), include="a.*") == load(odd, Small(), include=["a.weight"])
     assert "'x.*'" in _refused(Small(), odd, include=["a.*", "x.*"])
 
 
@@ -84,10 +84,10 @@ def test_types(tmp_path: Path) -> None:
     assert "dtype='state'" in _refused(Small(), half)
     for dtype in ("state", "float32", ["bfloat16", "state"]):
         model = Small()
-        load_from(half, model, dtype=dtype)
+        load(half, model, dtype=dtype)
         assert torch.equal(model.b.weight, _weights()["b.weight"])
     model = Small().bfloat16()
-    load_from(_folder(tmp_path / "full", _weights()), model, dtype=["*.weight=bf16"])
+    load(_folder(tmp_path / "full", _weights()), model, dtype=["*.weight=bf16"])
     assert torch.equal(model.a.weight, _weights(torch.bfloat16)["a.weight"])
     assert "state" not in _refused(Small(), half, dtype="int8").split("\n")[0]
 
@@ -99,7 +99,7 @@ def test_ties(tmp_path: Path) -> None:
     twice = _folder(tmp_path / "twice", {name: weights["b.weight"].clone() for name in weights})
     for source in (once, twice):
         model = Small(tied=True)
-        assert load_from(source, model).missing == ()
+        assert load(source, model).missing == ()
         assert model.b.weight is model.a.weight and torch.equal(model.a.weight, weights["b.weight"])
     text = _refused(Small(tied=True), _folder(tmp_path / "apart", weights))
     assert "a.weight and b.weight" in text and "differ" in text
@@ -125,7 +125,7 @@ def test_files(tmp_path: Path, harm: Callable[[Path], None], words: str) -> None
     source = _folder(tmp_path / "hf", _weights())
     harm(source)
     assert words in _refused(Small(), source)
-    assert "nothing" in _refused(Small(), tmp_path / "nowhere").lower()
+    assert "nowhere" in _refused(Small(), tmp_path / "nowhere")
 
 
 def test_the_meta_device(tmp_path: Path) -> None:
@@ -134,24 +134,24 @@ def test_the_meta_device(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Small(table=True)
     with pytest.raises(CheckpointError, match="init="):
-        load_from(source, model)
+        load(source, model)
     assert all(tensor.is_meta for tensor in (model.table, *model.parameters()))
-    load_from(source, model, init=lambda module: module.reset_parameters())
+    load(source, model, init=lambda module: module.reset_parameters())
     assert torch.equal(model.table, torch.arange(3.0)) and torch.equal(model.b.weight, _weights()["b.weight"])
 
     with torch.device("meta"):
         model = Small(tied=True)
     with pytest.raises(CheckpointError, match="differ"):
-        load_from(source, model)
+        load(source, model)
     assert model.a.weight.is_meta and model.b.weight is model.a.weight
 
     with torch.device("meta"):
         model = Small()
-    report = load_from(_folder(tmp_path / "less", {"a.weight": torch.ones(4, 4)}), model, strict=False)
+    report = load(_folder(tmp_path / "less", {"a.weight": torch.ones(4, 4)}), model, strict=False)
     assert report.missing == ("b.weight",) and model.b.weight.is_meta and not model.a.weight.is_meta
     state = {"model": Small(), "optimizer": torch.optim.AdamW(Small().parameters())}
     with pytest.raises(CheckpointError):
-        load_from(source, state)
+        load(source, state)
 
 
 def _flip(folder: Path, value: float) -> None:
@@ -199,7 +199,7 @@ def _load_damaged(folder: Path) -> dict[str, Any]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Storage, "read_into", counted)
                 try:
-                    load_from(folder / kind, model)
+                    load(folder / kind, model, source=SourceOptions())  # the model inside a state
                 except VescaleError as error:
                     found[kind] = f"{type(error).__mro__} {error}"
             if not harmed and kind != "native":
@@ -207,7 +207,7 @@ def _load_damaged(folder: Path) -> dict[str, Any]:
             if not harmed:
                 found[f"{kind} same"] = torch.equal(model.weight.full_tensor(), numbers)
     try:
-        load_from(folder / "hf", model, strict=dist.get_rank() == 0)
+        load(folder / "hf", model, strict=dist.get_rank() == 0)
     except CheckpointError as error:
         found["unlike"] = str(error)
     return found
@@ -230,7 +230,7 @@ def test_no_source_at_all(tmp_path: Path) -> None:
     """What is no checkpoint is said to be none."""
     (tmp_path / "x").write_text("x")
     with pytest.raises((ConversionError, CorruptCheckpointError), match="known kind"):
-        load_from(tmp_path / "x", Small())
+        load(tmp_path / "x", Small())
 
 
 def test_doubts_about_a_source_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -240,8 +240,8 @@ def test_doubts_about_a_source_are_told(tmp_path: Path, caplog: pytest.LogCaptur
     save_file({"weight": torch.ones(2, 3)}, tmp_path / "whole.safetensors")
     model = nn.Linear(3, 2, bias=False)
 
-    assert load_from(tmp_path / "whole.safetensors", model).warnings == () and not caplog.text
-    (doubt,) = load_from(tmp_path / "ranks", model).warnings
+    assert load(tmp_path / "whole.safetensors", model).warnings == () and not caplog.text
+    (doubt,) = load(tmp_path / "ranks", model).warnings
     assert "missing last rank" in doubt and doubt in caplog.text and model.weight.sum() == 6
 
 
@@ -269,7 +269,7 @@ def test_options_follow_parameters_into_other_groups(
     save(tmp_path / "c", {"model": model, "optimizer": get_optimizer_state_dict(model, optimizer)})
     live, filled = _trained(*had)
 
-    load_from(tmp_path / "c", {"model": live, "optimizer": filled})
+    load(tmp_path / "c", {"model": live, "optimizer": filled}, source=SourceOptions())
 
     assert [group["lr"] for group in filled.param_groups] == expected
     assert all(group.keys() == optimizer.param_groups[0].keys() for group in filled.param_groups)
@@ -287,6 +287,11 @@ def test_options_that_differ_are_not_chosen_from(tmp_path: Path) -> None:
     live, filled = _trained(0.5)
 
     with pytest.raises(CheckpointError):
-        load_from(tmp_path / "c", {"model": live, "optimizer": filled})
-    load_from(tmp_path / "c", {"model": live, "optimizer": filled}, include=["model/*", "*/state/*"])
+        load(tmp_path / "c", {"model": live, "optimizer": filled})
+    load(
+        tmp_path / "c",
+        {"model": live, "optimizer": filled},
+        include=["model.*", "*.state.*"],
+        source=SourceOptions(),
+    )
     assert filled.param_groups[0]["lr"] == 0.5

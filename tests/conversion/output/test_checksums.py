@@ -17,8 +17,9 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.checksums import CRC32
-from vescale_fsdp.checkpoint.moves.checked_ranges import CheckedRange, CheckedRanges
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits
+from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange, VerifiedReads
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.run_plan import Part, RunOptions
@@ -172,10 +173,10 @@ CUTS = st.lists(st.tuples(st.integers(0, 199), st.integers(1, 200)), max_size=12
 
 
 @given(CUTS, st.sets(st.sampled_from([0, 40, 41, 150])), st.none() | st.integers(0, 199))
-def test_pieces_in_any_order_prove_a_run_once_all_are_seen(
+def test_pieces_in_any_order_prove_a_run_once_all_are_read(
     cuts: list[tuple[int, int]], starts: set[int], flipped: int | None
 ) -> None:
-    """Whatever overlaps or is left out: what is unseen is the rest, and reading it decides."""
+    """Whatever overlaps or is left out: what is unread is the rest, and reading it decides."""
     data = bytearray(DATA)
     if flipped is not None:
         data[flipped] ^= 1
@@ -184,22 +185,22 @@ def test_pieces_in_any_order_prove_a_run_once_all_are_seen(
     runs = [
         CheckedRange("f", a, b - a, CRC32, lambda a=a, b=b: zlib.crc32(DATA[a:b]), "here") for a, b in spans
     ]  # type: ignore[misc]
-    checks = CheckedRanges()
+    checks = VerifiedReads(LocalStorage("."), lambda _: None)
     for run in runs:
         checks.add(run)
     damaged = {r.start for r in runs if flipped is not None and r.start <= flipped < r.stop}
     refused = set()
     for start, nbytes in cuts:
         try:
-            checks.saw("f", start, memoryview(data)[start : start + nbytes])
+            checks.note("f", start, memoryview(data)[start : start + nbytes])
         except CorruptCheckpointError:
             refused |= damaged
     for run in runs:
         try:
             for _ in range(20):
-                for start, stop in checks.unseen(run):
-                    checks.saw("f", start, memoryview(data)[start:stop])
-            assert checks.unseen(run) == []
+                for start, stop in checks.unread(run):
+                    checks.note("f", start, memoryview(data)[start:stop])
+            assert checks.unread(run) == []
         except CorruptCheckpointError:
             refused.add(run.start)
     assert refused == damaged

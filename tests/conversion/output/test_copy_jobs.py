@@ -133,18 +133,13 @@ def test_a_large_tensor_is_cut_at_cells() -> None:
 
 
 def test_a_job_has_as_many_stripes_as_fit_a_cell() -> None:
-    """At least one; a read ends where a stripe does, so that each is hashed alone."""
+    """At least one; a job covers whole stripes."""
     mib = 2**20
     pieces = [[("a", 3 * mib // 2, mib)], [("a", 7 * mib, 3 * mib - 5)]]
 
     def spans(stripe_bytes: int) -> list[tuple[float, float]]:
         jobs = jobs_by_source(make_plan(pieces, _Stripes(stripe_bytes, 10 * mib - 5)), 8 * mib)
         found = [job for job in jobs if isinstance(job, MoveJob)]
-        for job in found:
-            reads = [(start, stop) for start, stop, _ in steps(job, 8 * mib)]
-            assert all(start // stripe_bytes == (stop - 1) // stripe_bytes for start, stop in reads)
-            ends = {stop for _, stop in reads}
-            assert {*range(job.start + stripe_bytes, job.stop, stripe_bytes), job.stop} <= ends
         return [(job.start / mib, (job.stop + 5) // mib) for job in found]
 
     assert spans(mib) == [(1, 3), (7, 8), (8, 10)]

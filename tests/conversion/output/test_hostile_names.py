@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vescale_fsdp.checkpoint import load, read_state, save, verify
-from vescale_fsdp.checkpoint.manifest.array_names import array_paths
+from vescale_fsdp.checkpoint.manifest.file_names import array_paths
 from vescale_fsdp.checkpoint.manifest.state_tree import join_name
 from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
 from vescale_fsdp.checkpoint.storage.local import LocalStorage

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.checkpoint.moves.carried_state import whole_state
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.checks.describe import describe
 from vescale_fsdp.conversion.checks.diff import diff
@@ -23,7 +24,6 @@ from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules
 from vescale_fsdp.conversion.run_plan import RunOptions
-from vescale_fsdp.conversion.state.carried_state import whole_state
 
 RANKS = 64
 LIMIT = 2.6  # of one growth to the next, for twice as many tensors: n gives 2, n log n 2.2, a square 4

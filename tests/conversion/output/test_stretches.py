@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.checkpoint.formats.native import plan
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
 from vescale_fsdp.checkpoint.saving.save import Saver
@@ -17,7 +18,6 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.formats.native import write
 from vescale_fsdp.conversion.run_plan import Part, RunOptions
 from vescale_fsdp.errors import CorruptCheckpointError
 
@@ -43,7 +43,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 MiB, so that files of some MB have several."""
-    monkeypatch.setattr(write, "_STRETCH_STRIPES", 8)
+    monkeypatch.setattr(plan, "_STRETCH_STRIPES", 8)
 
 
 def _written(source: Path, target: str, **options: Any) -> None:

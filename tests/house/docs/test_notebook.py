@@ -45,7 +45,7 @@ def test_tutorial(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from_60 = _plain_losses(60, 80, saved=folder / "run/step-00000060")
     _assert_losses(found, _plain_losses(0, 60) | from_60)
     kept = read_state(folder / "run/step-00000080")
-    steps = [kept[name].read().item() for name in kept.names() if name.endswith("/step")]
+    steps = [kept[name].read().item() for name in kept.names() if name.endswith(".step")]
     assert len(steps) > 10 and set(steps) == {80}
 
 

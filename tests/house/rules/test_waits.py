@@ -54,7 +54,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         "self.wait()": SAVE,
         "wait([self._last.future])": SAVE,
     },
-    "checkpoint/saving/rank_file_bytes.py": {"stream.record().synchronize()": DEVICE},
+    "checkpoint/formats/native/write.py": {"stream.record().synchronize()": DEVICE},
     "checkpoint/state/host_copies.py": {"busy.synchronize()": DEVICE, "event.synchronize()": DEVICE},
     "checkpoint/storage/lock_file.py": {"renewing.join()": SAVE},
     "checkpoint/storage/remote.py": {
@@ -75,12 +75,12 @@ BOUNDS: dict[str, dict[str, str]] = {
         "self._listener.accept()": IDLE,
     },
     "vescale_fsdp/elastic/store_server.py": {"signal.pause()": IDLE},
-    "vescale_fsdp/optim/muon/bucket_exchange.py": {"self.work.wait()": GROUP},
-    "vescale_fsdp/optim/muon/step.py": dict.fromkeys(
+    "vescale_fsdp/optim/muon_plan.py": {"self.work.wait()": GROUP},
+    "vescale_fsdp/optim/muon.py": dict.fromkeys(
         ("arrived.wait()", "before.wait()", "scattering.wait()"), GROUP
     ),
     "vescale_fsdp/runtime/comm/dbuffer.py": {"self._work.wait()": GROUP},
-    "vescale_fsdp/runtime/comm/reduction.py": {"self.wait()": GROUP, "self.work.wait()": GROUP},
+    "vescale_fsdp/runtime/comm/gradients.py": {"self.wait()": GROUP, "self.work.wait()": GROUP},
     "vescale_fsdp/runtime/comm_context.py": {
         "event.synchronize()": DEVICE,
         "flags.wait()": GROUP,

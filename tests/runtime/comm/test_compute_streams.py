@@ -17,10 +17,9 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.stream_recorder import RecordedStream, StreamRecorder, recording
 from vescale_fsdp import fully_shard
-from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
+from vescale_fsdp.runtime.comm.gradients import UnshardedGrads
 from vescale_fsdp.runtime.comm_context import CommContext
-from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.setup.managed_param import GradHook
+from vescale_fsdp.runtime.param_group import GradHook, ParamGroup
 
 
 class RemembersTheLastFree(CommContext):

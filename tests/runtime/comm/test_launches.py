@@ -20,7 +20,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.stream_recorder import recording
 from vescale_fsdp import FSDPModule, Rows, fully_shard
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
-from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
+from vescale_fsdp.runtime.comm.gradients import UnshardedGrads
 
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 

@@ -17,7 +17,7 @@ from tests.support.distributed import run_ranks
 from tests.support.models import check_steps, shard
 from vescale_fsdp.collectives import all_gather_into
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.runtime.comm import memory_pools
+from vescale_fsdp.runtime.comm import group_comm
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.torch_private import storage_id
 
@@ -86,13 +86,13 @@ def of_the_group(method: str, arguments: list[Any]) -> None:
     with pytest.raises(UnsupportedOpError, match="VESCALE_FSDP_UNTRIED=memory_pools"):
         getattr(model.blocks[0], method)(*arguments)
     patches: list[Any] = [
-        mock.patch.object(memory_pools, name, return_value=object())
+        mock.patch.object(group_comm, name, return_value=object())
         for name in ("process_group_pool", "symmetric_pool")
     ]
     met: list[int] = []
     with (
         mock.patch.dict(os.environ, {"VESCALE_FSDP_UNTRIED": "memory_pools"}),
-        mock.patch.object(memory_pools, "meet_over", lambda buffer, group: met.append(storage_id(buffer))),
+        mock.patch.object(group_comm, "meet_over", lambda buffer, group: met.append(storage_id(buffer))),
         mock.patch.object(torch.cuda, "use_mem_pool", pool),
         patches[0],
         patches[1],

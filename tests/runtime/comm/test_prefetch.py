@@ -12,7 +12,8 @@ from torch import nn
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.stream_recorder import recording
 from vescale_fsdp import fully_shard
-from vescale_fsdp.runtime.schedule import Schedule, Unit
+from vescale_fsdp.runtime.fsdp_state import FSDPState
+from vescale_fsdp.runtime.schedule import Schedule
 
 
 class Nested(nn.Module):
@@ -61,14 +62,14 @@ class Watched:
     def patches(self) -> list[Any]:
         gather = Schedule.gather
 
-        def watched(schedule: Schedule, unit: Unit) -> bool:
+        def watched(schedule: Schedule, unit: FSDPState) -> bool:
             started = gather(schedule, unit)
             if started:
                 self.gathered.append(unit.label)
             return started
 
         def entering(enter: Any) -> Any:
-            def entered(schedule: Schedule, unit: Unit) -> None:
+            def entered(schedule: Schedule, unit: FSDPState) -> None:
                 if any(group.state.is_sharded for group in unit.groups):
                     self.exposed.append(unit.label)
                 enter(schedule, unit)
@@ -107,7 +108,7 @@ def test_inner_units_are_gathered_ahead() -> None:
 
 
 def by_start_of_forwards() -> list[str]:
-    def before(schedule: Schedule, unit: Unit) -> tuple[Unit, ...]:
+    def before(schedule: Schedule, unit: FSDPState) -> tuple[FSDPState, ...]:
         position = schedule._order.index(unit)
         return tuple(schedule._order[position - 1 : position]) if position else ()
 

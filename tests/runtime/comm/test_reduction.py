@@ -18,7 +18,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedDTensor, fully_shard
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.comm import order_watch
-from vescale_fsdp.runtime.comm.reduction import UsedFlags
+from vescale_fsdp.runtime.comm.gradients import UsedFlags
 
 
 class Experts(nn.Module):

@@ -322,7 +322,7 @@ class GathersDoNotWaitForTheOptimizer(CommContext):
 
 class CopiesDoNotWaitForTheOptimizer(CommContext):
     def _bring(self, groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
-        self._behind = None
+        self._shards_ready = None
         return super()._bring(groups)
 
 
@@ -378,8 +378,9 @@ class ReductionsDoNotWaitForCompute(CommContext):
 
 
 class ComputeDoesNotWaitForReductions(CommContext):
-    def _compute_waits_for(self, stream: Any) -> None:
-        pass
+    def _join_streams(self) -> None:
+        with mock.patch.object(RecordedStream, "wait_stream"):
+            super()._join_streams()
 
 
 class BuffersAreFreedBeforeTheyAreReduced(CommContext):

@@ -265,7 +265,7 @@ def reductions_of_frozen_units() -> tuple[int, set[str]]:
     root = state_of(model)
     assert root is not None
     model(torch.ones(3, WIDTH))  # joins the streams of the root
-    with mock.patch.object(root.comm, "make_way", wraps=root.comm.make_way) as waits:
+    with mock.patch.object(root.comm, "wait_for_slot", wraps=root.comm.wait_for_slot) as waits:
         for tensor in tensors_of(model(torch.ones(3, WIDTH))):
             tensor.square().mean().backward()
     assert dist.get_world_size() == 1

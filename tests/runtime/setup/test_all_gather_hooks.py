@@ -35,9 +35,10 @@ from tests.support.hooked_tensors import (
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.layout.planner import TensorSpec, plan_by_rows
-from vescale_fsdp.runtime.fsdp_state import state_of
+from vescale_fsdp.runtime.all_gather_hooks import scaled_together
+from vescale_fsdp.runtime.consensus import reach_consensus
+from vescale_fsdp.runtime.fsdp_state import state_of, states_of
 from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
-from vescale_fsdp.runtime.setup.float8_scales import scaled_together
 
 
 class Block(nn.Module):
@@ -259,7 +260,7 @@ def refusals() -> None:
             fully_shard(layer, **{"mesh": cpu_mesh(), **options})
 
     refused(AssertionError, "one of the two all-gather hooks", OnlyBefore)
-    refused(AssertionError, "takes other arguments", ThreeArguments)
+    refused(AssertionError, "wrong parameters", ThreeArguments)
     refused(NotImplementedError, "does not wrap one tensor", lambda data: data.as_subclass(WrapsNothing))
     refused(NotImplementedError, "without fsdp_pre_all_gather", Wrapper)
     refused(NotImplementedError, "reshard_after_forward=2", Int8Rows, reshard_after_forward=2)
@@ -277,7 +278,7 @@ def unpadded() -> str:
     layer.weight = nn.Parameter(Unpadded(layer.weight.detach()))
     state = state_of(fully_shard(layer, mesh=cpu_mesh()))
     assert state is not None
-    state.compare_below()
+    reach_consensus(states_of(*state.modules))
     if dist.get_rank() == 0:
         return ""  # it would wait for the other
     with pytest.raises(AssertionError, match=r"inputs of \(4, 6\)") as caught:

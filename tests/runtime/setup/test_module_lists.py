@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.models import MLP, batch
 from vescale_fsdp import FSDPModule, fully_shard
-from vescale_fsdp.runtime.comm.group_state import GroupState
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
+from vescale_fsdp.runtime.param_group import GroupState
 
 # Before, a list of modules of which a forward ran only some was not resharded (2.11: "did not run forward before
 # backward, which is error-prone", and then errors in matrix products).

@@ -18,9 +18,8 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.runtime import param_group
-from vescale_fsdp.runtime.setup import policies
-from vescale_fsdp.runtime.setup.policies import check_policies
+from vescale_fsdp.runtime import group_plan, param_group
+from vescale_fsdp.runtime.group_plan import check_policies
 from vescale_fsdp.torch_private import REDUCES_AS_STORED
 
 BF16 = torch.bfloat16
@@ -44,10 +43,10 @@ def test_unknown_policies_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UnsupportedOpError, match="OnDisk"):
         check_policies(MixedPrecisionPolicy(), OnDisk())
     known = {
-        **policies._FOLLOWED,
+        **group_plan._FOLLOWED,
         MixedPrecisionPolicy: {"param_dtype", "reduce_dtype", "cast_forward_inputs"},
     }
-    monkeypatch.setattr(policies, "_FOLLOWED", known)
+    monkeypatch.setattr(group_plan, "_FOLLOWED", known)
     check_policies(MixedPrecisionPolicy(BF16), OffloadPolicy())
     with pytest.raises(UnsupportedOpError, match="output_dtype is not supported"):
         check_policies(MixedPrecisionPolicy(output_dtype=BF16), OffloadPolicy())

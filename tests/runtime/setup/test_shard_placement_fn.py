@@ -157,15 +157,15 @@ def refusals() -> None:
         assert isinstance(caught.value, AssertionError) is ("cannot be used" in match)  # as under FSDP2
         assert type(model) is nn.Linear and not isinstance(model.weight, RaggedDTensor)
 
-    refused("which axis shards", lambda p: ShardPlacementResult(None, DDPMeshInfo(mesh, None, 0)))  # type: ignore[arg-type]
-    refused("which axis shards", lambda p: ShardPlacementResult(None, "mesh"))  # type: ignore[arg-type]
-    refused("which axis shards", lambda p: ShardPlacementResult(None, HSDPMeshInfo(pairs, 0, 1)))
+    refused("one axis that shards", lambda p: ShardPlacementResult(None, DDPMeshInfo(mesh, None, 0)))  # type: ignore[arg-type]
+    refused("one axis that shards", lambda p: ShardPlacementResult(None, "mesh"))  # type: ignore[arg-type]
+    refused("one axis that shards", lambda p: ShardPlacementResult(None, HSDPMeshInfo(pairs, 0, 1)))
     refused("placement that cannot be used", lambda p: ShardPlacementResult(Shard(p.ndim), info))
     refused("placement that cannot be used", lambda p: Replicate())
     fresh = lambda p: ShardPlacementResult(None, FSDPMeshInfo(pairs["shard"], shard_mesh_dim=0))  # noqa: E731
-    refused("Two meshes of a unit stand for the same ranks", fresh)
+    refused("Two meshes of a unit have the same ranks", fresh)
     default_too = lambda p: ShardPlacementResult(None, info) if p.ndim == 2 else None  # noqa: E731
-    refused("Two meshes of a unit stand for the same ranks", default_too)
+    refused("Two meshes of a unit have the same ranks", default_too)
     refused("Two rules", lambda p: RaggedShard((0,), (1, 1)), granularity=Rows(2))
     refused("cannot be cut like this", lambda p: RaggedShard((0,), (3, 4)))
 

@@ -17,7 +17,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from tests.support.rule_cases import convert_in_parts
 from tests.support.tiny_families import family_classes, tiny_model
-from vescale_fsdp import load_from
 from vescale_fsdp.checkpoint import load
 from vescale_fsdp.conversion import diff, open_source
 from vescale_fsdp.conversion.formats.huggingface.class_child import answer
@@ -102,8 +101,8 @@ def _states(folder: Path, wanted: dict[str, torch.Tensor]) -> list[tuple[str, di
         assert diff(open_source(str(out)), open_source(str(folder)))[0] == ()
         found.append((kind, state))
     state = {name: torch.zeros_like(value) for name, value in wanted.items()}
-    load_from(folder, state)
-    return [*found, ("load_from", state)]
+    load(folder, state)
+    return [*found, ("load", state)]
 
 
 def test_no_name_is_missing_anywhere(tmp_path: Path) -> None:

@@ -36,14 +36,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.faults.watched_storage import Call, Fault, Watch, WatchedStorage
-from vescale_fsdp import DCP, HuggingFace, load_from
-from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, RamTier, async_save, load, save
+from vescale_fsdp import DCP, HuggingFace
+from vescale_fsdp.checkpoint import (
+    CheckpointManager,
+    EverySteps,
+    PerRank,
+    RamTier,
+    SourceOptions,
+    async_save,
+    load,
+    save,
+)
+from vescale_fsdp.checkpoint.formats.dcp.source import open_dcp
+from vescale_fsdp.checkpoint.loading import load as load_module
 from vescale_fsdp.checkpoint.loading.load import Read
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 from vescale_fsdp.conversion.formats import detect
-from vescale_fsdp.conversion.formats.dcp.read import open_dcp
 from vescale_fsdp.conversion.formats.huggingface.read import open_hf_folder
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, VescaleError
@@ -73,7 +83,7 @@ class Setting(NamedTuple):
     """What is done, and where."""
 
     action: str  # save or restore
-    through: str  # a manager of steps, one in nodes' memory, one path that is overwritten, or one that load_from reads
+    through: str  # a manager of steps, one in nodes' memory, one path that is overwritten, or one of another format
     form: str  # native, zarr, hf or dcp
     mode: str  # a save's: sync or async; a restore's: once or each, as ranks read what both want
     store: str  # local, s3, or far: local, and not in the page cache
@@ -102,7 +112,7 @@ SETTINGS = [
         ("memory", "native", "each", ("local",)),
         ("path", "native", "each", ("local", "s3", "far")),
         ("path", "zarr", "each", ("local", "s3")),  # the zarr form is read by each rank in any case
-        ("live", "hf", "each", ("local", "s3")),  # by load_from, which opens the source itself
+        ("live", "hf", "each", ("local", "s3")),  # which opens the source itself
         ("live", "dcp", "each", ("local",)),
         ("live", "native", "each", ("local",)),
     )
@@ -245,7 +255,8 @@ class _Stage:
                 patched.setenv(name, "any")
             patched.setenv("AWS_ENDPOINT_URL", self._endpoint)
             patched.setattr(detect, "open_store", lambda url: self.storage(setting))
-            load_from("the source", state, process_group=self.group)
+            patched.setattr(load_module, "open_storage", lambda path, neighbours: self.storage(setting))
+            load("the source", state, source=SourceOptions(), process_group=self.group)
         return _proven(state, setting.form)
 
     def _memory(self, setting: Setting) -> Path:

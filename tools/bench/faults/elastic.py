@@ -40,7 +40,7 @@ from examples.elastic_without_restart import Launcher
 from examples.train import Trainer
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier
-from vescale_fsdp.runtime.setup.data_mesh import default_mesh
+from vescale_fsdp.runtime.data_mesh import default_mesh
 
 ROOT = Path(__file__).parents[3]
 RANKS, STEPS, SEQ_LEN = 4, 400, 32

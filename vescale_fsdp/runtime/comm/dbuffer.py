@@ -1,18 +1,18 @@
 """DBuffer: one flat allocation of a group's global size, a view per tensor, collectives in place.
 
-The buffer *is* the storage of the tensors in it: an all-gather writes full parameters where the matmuls
-read them, and a reduce-scatter reads gradients from where they were written. Nothing is copied in or out (gloo, which
-works on one buffer, copies a rank's own slice into it).
+The buffer *is* the storage of its tensors: an all-gather writes full parameters where the matmuls read them, and a
+reduce-scatter reads gradients from where they were written. Nothing is copied in or out (on gloo, which works on one
+buffer, a rank copies its own slice into it).
 
-    storage      freed: the tensors exist, their memory does not     allocated: it does
+    storage      freed: the tensors exist, their memory does not     allocated: both exist
     allocate()   freed -> allocated (contents undefined)
-    free()       allocated -> freed (views keep their identity, autograd may hold them)
+    free()       allocated -> freed (views keep their identity, autograd may have saved them)
 
-A scattered tensor is the exception: it has holes in the buffer, so its full form is a small tensor of its own,
-filled from the pieces when a gather ends. Writing needs no such copy: `places` says where each piece goes.
+A scattered tensor is the exception: its pieces are apart in the buffer, so its full form is a small tensor of its own,
+filled from the pieces when a gather ends. Writing needs no such copy: `places` returns the view for each piece.
 
-Tensor objects are made once. What comes and goes is the storage beneath them (``resize_``), so a view that
-autograd saved in the forward is valid again once the buffer is gathered for the backward.
+Tensor objects are made once. Only their storage is freed and allocated (``resize_``), so a view that autograd saved in
+the forward is valid again once the buffer is gathered for the backward.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class DBuffer:
     """The global buffer of one group on one rank.
 
     Args:
-        layout: where each tensor lies; the buffer is given it and never makes one up.
-        flat: 1-D [layout.numel], the memory. Where its storage cannot be resized (a communication
-            library's own memory), it stays for good.
-        pool: entered whenever the memory is taken.
+        layout: the offset of each tensor.
+        flat: 1-D [layout.numel], the memory. It is never freed if its storage cannot be resized (a communication
+            library's own memory).
+        pool: entered at each allocation.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class DBuffer:
         self._pool = pool
         self._views: dict[str, torch.Tensor] = {}
         self._copies: dict[str, torch.Tensor] = {}  # scattered tensors by name: 1-D, full, with own storage
-        self._padding: list[torch.Tensor] | None = None  # made when first asked for
+        self._padding: list[torch.Tensor] | None = None  # made at the first use
         self._work: Work | None = None
         self._version = version_of(flat)
         self._storage = flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
 
     def allocate(self) -> None:
-        """Bring the storage back, on the current stream; contents are undefined."""
+        """Allocate the storage, on the current stream; contents are undefined."""
         if self._storage.nbytes() != self._nbytes:
             with self._pool():
                 self._storage.resize_(self._nbytes)
@@ -68,7 +68,7 @@ class DBuffer:
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
 
     def free(self) -> None:
-        """Give the storage back. The caller sees to it that no stream still uses it."""
+        """Free the storage. The caller ensures that no stream still uses it."""
         if self._storage.resizable():
             self._storage.resize_(0)
         for copy in self._copies.values():
@@ -77,21 +77,21 @@ class DBuffer:
     def view(self, slot: TensorSlot) -> torch.Tensor:
         """The full tensor of a slot, the same object each time: an n-d view of the buffer.
 
-        Of a scattered slot: a tensor of its own, with what the pieces hold now and after every gather.
+        Of a scattered slot: a tensor of its own, filled from the pieces now and after every gather.
         """
-        found = self._views.get(slot.fqn)
-        if found is None:
+        view = self._views.get(slot.fqn)
+        if view is None:
             if slot.is_scattered:
                 copy = self._copies[slot.fqn] = self.flat.new_empty(slot.numel)
                 self._copy_out(slot, copy)
-                found = copy.view(slot.shape)
+                view = copy.view(slot.shape)
             else:
-                found = self.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
-            self._views[slot.fqn] = found
-        return found
+                view = self.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            self._views[slot.fqn] = view
+        return view
 
     def pieces(self, slot: TensorSlot) -> list[torch.Tensor]:
-        """Where the elements of a slot lie in the buffer, in tensor order: views that hold them all.
+        """Views of the buffer that together have all elements of a slot, in tensor order.
 
         One n-d view of a contiguous slot; for each run of a scattered one a 2-D view [ranks, piece_numel].
         """
@@ -106,7 +106,7 @@ class DBuffer:
         ]
 
     def padding(self) -> list[torch.Tensor]:
-        """The parts of the buffer that no tensor lies in, 1-D views in order."""
+        """The parts of the buffer outside all tensors, 1-D views in order."""
         if self._padding is None:
             size = self.layout.shard_numel
             filled = sorted(
@@ -128,7 +128,7 @@ class DBuffer:
     def places(
         self, given: Sequence[tuple[TensorSlot, torch.Tensor]]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where in the buffer the values of full tensors go, and the values: views of equal shapes, pairwise."""
+        """Views of the buffer for the values of full tensors, and the values: pairs of equal shapes."""
         targets: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
         for slot, values in given:
@@ -139,25 +139,25 @@ class DBuffer:
 
     def put(self, slot: TensorSlot, values: torch.Tensor) -> None:
         """Write the values of a full tensor."""
-        if not slot.is_scattered:  # at once: on the CPU every gradient of a step comes by here
+        if not slot.is_scattered:  # the fast path: on the CPU it runs for every gradient of a step
             self.view(slot).copy_(values)
             return
         for piece, part in zip(*self.places([(slot, values)]), strict=True):
             piece.copy_(part)
 
     def add(self, slot: TensorSlot, values: torch.Tensor) -> None:
-        """Add the values of a full tensor to what is in the buffer."""
+        """Add the values of a full tensor to those in the buffer."""
         for piece, part in zip(*self.places([(slot, values)]), strict=True):
             piece.add_(part)
 
     def start_gather(self, own: torch.Tensor, gather: Gather, *, copy_to: FlatRange | None = None) -> None:
-        """Start filling the buffer with what each rank holds.
+        """Start filling the buffer with the contributions of all ranks.
 
         Args:
             own: 1-D, this rank's contribution.
             gather: the collective, as ``gather(full, own)``.
-            copy_to: where in the buffer the contribution is copied before, because its dtype or device is not
-                the buffer's; None: the gather takes it as it is, and nothing is copied.
+            copy_to: the range of the buffer into which the contribution is first copied, because its dtype or device
+                differs from the buffer's; None: the gather reads it in place, and nothing is copied.
         """
         with without_grad():
             if copy_to is not None:
@@ -169,8 +169,8 @@ class DBuffer:
     def wait_gather(self) -> None:
         """Wait until the buffer is full.
 
-        Autograd may have saved views of the buffer. Refilling it with the same values is not a modification,
-        so its version counter is what it was at the start; some backends count up only here.
+        Autograd may have saved views of the buffer. Refilling it with the same values is not a modification, so its
+        version counter is reset to the value at the start; some backends increment it only here.
         """
         if self._work is not None:
             self._work.wait()
@@ -181,7 +181,7 @@ class DBuffer:
 
     @torch.no_grad()
     def _copy_out(self, slot: TensorSlot, copy: torch.Tensor) -> None:
-        """Fill a scattered tensor from its pieces; for autograd no modification, as above."""
+        """Fill a scattered tensor from its pieces, with its version counter restored as above."""
         version = version_of(copy)
         pieces = self.pieces(slot)
         for piece, part in zip(pieces, _split(copy, pieces), strict=True):

@@ -1,20 +1,21 @@
 """OrderWatch: whether the ranks of a mesh start the same collectives in the same order.
 
-Ranks that do not (a unit that only some of them run, a switch that only some of them set) make one unit's gradients
-meet another's: wrong values without an error, or a wait without an end. So every rank keeps a log of what it starts,
-and a thread beside the training compares a digest of it, once per backward, over the store that the process group met
-in. No communicator is used, and nothing of it is on the way of a step:
+Ranks that do not (a unit that only some of them run, a switch that only some of them set) mix up the gradients of
+different units: wrong values without an error, or an endless wait. So every rank keeps a log of the collectives that it
+starts, and a thread next to the training compares a digest of the log, once per backward, in the store in which the
+process group met. No communicator is used, and no part of a step waits for it:
 
     training                         thread                                  store
     note() each gather, reduction
     end_step() where a forward or    digest of the log   -- compare_set -->  step n: digest of the first rank
     a backward ends                  another digest      -- alarm, log  -->  read by the threads of all ranks
-    settle() before a reduction      <- this rank's is another one: it must not reduce with the first rank
+    wait_until_compared() before     <- this rank's digest differs: it must not reduce with the first rank
+    a reduction
     note() raises                    <- names the first difference
 
-Where nothing was started for `BOUND_S`, or a collective failed, logs of the step under way are compared as well. Where
-one log is the beginning of the other, a rank may be slow and no more; else the ranks will never meet. Then the thread
-ends what waits in their groups (`break_group`), and all ranks raise.
+If no collective was started for `BOUND_S`, or one failed, logs of the running step are compared as well. If one log is
+the beginning of the other, a rank may only be slow; otherwise the ranks will never meet. Then the thread ends the
+collectives that wait in their groups (`break_group`), and all ranks raise.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import xxhash
@@ -38,28 +39,24 @@ from vescale_fsdp.collectives import break_group
 from vescale_fsdp.errors import LifecycleError, VescaleError
 from vescale_fsdp.torch_private import default_store
 
-BOUND_S = 30.0  # without a collective started, until logs of a step under way are compared
-_ALARMS_PER_BOUND = 4  # looks at other ranks' alarms
-_SETTLE_S = 0.05  # how long a first reduction waits at most
+if TYPE_CHECKING:
+    from vescale_fsdp.runtime.comm.group_comm import GroupComm
+
+BOUND_S = 30.0  # without a start of a collective, until logs of a running step are compared
+_ALARMS_PER_BOUND = 4  # how often per bound a rank reads the others' alarms
+_SETTLE_S = 0.05  # the longest wait of a first reduction
 _FAILED_S = 1.0  # how long a rank whose collective failed waits for the others' logs
-_MOST_ENTRIES = 4096  # of a log, as of forwards without backwards, until it is compared
-_MOST_LOGS = 64  # that are read when ranks differ
+_MOST_ENTRIES = 4096  # of a log (forwards without backwards have no end) until it is compared
+_MOST_LOGS = 64  # to read when ranks differ
 _PARTNERS = 8
-_KEPT_KEYS = 64  # digests of so many steps stay in the store
+_KEPT_KEYS = 64  # steps whose digests stay in the store
 _NOTHING = "nothing more"
 _log = logging.getLogger(__name__)
 
 
 def can_watch(group: dist.ProcessGroup) -> bool:
-    """Whether its ranks are processes that meet in a store; of torch's groups for tests they are none, or threads."""
+    """Whether its ranks are processes that share a store; torch's groups for tests have no ranks, or threads."""
     return dist.get_backend(group) not in ("fake", "threaded")
-
-
-class Communicating(Protocol):
-    """What starts collectives (`vescale_fsdp.runtime.comm.group_comm.GroupComm`)."""
-
-    def process_groups(self) -> Iterable[dist.ProcessGroup]:
-        """All that it uses."""
 
 
 class OrderWatch:
@@ -69,27 +66,27 @@ class OrderWatch:
         mesh: more than one rank.
 
     Attributes:
-        error: what all ranks raise, once ranks have differed.
-        over: whose collectives it ends then.
+        error: raised by all ranks, once ranks have differed.
+        over: communicators whose collectives it ends then.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.error: LifecycleError | None = None
-        self.over: weakref.WeakSet[Communicating] = weakref.WeakSet()
+        self.over: weakref.WeakSet[GroupComm] = weakref.WeakSet()
         self._ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self._rank, self._store = dist.get_rank(), default_store()
         self._key = f"vescale_fsdp order {_name_of(self._ranks)}"
         self._entries: list[str] = []
         self._step = 0
         self._logs: dict[int, list[str]] = {0: self._entries}  # of this step and the last ones
-        self._last = time.monotonic()  # when something was started
+        self._last = time.monotonic()  # when a collective was started
         self._has_ended = self._differs = False
-        self._is_compared = threading.Event()  # what has ended, so far as the first rank's log is known
+        self._is_compared = (
+            threading.Event()
+        )  # all ended steps are compared with the first rank's logs, if known
         self._is_awaited = False  # by the next reduction
         self._lock = threading.Lock()
-        self._shown: tuple[int, int] | None = (
-            None  # the step, and how much of its log, that others have been shown
-        )
+        self._shown: tuple[int, int] | None = None  # the last published step, and the length of its log
         _thread.watch(self)
 
     # -- by the training ------------------------------------------------------------------------------
@@ -98,7 +95,7 @@ class OrderWatch:
         """A collective is about to start.
 
         Raises:
-            LifecycleError: if ranks were found to differ.
+            LifecycleError: if ranks differ.
         """
         if self.error is not None:
             raise self.error
@@ -108,10 +105,10 @@ class OrderWatch:
             self.end_step()
 
     def end_step(self, *, then_reduces: bool = False) -> None:
-        """A forward or a backward has ended: compare what it started, beside what follows.
+        """A forward or a backward has ended: compare its log while the training continues.
 
         Args:
-            then_reduces: `settle` precedes the next reduction.
+            then_reduces: `wait_until_compared` precedes the next reduction.
         """
         self._is_compared.clear()
         self._is_awaited = then_reduces
@@ -122,10 +119,10 @@ class OrderWatch:
         self._last = time.monotonic()
         _thread.put(self, step, entries)
 
-    def settle(self) -> None:
-        """Before a reduction: a rank whose forward was another one than the first rank's must not reduce with it.
+    def wait_until_compared(self) -> None:
+        """Before a reduction: a rank whose forward differed from the first rank's must not reduce with it.
 
-        The comparison began at the forward's end; a slow store is not waited for.
+        The comparison began at the forward's end. The wait is short, so that a slow store does not delay the step.
         """
         if self._is_awaited:
             self._is_awaited = False
@@ -134,10 +131,10 @@ class OrderWatch:
                 self._is_compared.wait(BOUND_S)  # for the logs of others
 
     def explain(self, failure: RuntimeError) -> None:
-        """A collective has failed: raise what it failed of, if that is the order.
+        """Find out whether a collective failed because of a different order.
 
         Raises:
-            LifecycleError: on all ranks, if they differ.
+            LifecycleError: if so, on all ranks.
         """
         if isinstance(failure, VescaleError):
             return
@@ -150,19 +147,23 @@ class OrderWatch:
     # -- by the thread --------------------------------------------------------------------------------
 
     def guarded(self, work: Callable[..., bool], *arguments: Any) -> bool:
-        """Do one of the following, whose answer is returned; True once nothing more can be found."""
+        """Run one of the methods below and return its result; True once there can be no more result."""
         if self._has_ended:
             return True
         try:
             with self._lock:
                 return work(*arguments)
-        except (RuntimeError, ValueError, TypeError) as error:  # store or groups are gone, as at a job's end
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+        ) as error:  # store or groups no longer exist: the job ends
             self._has_ended, self._differs = True, False
             _log.info("The order of collectives is no longer compared between ranks: %s", error)
             return True
 
     def compared(self) -> None:
-        """All that has ended so far was compared."""
+        """All ended steps were compared."""
         self._is_compared.set()
 
     def compare(self, step: int, entries: list[str]) -> bool:
@@ -177,10 +178,10 @@ class OrderWatch:
         return self.look()
 
     def look(self, is_late: bool = False) -> bool:
-        """Look whether ranks have been found to differ, or, where this one is late, do.
+        """Read the other ranks' alarm; where this rank is late, compare its log with theirs.
 
         Returns:
-            Whether nothing more is to be found: they differ, or all have shown logs that agree.
+            Whether the comparison is complete: ranks differ, or all have published logs that agree.
         """
         if self.error is None and self._store.check([self._alarm]):
             self._conclude(int(self._store.get(self._alarm)))
@@ -195,16 +196,16 @@ class OrderWatch:
         return self.error is not None or len(logs) == len(partners)
 
     def _partners(self) -> set[int]:
-        """The ranks that a late one compares itself with: so many that each difference is found by some rank."""
-        place, size = self._ranks.index(self._rank), len(self._ranks)
-        return {*self._ranks[:_PARTNERS], *(self._ranks[(place + step) % size] for step in range(3))}
+        """The ranks that a late one compares itself with: enough that some rank finds each difference."""
+        index, size = self._ranks.index(self._rank), len(self._ranks)
+        return {*self._ranks[:_PARTNERS], *(self._ranks[(index + step) % size] for step in range(3))}
 
     @property
     def _alarm(self) -> str:
         return f"{self._key} alarm"
 
     def _show(self) -> None:
-        """Show the others the logs of this step and the last ones."""
+        """Publish the logs of this step and the last ones."""
         shown = self._step, len(self._entries)
         if self._shown == shown:
             return
@@ -213,7 +214,7 @@ class OrderWatch:
         self._shown = shown
 
     def _shown_logs(self, step: int, ranks: Iterable[int]) -> dict[int, list[str]]:
-        """This rank's log of a step, and those that others of these ranks have shown, by rank."""
+        """The logs of a step by rank: this rank's, and those that these ranks have published."""
         logs = {self._rank: list(self._logs.get(step, ()))}
         for rank in ranks:
             key = f"{self._key} {step} of {rank}"
@@ -223,12 +224,12 @@ class OrderWatch:
         return logs
 
     def _conclude(self, step: int) -> None:
-        """Ranks differ in this step: make the error, and end what waits."""
+        """Ranks differ in this step: set the error, and end collectives that wait."""
         asked = {self._rank, *self._ranks[:_MOST_LOGS]}
         deadline = time.monotonic() + 2 * BOUND_S / _ALARMS_PER_BOUND
         self._show()
         for group in {group for each in self.over for group in each.process_groups()}:
-            break_group(group)  # so that ranks that wait for this one look as well
+            break_group(group)  # so that ranks that wait for this one compare their logs as well
         while True:
             self._show()
             logs = self._shown_logs(step, asked)
@@ -248,20 +249,21 @@ def _differ(one: list[str], other: list[str]) -> bool:
 def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
     """The first difference of logs, and the ranks on each side."""
     columns = list(zip_longest(*logs.values(), fillvalue=_NOTHING))
-    place = next((place for place, column in enumerate(columns) if len(set(column)) > 1), None)
+    index = next((index for index, column in enumerate(columns) if len(set(column)) > 1), None)
     sides: dict[str, list[int]] = {}
-    if place is not None:
-        for rank, entry in zip(logs, columns[place], strict=True):
+    if index is not None:
+        for rank, entry in zip(logs, columns[index], strict=True):
             sides.setdefault(entry, []).append(rank)
     (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
     return LifecycleError(
         "The ranks have started different collectives, or the same ones in another order.",
-        expected=f"on all ranks what ranks {sorted(here)[:16]} started: {expected}",
+        expected=f"on all ranks the collective that ranks {sorted(here)[:16]} started: {expected}",
         got="; ".join(f"ranks {sorted(side)[:16]} started: {entry}" for entry, side in others[:4])
         or f"another order on some of ranks {list(ranks)[:16]}, which did not answer",
-        where=f"collective {place} of a step",
-        todo="run the same units in the same order on every rank, also those whose output a rank does not need, set "
-        "switches of units alike, and restart: gradients of this step are wrong, and the process groups have ended",
+        where=f"collective {index} of a step",
+        todo="run the same units in the same order on every rank, even if a rank does not need their output, set the "
+        "same switches of units on all ranks, and restart: gradients of this step are wrong, and the process groups "
+        "have ended",
     )
 
 
@@ -269,7 +271,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = 
 
 
 def _name_of(ranks: tuple[int, ...]) -> str:
-    """A name for a watch of these ranks, which make theirs in the same order."""
+    """A name for a watch of these ranks, which create their watches in the same order."""
     world = dist.group.WORLD
     assert world is not None
     made = _made.setdefault(world, Counter())
@@ -278,7 +280,7 @@ def _name_of(ranks: tuple[int, ...]) -> str:
 
 
 class _Thread:
-    """The thread that compares, one for all watches of a process; it is there while there are watches."""
+    """The thread that compares logs, one for all watches of a process; it ends when there is no watch."""
 
     def __init__(self) -> None:
         self._watches: weakref.WeakSet[OrderWatch] = weakref.WeakSet()
@@ -290,7 +292,7 @@ class _Thread:
         self._lock = threading.Lock()
 
     def watch(self, watch: OrderWatch) -> None:
-        """Compare for this one, too."""
+        """Add a watch."""
         with self._lock:
             self._watches.add(watch)
             if self._thread is None or not self._thread.is_alive():  # as in a forked child
@@ -312,14 +314,14 @@ class _Thread:
     def _run(self) -> None:
         while True:
             try:
-                found = self._steps.get(timeout=BOUND_S / _ALARMS_PER_BOUND)
+                item = self._steps.get(timeout=BOUND_S / _ALARMS_PER_BOUND)
             except queue.Empty:
                 if not self._look():
                     return
                 continue
-            if found is None:
+            if item is None:
                 return
-            reference, step, entries = found
+            reference, step, entries = item
             watch = reference()
             if watch is not None:
                 watch.guarded(watch.compare, step, entries)
@@ -327,7 +329,7 @@ class _Thread:
             del watch
 
     def _look(self) -> bool:
-        """Let every watch look at the others; False if there is none, and the thread is to end."""
+        """Let every watch read the others' alarms; False if there is no watch, so that the thread ends."""
         with self._lock:
             watches = list(self._watches)
             if not watches:

@@ -1,15 +1,15 @@
 """Streams: where queues of device work come from, so that the schedule can be run without a device.
 
     streams_of(cuda)  -> DeviceStreams     the device module's own streams and events
-    streams_of(cpu)   -> None              the host does one thing after the other
+    streams_of(cpu)   -> None              the host works in sequence
 
-The schedule asks for streams here and nowhere else. A test hands `CommContext` another
-`Streams`, one that writes down who waits for whom, and proves the order of things on a CPU.
+The runtime gets streams only here. A test gives `CommContext` another `Streams`, which records who waits for whom, and
+verifies the order on a CPU.
 
 Streams and events are made by ``torch.cuda`` (or the device's module of that kind), not by the generic
 ``torch.Stream``: a ``torch.cuda.Event`` keeps its handle in a field that the generic ``wait_event`` does not
-read (torch 2.11-2.13, ``torch/csrc/Stream.cpp`` and ``cuda/Event.cpp``), so that a user's event would be waited
-for by chance. The module's own classes take both kinds.
+read (torch 2.11-2.13, ``torch/csrc/Stream.cpp`` and ``cuda/Event.cpp``), so a wait for a user's event would succeed
+only by chance. The module's own classes take both kinds.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ class Stream(Protocol):
     """A queue of device work."""
 
     def record_event(self) -> Event:
-        """The point behind all work queued so far."""
+        """The point after all work queued so far."""
 
     def wait_event(self, event: Event) -> None:
-        """Start later work only behind this point of another stream."""
+        """Start later work only after this point of another stream."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Start later work only behind all that the other stream was given so far."""
+        """Start later work only after all work that the other stream has so far."""
 
 
 class Streams(ABC):
-    """Where streams come from."""
+    """Source of streams."""
 
     @abstractmethod
     def new(self) -> Stream:
-        """A stream that goes before the compute stream where both have work."""
+        """A stream with priority over the compute stream."""
 
     @abstractmethod
     def current(self) -> Stream:
-        """The stream that the caller's work goes to."""
+        """The stream that receives the caller's work."""
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Send the work of a block to this stream. Memory allocated there belongs to it."""
+        """Send the work of a block to this stream. Memory allocated in the block belongs to the stream."""
 
 
 class DeviceStreams(Streams):

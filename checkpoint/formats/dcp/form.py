@@ -1,0 +1,120 @@
+"""`DCP`: a form of `save` that writes a folder of stock torch.distributed.checkpoint, without its planning.
+
+Every rank writes one file with the boxes that it holds (a ragged piece is a few of them); what lies where in the files
+of all ranks follows from the manifest, so that rank 0 writes ``.metadata``, last of all, without asking anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from vescale_fsdp.checkpoint.formats.dcp.plan import file_of_rank, plan_dcp_by_rank
+from vescale_fsdp.checkpoint.formats.dcp.source import METADATA_FILE
+from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
+from vescale_fsdp.checkpoint.formats.held_shards import HeldShards
+from vescale_fsdp.checkpoint.formats.written_folder import WrittenFolder
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.moves.carried_state import whole_state
+from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits
+from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan
+from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.checkpoint.storage.base import FileWriter, Storage
+from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.layout.geometry import Box
+
+
+@dataclass(frozen=True)
+class DCP(Form):
+    """Write a folder that ``torch.distributed.checkpoint.load`` reads: for ``save(..., format=)`` and
+    ``CheckpointManager(export=)``.
+
+    Examples:
+        >>> from vescale_fsdp import DCP
+        >>> save("out", {"model": model, "optimizer": optimizer}, format=DCP())  # doctest: +SKIP
+
+    Values that differ per rank are refused by name: nothing in such a folder can hold them.
+    """
+
+    def arguments(self) -> Json:
+        """There are none."""
+        return {"form": "DCP"}
+
+    def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
+        """Lock the folder, and refuse one with other files than DCP's."""
+        _folder(storage).claim(held, overwrite=overwrite)
+
+    def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
+        """Plan, and write this rank's file."""
+        storage, coordinator, folder = share.storage, share.coordinator, _folder(share.storage)
+        world_size = coordinator.world_size
+        with coordinator.together("planning a DCP folder"), gc_paused():
+            shards = HeldShards(plan(), coordinator.rank, share.locals_by_name, storage)
+            if shards.source.omitted:
+                raise ConversionError(
+                    "A DCP folder cannot hold all of this state.",
+                    expected="values that are the same on all ranks",
+                    got=f"{some(shards.source.omitted, 8)}: PerRank",
+                    where=storage.where,
+                    todo="leave them out, or save in the native form",
+                )
+            state = whole_state(shards.source, "")
+            nbytes = sum(view.info.nbytes for name, view in state.views.items() if name not in state.twins)
+            share.check_room(nbytes)
+            boxes = partial(_boxes, shards, state.twins)
+            output = plan_dcp_by_rank(state, boxes, world_size, coordinator.rank)
+        with coordinator.together(f"making {storage.where}"):
+            if coordinator.rank == 0:
+                folder.begin()
+        with coordinator.together(f"writing to {storage.where}"):
+            _write(folder.working, output)
+        names = [file_of_rank(rank) for rank in range(world_size)]
+        return Commit(nbytes, partial(folder.commit, output.closing, names))
+
+    def clear_away(self, storage: Storage, save_id: str) -> None:
+        """All that was written."""
+        _folder(storage).clear_away()
+
+
+def _folder(storage: Storage) -> WrittenFolder:
+    return WrittenFolder(
+        storage,
+        "a DCP folder",
+        METADATA_FILE,
+        lambda name: name == METADATA_FILE or ("/" not in name and name.endswith(".distcp")),
+    )
+
+
+def _boxes(shards: HeldShards, twins: Collection[str], rank: int) -> Iterator[tuple[str, Box]]:
+    """(name, box) of all that a rank writes, each tensor under its first name."""
+    file = shards.file if rank == shards.rank else RankFile(shards.manifest, rank)
+    for name, place in shards.places.items():
+        piece = file.piece_of.get(place) if name not in twins else None
+        for box, _ in piece.region.pieces() if piece is not None else ():
+            yield name, box
+
+
+def _write(storage: Storage, output: OutputPlan) -> None:
+    """This rank's file, durably."""
+    outputs: list[FileWriter] = []
+
+    def give_up() -> None:
+        while outputs:
+            outputs.pop().abort()
+
+    def create(file: FilePlan) -> FileWriter:
+        give_up()  # a try that failed
+        outputs.append(storage.create(file.name, file.nbytes))
+        return outputs[0]
+
+    limits = CopyLimits(threads=1 if storage.in_order else max(1, storage.write_threads))
+    try:
+        copier = Copier(limits, create, storage.retrying, lambda _: None, lambda *_: None)
+        copier.copy(output.files, in_order=storage.in_order)
+    except BaseException:
+        give_up()
+        raise

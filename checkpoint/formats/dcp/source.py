@@ -1,0 +1,215 @@
+"""Reading torch.distributed.checkpoint folders without a process group and without trusting their pickle.
+
+``.metadata`` says which boxes tile each tensor and where each lies: (file, offset, length) of a torch.save
+archive inside a ``.distcp`` file. FSDP2, DDP, tensor parallelism and this project's ragged shards all end
+up as such boxes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any
+
+from vescale_fsdp.checkpoint.formats.torch_save.archive_reader import TorchArchive, load_torch_bytes
+from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import Record, TensorRef, load_dcp_metadata
+from vescale_fsdp.checkpoint.moves.source import Source, StoredValue
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.checkpoint.state.nesting import ListIndex
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.layout.geometry import Box
+
+METADATA_FILE = ".metadata"
+_ACCELERATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_\d+)?/")
+
+# A record that lacks one of these attributes was damaged, not written by another version.
+_DAMAGE = (AttributeError, KeyError, TypeError, ValueError)
+
+
+def open_dcp(store: Storage, *, trust_pickle: bool = False, stand_ins: bool = False) -> Source:
+    """Open a DCP checkpoint, or a folder of accelerate's that holds model and optimizer as two of them;
+    reads ``.metadata`` and file sizes only. ``stand_ins``: of records that are not needed, as in `load_dcp_metadata`.
+
+    Raises:
+        ConversionError: for a checkpoint this reader refuses (untrusted pickle, transformed data), or a
+            folder with several.
+        CorruptCheckpointError: if metadata and files do not describe whole tensors.
+    """
+    folders = ("",) if store.size(METADATA_FILE) is not None else dcp_folders(store.list_files()) or ("",)
+    stems = [match[1] for folder in folders if (match := _ACCELERATE_FOLDER.fullmatch(folder))]
+    if len(folders) > 1 and not len(set(stems)) == len(stems) == len(folders):
+        raise ConversionError(
+            "The folder holds several checkpoints.",
+            expected="one, or one of a model and one of its optimizer",
+            got=", ".join(folder.rstrip("/") for folder in folders[:6]),
+            where=store.where,
+            todo="pass one of these folders",
+        )
+    found = [
+        _open_folder(store, folder, trust_pickle=trust_pickle, stand_ins=stand_ins) for folder in folders
+    ]
+    if len(found) == 1:
+        return found[0]
+    sides = [{**source.tensors, **source.values} for source in found]
+    if doubles := sides[0].keys() & sides[1].keys():
+        raise CorruptCheckpointError(
+            "The model's checkpoint and its optimizer's have entries of one name.",
+            expected="names under model and under optimizer",
+            got=min(doubles),
+            where=store.where,
+            todo="pass one of the two folders",
+        )
+    return replace(
+        found[0],
+        tensors={name: tensor for source in found for name, tensor in source.tensors.items()},
+        values={name: value for source in found for name, value in source.values.items()},
+        paths={name: path for source in found for name, path in source.paths.items()},
+        facts={**found[0].facts, "folders": ", ".join(folder.rstrip("/") for folder in folders)},
+    )
+
+
+def dcp_folders(files: Iterable[str]) -> tuple[str, ...]:
+    """Folders (with a trailing slash) directly below that hold DCP checkpoints."""
+    ends = [file for file in files if file.endswith(f"/{METADATA_FILE}") and file.count("/") == 1]
+    return tuple(sorted(file.removesuffix(METADATA_FILE) for file in ends))
+
+
+def _open_folder(store: Storage, folder: str, *, trust_pickle: bool, stand_ins: bool) -> Source:
+    where = f"{store.where}/{folder}{METADATA_FILE}"
+    data = store.read(folder + METADATA_FILE)
+    metadata = load_dcp_metadata(data, where=where, trust=trust_pickle, stand_ins=stand_ins)
+    try:
+        reader = _MetadataReader(metadata, store, folder, trust_pickle)
+        tensors, values = reader.entries()
+        planned = metadata.planner_data or {}
+        paths = {str(name): _path(path) for name, path in planned.items() if isinstance(path, tuple)}
+    except _DAMAGE as error:
+        raise CorruptCheckpointError(
+            "The checkpoint's metadata is damaged.",
+            expected="the records torch.distributed.checkpoint writes",
+            got=f"{type(error).__name__}: {error}",
+            where=where,
+            todo="copy the file again from where it was saved, or use an older checkpoint",
+        ) from error
+    facts = {"dcp version": str(getattr(metadata, "version", None)), "data files": str(len(reader.sizes))}
+    locate = partial(_locate, store, trust_pickle)
+    return Source("dcp", store, tensors, values, paths, facts, locate=locate)
+
+
+def _locate(store: Storage, trust_pickle: bool, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
+    """A chunk inside the torch.save archive that holds it."""
+    where = f"tensor {info.name} in {store.where}/{chunk.file} at byte {chunk.offset}"
+    archive = TorchArchive(
+        lambda offset, nbytes: store.read(chunk.file, chunk.offset + offset, nbytes),
+        chunk.nbytes,
+        where=where,
+        trust=trust_pickle,
+    )
+    ref = archive.content
+    if not isinstance(ref, TensorRef) or ref.shape != chunk.box.sizes or ref.dtype != info.dtype:
+        raise CorruptCheckpointError(
+            "A data file does not hold what the metadata says.",
+            expected=f"a {info.dtype.name} tensor of shape {chunk.box.sizes}",
+            got=f"{ref.dtype.name} {ref.shape}" if isinstance(ref, TensorRef) else type(ref).__name__,
+            where=where,
+            todo="the files are from different saves: copy the checkpoint again as one",
+        )
+    return archive.chunk(chunk.box, chunk.file, chunk.offset, ref, where)
+
+
+def _read_value(name: str, store: Storage, place: tuple[str, int, int], trust: bool) -> Any:
+    """A value that is no tensor. It knows its place alone: the metadata of all the others need not stay."""
+    file, offset, nbytes = place
+    where = f"{name} in {store.where}/{file} at byte {offset}"
+    return load_torch_bytes(store.read(file, offset, nbytes), where=where, trust=trust)
+
+
+def _path(parts: tuple[Any, ...]) -> tuple[str | int, ...]:
+    """A path as this package keeps it: ints, which DCP uses for places in lists, are marked as such."""
+    return tuple([ListIndex(part) if isinstance(part, int) else str(part) for part in parts])
+
+
+class _MetadataReader:
+    """Turns the records of one Metadata into stored tensors and values."""
+
+    def __init__(self, metadata: Record, store: Storage, folder: str, trust_pickle: bool) -> None:
+        self._store, self._folder, self._trust = store, folder, trust_pickle
+        self._entries: dict[str, Any] = metadata.state_dict_metadata
+        self.sizes: dict[str, int] = {}
+        self._places = {
+            (index.fqn, getattr(index, "offset", None)): info for index, info in metadata.storage_data.items()
+        }
+
+    def entries(self) -> tuple[dict[str, StoredTensor], dict[str, StoredValue]]:
+        tensors: dict[str, StoredTensor] = {}
+        values: dict[str, StoredValue] = {}
+        for name, entry in self._entries.items():
+            if type(entry).__name__ == "TensorStorageMetadata":
+                tensors[name] = self._tensor(name, entry)
+            else:
+                values[name] = self._value(name)
+        return tensors, values
+
+    def _tensor(self, name: str, entry: Any) -> StoredTensor:
+        info = TensorInfo(name, tuple(entry.size), entry.properties.dtype)
+        chunks = []
+        for chunk in entry.chunks:
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            if not box.numel:
+                continue  # an empty box has no bytes, and may share its offset with a neighbour
+            file, offset, nbytes = self._place(name, box.offsets)
+            chunks.append(StoredChunk(box, file, offset, nbytes))
+        return StoredTensor(info, tuple(chunks))
+
+    def _value(self, name: str) -> StoredValue:
+        file, offset, nbytes = self._place(name, None)
+        return partial(_read_value, name, self._store, (file, offset, nbytes), self._trust)
+
+    def _place(self, name: str, offsets: tuple[int, ...] | None) -> tuple[str, int, int]:
+        """(file, offset, nbytes) of an item, checked against the file's size."""
+        info = self._places.get((name, offsets))
+        if info is None:
+            raise CorruptCheckpointError(
+                "The checkpoint's metadata does not say where an entry is stored.",
+                expected=f"a storage record for {name} at {offsets}",
+                got="none",
+                where=f"{self._store.where}/{self._folder}{METADATA_FILE}",
+                todo="save the checkpoint again; its save did not finish or lost items",
+            )
+        if getattr(info, "transform_descriptors", None):
+            raise ConversionError(
+                "The checkpoint's data files are transformed.",
+                expected="plain .distcp data",
+                got=f"transforms {list(info.transform_descriptors)}",
+                where=f"{name} in {self._store.where}/{info.relative_path}",
+                todo="load it with the program that saved it and save it without stream transforms",
+            )
+        file = self._checked_name(info.relative_path)
+        if info.offset < 0 or info.length < 0 or info.offset + info.length > self.sizes[file]:
+            raise CorruptCheckpointError(
+                "A data file of the checkpoint is truncated.",
+                expected=f"at least {info.offset + info.length} bytes (for {name})",
+                got=f"{self.sizes[file]} bytes",
+                where=f"{self._store.where}/{file}",
+                todo="copy the file again from where it was saved, or use an older checkpoint",
+            )
+        return file, info.offset, info.length
+
+    def _checked_name(self, file: str) -> str:
+        name, file = file, self._folder + file
+        if file not in self.sizes:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise CorruptCheckpointError(
+                    "The checkpoint's metadata points outside of its folder.",
+                    expected="a file name inside the checkpoint",
+                    got=file,
+                    where=f"{self._store.where}/{self._folder}{METADATA_FILE}",
+                    todo="do not use this checkpoint: it was made by hand",
+                )
+            self.sizes[file] = self._store.required_info(file).size_bytes
+        return file

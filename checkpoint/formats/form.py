@@ -1,0 +1,148 @@
+"""What `format=` and `export=` take: how the tensors of a state are laid out in a folder, and how it becomes valid.
+
+    native, zarr       files of ranks, or zarr arrays, and a manifest
+    dcp                a folder of stock torch.distributed.checkpoint
+    conversion.live    a Hugging Face repository
+
+`save` takes the state, lets the ranks agree and calls a form. A form only writes; each format has its own readers.
+"""
+
+from __future__ import annotations
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.manifest.structure import Structure
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.storage.base import ALLOW_WRITES, Storage, StorageError, bad_root
+from vescale_fsdp.checkpoint.storage.progress import Meter
+
+# Errors of creating files and folders at an unusable path; a full disk is not among them.
+_UNUSABLE = {errno.EACCES, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS}
+
+
+class Commit(NamedTuple):
+    """The last step of a save, after all ranks have written.
+
+    Attributes:
+        num_bytes: bytes of tensors and values that all ranks together have written.
+        run: makes the checkpoint valid; called on one rank (or one of every node).
+        save_id: of the manifest, in forms that have one.
+    """
+
+    num_bytes: int
+    run: Callable[[], None]
+    save_id: str = ""
+
+
+class RankShare(NamedTuple):
+    """What one rank writes, and where.
+
+    Attributes:
+        locals_by_name: this rank's tensors, except those that the form leaves out; each has the elements of the
+            rank's whole region.
+        blob: its per-rank values, packed.
+        replace: whether an existing folder may be replaced.
+        every_node: whether each node has a storage of its own.
+        free_bytes: the least free space that any rank measured before writing; None if unknown.
+        meter: counts the bytes that are written.
+    """
+
+    storage: Storage
+    coordinator: Coordinator
+    locals_by_name: Mapping[str, torch.Tensor]
+    blob: bytes
+    replace: bool
+    every_node: bool
+    free_bytes: int | None = None
+    meter: Meter = Meter()
+
+    def check_room(self, needed_bytes: int) -> None:
+        """Refuse a checkpoint that does not fit, before anything is written.
+
+        Args:
+            needed_bytes: for all ranks together if they share the storage, so that all decide alike; else for this
+                rank.
+        """
+        if self.free_bytes is not None and needed_bytes > self.free_bytes:
+            raise StorageError(
+                "There is no room for this checkpoint.",
+                expected=f"{needed_bytes} bytes free",
+                got=f"{self.free_bytes}",
+                where=self.storage.where,
+                todo="remove what is not needed, or save to another disk; nothing was written",
+            )
+
+
+class Form(ABC):
+    """A layout of a state's tensors in a folder."""
+
+    @abstractmethod
+    def arguments(self) -> Json:
+        """The options that must be equal on all ranks, with the content of files that they name.
+
+        Raises:
+            VescaleError: for an invalid option; raised on all ranks, before anything is written.
+        """
+
+    @abstractmethod
+    def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
+        """On rank 0, before anything is written: lock the folder, and refuse to replace one unless asked to.
+
+        Args:
+            held: gets the lock; closed after the commit.
+        """
+
+    def left_out(self, structure: Structure) -> Collection[str]:
+        """Names of tensors whose values `write` never reads, so that they need not be copied."""
+        return ()
+
+    @abstractmethod
+    def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
+        """Write this rank's part, durably; a collective that returns or raises on all ranks alike.
+
+        Args:
+            plan: computes the manifest of this save, in the native form; equal on all ranks.
+        """
+
+    @abstractmethod
+    def clear_away(self, storage: Storage, save_id: str) -> None:
+        """On rank 0, after an attempt that failed after `claim`: remove its files.
+
+        Args:
+            save_id: of the attempt; empty if the ranks have not agreed.
+        """
+
+
+@contextmanager
+def lock_errors(storage: Storage) -> Iterator[None]:
+    """Around `Storage.lock`: turns the lock of another job into an error of the checkpoint."""
+    try:
+        yield
+    except BlockingIOError as busy:
+        raise StorageError(
+            "Another job is saving to this path.",
+            expected="one job per path",
+            got=f"a lock held by another process: {busy}",
+            where=storage.where,
+            todo="wait for it, or save to another path",
+        ) from busy
+
+
+@contextmanager
+def root_errors(storage: Storage) -> Iterator[None]:
+    """Around the first writes to a path: names a file at the path, a missing permission or a read-only mount."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNUSABLE:
+            raise
+        problem = storage.check_root() or f"{type(error).__name__}: {error}"
+        raise bad_root(storage.where, problem, ALLOW_WRITES) from error

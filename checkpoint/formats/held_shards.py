@@ -1,0 +1,228 @@
+"""The tensors of live shards as a source that the converter's views read, and who holds which part of them.
+
+A rank reads what it holds; what others hold reads as zeros. Who holds an item of a view is found by running the same
+view over ranks' numbers in the place of values, so that any view will do, whatever moves items where:
+
+    values     rank 0 holds [[1 2] [3 4]] of four rows, rank 1 the rest      transposed   1 3 . .     2 4 . .
+    numbers    1 1  1 1  2 2  2 2                                            transposed   1 1 2 2     1 1 2 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from vescale_fsdp.checkpoint.formats.source import NativeLeaves
+from vescale_fsdp.checkpoint.manifest.distribution import ShardCut
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.manifest.region import Region, SharedRun, overlaps
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dense, dtype_named
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, read_range
+from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
+from vescale_fsdp.layout.dtypes import dtype_from_torch
+from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, run_start, whole_box
+
+_MAX_STEP_BYTES = 1 << 20  # 1 MiB
+
+
+class HeldShards:
+    """What the ranks of a save hold of its tensors; the same on all of them but for the bytes.
+
+    Args:
+        manifest: what is saved.
+        rank: this one.
+        locals_by_name: its tensors.
+        storage: where the save goes, for messages.
+
+    Attributes:
+        source: the state, with this rank's bytes.
+        file: what this rank would write in the native form: its share among replicas.
+    """
+
+    def __init__(
+        self, manifest: Manifest, rank: int, locals_by_name: Mapping[str, torch.Tensor], storage: Storage
+    ) -> None:
+        self.manifest, self.rank = manifest, rank
+        self.file = RankFile(manifest, rank)
+        self._locals_by_name = locals_by_name
+        self._last: tuple[int, torch.Tensor] | None = None  # of the tensor whose turn it is
+        self._regions: dict[int, Region | None] = {}
+        leaves = NativeLeaves(manifest.structure, storage.where)
+        self.places = leaves.tensors
+        firsts: dict[int, str] = {}
+        for name, place in self.places.items():
+            firsts.setdefault(place, name)
+        # One chunk, whoever holds what: where bytes lie is asked of the readers alone.
+        self.source = Source(
+            "live",
+            storage,
+            {
+                name: StoredTensor(i, (StoredChunk(whole_box(i.shape), "", 0, i.nbytes),))
+                for name, i in leaves.infos.items()
+            },
+            leaves.values,
+            leaves.paths,
+            readers={name: partial(self._read, place) for name, place in self.places.items()},
+            aliases={name: firsts[place] for name, place in self.places.items() if firsts[place] != name},
+            omitted=tuple(leaves.per_rank),
+        )
+
+    def place_of(self, leaf: SourceView) -> int:
+        """The number that a stored tensor has in the manifest."""
+        return self.places[leaf.source_name]
+
+    def _region(self, place: int) -> Region | None:
+        """What this rank holds of a tensor."""
+        if place not in self._regions:
+            held = self.manifest.holders_of(place).position(self.rank)
+            shape, layouts = self.manifest.entries[place].shape, self.manifest.structure.layouts
+            distribution = self.manifest.distributions[place]
+            self._regions[place] = distribution.region(shape, held[0], layouts) if held else None
+        return self._regions[place]
+
+    def _items(self, place: int) -> torch.Tensor:
+        """The items of this rank's region in CPU memory, 1D, under the dtype that carries their bits."""
+        last = self._last
+        if last is None or last[0] != place:
+            plain = dense(self._locals_by_name[self.manifest.entries[place].name]).view(-1)
+            last = (place, plain.view(carrier_of(plain.dtype)))
+            self._last = last
+        return last[1]
+
+    def _read(self, place: int, box: Box) -> np.ndarray:
+        """The bits of a box, zeros where only others hold them."""
+        region, wanted = self._region(place), _region_of(box)
+        shares = overlaps(region, wanted) if region is not None else []
+        if len(shares) == 1 and isinstance(shares[0], SharedRun) and shares[0].numel == box.numel:
+            return shares[0].source_view(self._items(place)).numpy().reshape(box.sizes)
+        carrier = carrier_of(dtype_named(self.manifest.entries[place].dtype))
+        found = torch.zeros(box.numel, dtype=carrier, device="cpu")
+        for share in shares:
+            share.target_view(found).copy_(share.source_view(self._items(place)))
+        return found.numpy().reshape(box.sizes)
+
+    def lies_in_runs(self, view: TensorView) -> bool:
+        """Whether every rank's part of a stored tensor is one run of the view's items."""
+        if view.stored is None:
+            return False
+        place = self.place_of(view.stored)
+        shape = self.manifest.entries[place].shape
+        cuts = self.manifest.distributions[place].cuts
+        dims = [cut.dim for cut in cuts if isinstance(cut, ShardCut)]
+        return all(size == 1 for size in shape[: max(dims, default=0)])
+
+    def own_run(self, leaf: SourceView) -> FlatRange:
+        """The items that this rank writes of a stored tensor of which every part is one run."""
+        place = self.place_of(leaf)
+        piece = self.file.piece_of.get(place)
+        if piece is None:
+            return FlatRange(0, 0)
+        box, first = next(piece.region.pieces())
+        start = run_start(self.manifest.entries[place].shape, box)
+        assert start is not None and first == 0, "its parts are runs"
+        return FlatRange(start, start + piece.region.numel)
+
+    def own_bytes(self, leaf: SourceView, start: int, stop: int) -> Buffer:
+        """The bytes of items of `own_run`, in place where they are in CPU memory."""
+        piece = self.file.piece_of[self.place_of(leaf)]
+        first = piece.local_start + start - self.own_run(leaf).start
+        return self._items(piece.place)[first : first + stop - start].view(torch.uint8).numpy()
+
+    def _brought(self, place: int, box: Box, turn: int) -> Iterator[tuple[int, Region]]:
+        """(rank, what it holds) of those that bring the items of a box: of replicas the one whose turn it is."""
+        wanted, holders = _region_of(box), self.manifest.holders_of(place)
+        for coordinates, region in self.manifest.distributions[place].touching(
+            self.manifest.entries[place].shape, wanted, self.manifest.structure.layouts
+        ):
+            if any(share.numel for share in overlaps(region, wanted)):
+                ranks = holders.ranks_at(coordinates)
+                yield ranks[turn % len(ranks)], region
+
+    def holders(self, view: TensorView, start: int, stop: int, turn: int) -> tuple[int, ...]:
+        """The ranks that bring items [start, stop) of a view, ascending."""
+        found = {
+            rank
+            for box in boxes_of_range(view.info.shape, start, stop)
+            for leaf, part in view.parts(box)
+            for rank, _ in self._brought(self.place_of(leaf), part, turn)
+        }
+        return tuple(sorted(found))
+
+    def numbers(self, view: TensorView, start: int, stop: int, turn: int) -> np.ndarray:
+        """By item, one more than the rank that brings it; 0 for those that nobody brings."""
+        numbered = view.over(lambda leaf: _NumberView(self, leaf.info, self.place_of(leaf), turn))
+        return read_range(numbered, start, stop, np.empty((stop - start) * 4, dtype=np.uint8)).view(np.int32)
+
+    def content_sum(self, view: TensorView, step_bytes: int) -> int:
+        """This rank's share of a number that two views of one shape and type have in common if their bytes are equal.
+
+        Each item gives a number made from its bits and its place, so that it does not matter who holds what.
+        """
+        dtype, total = view.info.dtype, 0
+        step = max(1, min(step_bytes, _MAX_STEP_BYTES) // dtype.itemsize)
+        for start in range(0, view.info.numel, step):
+            stop = min(start + step, view.info.numel)
+            if self.rank not in self.holders(view, start, stop, 0):
+                continue
+            items = read_range(view, start, stop, np.empty((stop - start) * dtype.itemsize, dtype=np.uint8))
+            mine = np.flatnonzero(self.numbers(view, start, stop, 0) == self.rank + 1)
+            words = items.reshape(-1, dtype.itemsize)[mine].astype(np.uint64)
+            for byte in range(dtype.itemsize):
+                places = (mine + start).astype(np.uint64) * np.uint64(dtype.itemsize) + np.uint64(byte)
+                total += int(_mixed(places * np.uint64(256) + words[:, byte]).sum(dtype=np.uint64))
+        return total % 2**64
+
+    def number_box(self, place: int, box: Box, turn: int) -> np.ndarray:
+        """`numbers` of a box of a stored tensor."""
+        found = torch.zeros(box.numel, dtype=torch.int32, device="cpu")
+        for rank, region in self._brought(place, box, turn):
+            for share in overlaps(region, _region_of(box)):
+                share.target_view(found).fill_(rank + 1)
+        return found.numpy().reshape(box.sizes)
+
+
+def _mixed(words: np.ndarray) -> np.ndarray:
+    """Numbers of 64 bits scattered over all of them: the finisher of MurmurHash3."""
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        words = (words ^ (words >> np.uint64(33))) * np.uint64(factor)
+    return words ^ (words >> np.uint64(33))
+
+
+def _region_of(box: Box) -> Region:
+    return Region(box, FlatRange(0, box.numel))
+
+
+@dataclass(frozen=True)
+class _NumberView(TensorView):
+    """A stored tensor with ranks' numbers for values."""
+
+    shards: HeldShards
+    of: TensorInfo
+    place: int
+    turn: int
+
+    @property
+    def info(self) -> TensorInfo:
+        return TensorInfo(self.of.name, self.of.shape, dtype_from_torch("int32"))
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        out[...] = self.shards.number_box(self.place, box, self.turn)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return iter(())
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        return iter(())
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return self
+
+    def identity(self) -> str:
+        return f"holders of {self.place}"

@@ -1,0 +1,138 @@
+"""A rank's file opened for reading: checked against the manifest, then able to verify each of its stripes.
+
+Needs no torch, so that conversions and `verify` use it as a load does.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from vescale_fsdp.checkpoint.checksums import CHECKSUM_BYTES, RunningChecksum, checksum_of
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.ranks.first_error import noting
+from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, Storage
+from vescale_fsdp.errors import CorruptCheckpointError, some
+
+_GONE = (FileNotFoundError, NotADirectoryError)
+
+
+class OpenRankFile:
+    """A rank's file, open, with its size, header and checksum table checked against the manifest.
+
+    Raises:
+        CorruptCheckpointError: if the file is missing, or not the one the manifest describes.
+    """
+
+    def __init__(self, storage: Storage, file: RankFile) -> None:
+        self.file = file
+        self.where = f"{storage.where}/{file.name}"
+        try:
+            self.reader: FileReader = storage.open_file(file.name)
+        except (*_GONE, ValueError) as error:
+            raise self._unreadable(error) from error
+        try:
+            self._table = self._check()  # as bytes: a large file has many
+        except BaseException as error:
+            with noting(error):
+                self.reader.close()
+            raise
+
+    def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        """Fill writable buffers one after another from an offset on.
+
+        Raises:
+            CorruptCheckpointError: if the file ends before, or is gone.
+        """
+        try:
+            self.reader.read_at(offset_bytes, buffers)
+        except (*_GONE, EOFError) as error:
+            raise self._unreadable(error) from error
+
+    def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
+        """Bytes [start, stop), read-only, as `FileReader.view` gives them.
+
+        Raises:
+            CorruptCheckpointError: if the file ends before, or is gone.
+        """
+        try:
+            return self.reader.view(start_bytes, stop_bytes)
+        except (*_GONE, EOFError) as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> CorruptCheckpointError:
+        """The error for a file that is missing or too short."""
+        if isinstance(error, EOFError):
+            return self.corrupt("A file ended early.", f"{self.file.total_bytes} bytes", str(error))
+        return self.corrupt(
+            "A file of the checkpoint is missing.",
+            f"{self.file.total_bytes} bytes with {some(self.file.tensor_names)}",
+            "no file" if isinstance(error, _GONE) else str(error),
+        )
+
+    def _check(self) -> bytes:
+        """Compare size and header with what follows from the manifest; returns the table of stripes' checksums."""
+        file, size = self.file, self.reader.size_bytes
+        if size != file.total_bytes:
+            lost = file.names_in(min(size, file.total_bytes), file.table_start)
+            raise self.corrupt(
+                "A file of the checkpoint has another size than the manifest says.",
+                f"{file.total_bytes} bytes",
+                f"{size} bytes" + (f"; lost: {some(lost)}" if size < file.total_bytes else ""),
+            )
+        header, table = bytearray(len(file.header)), bytearray((file.num_stripes + 1) * CHECKSUM_BYTES)
+        self.read_at(0, [header])
+        if header != file.header:
+            at = next(place for place, (a, b) in enumerate(zip(header, file.header, strict=True)) if a != b)
+            around = slice(max(0, at - 60), at + 60)
+            raise self.corrupt(
+                "A file's header differs from the one that follows from the manifest: it is damaged, or another "
+                "checkpoint's file.",
+                f".. {file.header[around]!r} ..",
+                f".. {bytes(header[around])!r} ..; from byte {at} on; has {some(self.file.tensor_names)}",
+            )
+        self.read_at(file.table_start, [table])
+        (own,) = struct.unpack_from("<Q", table, file.num_stripes * CHECKSUM_BYTES)
+        if checksum_of(memoryview(table)[:-CHECKSUM_BYTES]) != own:
+            raise self.corrupt("A file's table of checksums is damaged.", f"{own:016x}", "another checksum")
+        return bytes(table)
+
+    @property
+    def stripe_bytes(self) -> int:
+        """Size of a stripe; the last may be short."""
+        return self.file.manifest.stripe_bytes
+
+    @property
+    def checked_bytes(self) -> int:
+        """Bytes from the file's start that stripes cover."""
+        return self.file.table_start
+
+    def prove_stripe(self, index: int, checksum: int) -> None:
+        """Compare a stripe's checksum with the table's.
+
+        Raises:
+            CorruptCheckpointError: naming the file, the bytes and the tensors in them.
+        """
+        (saved,) = struct.unpack_from("<Q", self._table, index * CHECKSUM_BYTES)
+        if checksum != saved:
+            start, stop = self.file.stripe(index)
+            raise self.corrupt(
+                f"Bytes [{start}, {stop}) are not those that were written.",
+                f"checksum {saved:016x}",
+                f"{checksum:016x}; in them: {some(self.file.names_in(start, stop))}",
+            )
+
+    def hash_stripe(self, index: int, scratch: Buffer) -> int:
+        """Checksum of a stripe, read through a small buffer."""
+        start, stop = self.file.stripe(index)
+        state = RunningChecksum()
+        for at in range(start, stop, len(scratch)):
+            part = memoryview(scratch)[: min(len(scratch), stop - at)]
+            self.read_at(at, [part])
+            state.update(part)
+        return state.intdigest()
+
+    def corrupt(self, problem: str, expected: str, got: str) -> CorruptCheckpointError:
+        """An error that names this file."""
+        todo = "restore an older step; verify(path) lists all that is wrong"
+        return CorruptCheckpointError(problem, expected=expected, got=got, where=self.where, todo=todo)

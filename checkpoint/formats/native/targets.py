@@ -1,0 +1,164 @@
+"""Destinations of reads: a tensor's memory itself, or one copy into it.
+
+A `LoadTarget` is a tensor to fill. A `Sink` is one byte range of a file and its destination:
+
+    direct      contiguous in the file and in CPU memory: the file is read into the tensor itself
+    copied      contiguous in both, but on a device: copied through pinned memory of the reading thread
+    patch       a box that is strided on either side: copied box by box
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vescale_fsdp.checkpoint.manifest.region import SharedPatch, SharedRun, runs_of_box
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
+from vescale_fsdp.checkpoint.state.host_copies import PinnedSlots, copy_stream_of
+from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of
+
+Bytes = npt.NDArray[np.uint8]
+Deliver = Callable[[int, Bytes], None]
+
+_PINNED_BYTES = 4 << 20  # 4 MiB per copy; two of them are in flight per thread
+_slots = PinnedSlots()
+
+
+class LoadTarget:
+    """A tensor to be filled in place, whatever its device and strides.
+
+    Args:
+        tensor: this rank's local tensor; its row-major elements are a region of the global tensor.
+
+    Attributes:
+        is_overwritten: whether the tensor may have some of the bytes read.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.is_overwritten = False
+        self._is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory differs from its values
+        direct = tensor.is_contiguous() and not self._is_lazy
+        self._filled = (
+            tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        )
+        self.itemsize = tensor.dtype.itemsize
+        self.memory: Bytes | None = None  # 1D [nbytes], None on a device
+        self.stream = copy_stream_of(tensor.device)
+        if self.stream is not None:
+            self.stream.wait_for_compute()  # here: threads that read have current streams of their own
+        elif tensor.device.type == "cpu":
+            self.memory = bytes_of(self._filled).numpy()
+
+    @cached_property
+    def flat(self) -> torch.Tensor:
+        """1D [numel], under a dtype that every copy kernel supports."""
+        return self._filled.view(-1).view(carrier_of(self._filled.dtype))
+
+    def begin(self) -> None:
+        """Call before the first bytes are written."""
+        self.is_overwritten = self.is_overwritten or self._filled is self._tensor
+
+    def finish(self) -> None:
+        """Copy what was read into the tensor, once all of it is read."""
+        self.is_overwritten = self._filled.numel() > 0
+        if self.stream is not None:
+            self.stream.hold_compute()
+        if self._is_lazy:
+            self._tensor.copy_(self._filled)
+        elif self._filled is not self._tensor:
+            self._tensor.view(carrier_of(self._tensor.dtype)).copy_(self.flat.view(self._tensor.shape))
+
+
+class Sink(NamedTuple):
+    """A half-open byte range of a file and its destination.
+
+    Attributes:
+        target: the tensor that it fills; None for plain memory.
+        memory: the destination itself, as long as the range; None if the bytes must be copied.
+        deliver: copies a part of the range, called with (offset in the file, bytes) until all parts are copied; the
+            bytes are whole elements, and are neither changed nor kept.
+    """
+
+    start: int
+    stop: int
+    target: LoadTarget | None
+    memory: Bytes | None
+    deliver: Deliver | None = None
+
+    def begin(self) -> None:
+        """Call before bytes are written into `memory`."""
+        if self.target is not None:
+            self.target.begin()
+
+    def take(self, at: int, data: Bytes) -> None:
+        """Copy bytes from file offset ``at`` on to their destination."""
+        self.begin()
+        if self.memory is not None:
+            self.memory[at - self.start : at - self.start + len(data)] = data
+        elif self.deliver is not None:
+            self.deliver(at, data)
+
+
+def sinks_of(
+    share: SharedRun | SharedPatch, start_bytes: int, target: LoadTarget, *, max_gap_bytes: int
+) -> Iterator[Sink]:
+    """The sinks that copy a share of a piece, which starts at ``start_bytes`` of its file, into a target."""
+    itemsize = target.itemsize
+    base = start_bytes + share.source * itemsize
+    if isinstance(share, SharedPatch):
+        deliver = partial(_copy_patch, target, share, base)
+        max_gap_numel = max_gap_bytes // itemsize
+        for run in runs_of_box(share.source_sizes, share.source_box, max_gap_numel=max_gap_numel):
+            yield Sink(base + run.start * itemsize, base + run.stop * itemsize, target, None, deliver)
+        return
+    stop = base + share.numel * itemsize
+    if target.memory is None:
+        yield Sink(base, stop, target, None, partial(_copy_run, target, share.target, base))
+    else:
+        first = share.target * itemsize
+        yield Sink(base, stop, target, target.memory[first : first + stop - base])
+
+
+def _elements(target: LoadTarget, data: Bytes) -> torch.Tensor:
+    # Some stores return read-only bytes, which torch does not accept.
+    return torch.from_numpy(data if data.flags.writeable else data.copy()).view(target.flat.dtype)
+
+
+def _copy_run(target: LoadTarget, place: int, start: int, at: int, data: Bytes) -> None:
+    """Bytes from file offset ``at`` into the target, whose element ``place`` is at ``start``."""
+    first = place + (at - start) // target.itemsize
+    elements, stream = _elements(target, data), target.stream
+    if stream is None:
+        target.flat[first : first + elements.numel()].copy_(elements)
+        return
+    for piece in elements.split(_PINNED_BYTES // target.itemsize):
+        pinned = _slots.lend(piece.numel() * target.itemsize).view(piece.dtype)
+        pinned.copy_(piece)
+        with stream.on():
+            target.flat[first : first + piece.numel()].copy_(pinned, non_blocking=True)
+        _slots.busy_until(stream.record())
+        first += piece.numel()
+
+
+def _copy_patch(target: LoadTarget, patch: SharedPatch, base: int, at: int, data: Bytes) -> None:
+    """Copy the elements of a patch that are in a range of the source, box by box."""
+    elements = _elements(target, data)
+    first = (at - base) // target.itemsize
+    into = target.flat[patch.target : patch.target + numel_of(patch.target_sizes)].view(patch.target_sizes)
+    boxes = boxes_of_range(patch.source_sizes, first, first + elements.numel())
+    for box, run in zip(boxes, elements.split([box.numel for box in boxes]), strict=True):
+        shared = box.intersect(patch.source_box)
+        if shared is None:
+            continue
+        values = run.view(box.sizes)[shared.slices(box.offsets)]
+        moved = zip(shared.offsets, patch.source_box.offsets, patch.target_box.offsets, strict=True)
+        place = into[Box(tuple(a - b + c for a, b, c in moved), shared.sizes).slices()]
+        with nullcontext() if target.stream is None else target.stream.on():
+            place.copy_(values)

@@ -1,0 +1,351 @@
+"""Writing native checkpoints: each rank writes one file, then one rank publishes the manifest.
+
+    write       every rank: stripes are hashed while they are in the cache, then written by several threads
+    commit      one rank: check that all files exist, sync the folder, publish ``manifest.json``, remove older data
+
+The zarr form (`formats.zarr.write`) shares the claim, the rank file and the commit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of
+from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare, lock_errors, root_errors
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
+from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.checkpoint.state.host_copies import CopyStream, PinnedSlots, copy_stream_of
+from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
+from vescale_fsdp.checkpoint.storage.progress import Meter
+from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.layout.geometry import boxes_of_range
+
+_RUN_BYTES = 4 << 20  # 4 MiB of stripes per unit of work
+_ALIGN_BYTES = 64
+
+
+class NativeForm(Form):
+    """``data-<save_id>/`` with one file per rank, and a manifest next to that folder."""
+
+    name = "native"
+
+    def arguments(self) -> Json:
+        """The name; there are no options."""
+        return self.name
+
+    def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
+        """Lock the folder, and refuse one with a manifest."""
+        with lock_errors(storage):
+            held.enter_context(storage.lock())
+        if not overwrite and storage.exists(MANIFEST_NAME):
+            raise CheckpointError(
+                "The path already holds a checkpoint.",
+                expected="a path without a manifest",
+                got=MANIFEST_NAME,
+                where=storage.where,
+                todo="save to another path, or pass overwrite=True",
+            )
+
+    def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
+        """Plan, and write this rank's file."""
+        doing = f"writing to {share.storage.where}"
+        with share.coordinator.together(doing), root_errors(share.storage):
+            with gc_paused():
+                manifest = plan()
+                file = RankFile(manifest, share.coordinator.rank)
+                share.check_room(file.total_bytes if share.every_node else manifest.num_bytes)
+                image = FileImage(file, share.locals_by_name, share.blob)
+            write_rank_file(share.storage, image, share.meter)
+        return self.commit_of(manifest, share)
+
+    def commit_of(self, manifest: Manifest, share: RankShare) -> Commit:
+        """How one rank makes the written files a checkpoint."""
+        run = partial(
+            commit_manifest,
+            share.storage,
+            manifest,
+            form=self,
+            replace=share.replace,
+            check_files=not share.every_node,
+        )
+        return Commit(manifest.num_bytes, run, manifest.save_id)
+
+    def finish(self, storage: Storage, manifest: Manifest) -> None:
+        """On one rank, when all have written: what must exist before the manifest does."""
+
+    def clear_away(self, storage: Storage, save_id: str) -> None:
+        """Remove the attempt's own folder; older data stays."""
+        if save_id:
+            storage.remove(f"data-{save_id}")
+
+
+def commit_manifest(
+    storage: Storage, manifest: Manifest, *, form: NativeForm, replace: bool, check_files: bool = True
+) -> None:
+    """Check that every rank's file exists, publish the manifest, and remove the data of older saves.
+
+    Raises:
+        CheckpointError: if a file is missing, or a manifest exists that must not be replaced.
+    """
+    folder = f"data-{manifest.save_id}"
+    try:
+        if check_files:
+            _check_files(storage, manifest, folder)
+        form.finish(storage, manifest)
+        storage.sync_folder(folder)  # the names of all files
+        storage.sync_folder("")
+    except BaseException as error:
+        error.add_note(f"nothing was committed: {storage.where} is as it was before")
+        raise
+    _publish(storage, manifest.to_bytes(), replace)
+    try:
+        for name in storage.list_folder(""):
+            if name.startswith("data-") and name != folder:
+                storage.remove(name)
+    except Exception as error:  # noqa: BLE001  the next save to this path tries again
+        warnings.warn(
+            f"{storage.where} is saved; data of an older save could not be removed: "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+    except BaseException as error:
+        error.add_note(f"{storage.where} is saved and durable")
+        raise
+
+
+def _check_files(storage: Storage, manifest: Manifest, folder: str) -> None:
+    listed = set(storage.list_folder(folder))
+    names = [manifest.file_name(rank) for rank in range(manifest.world_size)]
+    # Some stores list a file late that they already give by name.
+    missing = [name for name in names if name.rpartition("/")[2] not in listed and not storage.exists(name)]
+    if missing:
+        raise CheckpointError(
+            "A rank's file is not where it was written.",
+            expected=f"{manifest.world_size} files in {folder}",
+            got=f"{len(missing)} missing, first {missing[0].rpartition('/')[2]}",
+            where=storage.where,
+            todo="make sure that all ranks see the same file system",
+        )
+
+
+def _publish(storage: Storage, data: bytes, replace: bool) -> None:
+    """Commit the manifest. After an error, read back what is published, and say it with the error."""
+    try:
+        storage.commit(MANIFEST_NAME, data, replace=replace)
+    except BaseException as error:
+        published: bytes | Exception
+        try:
+            published = storage.read_small(MANIFEST_NAME, limit_bytes=len(data))
+        except Exception as unread:  # noqa: BLE001  the error of the commit is the one to raise
+            published = unread
+        if isinstance(error, Exception) and published == data:
+            # The answer was lost, or an NFS server had made the link before the request was repeated.
+            if storage.visible_is_durable:
+                return
+            if isinstance(error, FileExistsError):
+                storage.sync_folder("")
+                return
+        if isinstance(error, FileExistsError) and published != data:
+            raise CheckpointError(
+                "Another job has committed a checkpoint to this path meanwhile.",
+                expected="no manifest",
+                got=MANIFEST_NAME,
+                where=storage.where,
+                todo="save to another path",
+            ) from error
+        outcome = _outcome(storage, published, data)
+        if isinstance(error, OSError) and error.errno and type(OSError(error.errno, "")) is type(error):
+            raise OSError(error.errno, f"{error.strerror}; {outcome}") from error
+        error.add_note(outcome)
+        raise
+
+
+def _outcome(storage: Storage, published: bytes | Exception, data: bytes) -> str:
+    """What has become of the checkpoint, for the message of a failed commit."""
+    if published == data and storage.visible_is_durable:
+        return f"{storage.where} holds the new checkpoint"
+    if published == data:
+        return (
+            f"{storage.where} holds the new checkpoint, complete, but the disk did not confirm it: it may be lost "
+            "after a loss of power. Save again to be sure"
+        )
+    if isinstance(published, bytes | FileNotFoundError | ValueError):  # ValueError: larger than this manifest
+        return f"nothing was committed: {storage.where} is as it was before"
+    return f"whether {storage.where} holds the new checkpoint is unknown: {type(published).__name__}: {published}"
+
+
+def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: str | None = None) -> None:
+    """Write a rank's file with its checksums; durable on return, removed after an error.
+
+    Args:
+        name: a temporary name; default: its own.
+
+    Raises:
+        OSError: as the storage raises it.
+    """
+    file = image.file
+    step = max(1, _RUN_BYTES // file.manifest.stripe_bytes)
+    runs = range(0, file.num_stripes, step)
+    threads = 1 if storage.in_order else max(1, min(storage.write_threads, len(runs)))
+
+    def write() -> None:
+        meter.begin("saving", file.table_start)
+        with storage.create(name or file.name, file.total_bytes) as writer:
+
+            def write_run(first: int) -> list[int]:
+                checksums = []
+                for index in range(first, min(first + step, file.num_stripes)):
+                    start, stop = file.stripe(index)
+                    buffers = image.buffers(start, stop)
+                    checksums.append(_checksum_of(buffers))
+                    writer.write_at(start, buffers)
+                    meter.advance(stop - start)
+                return checksums
+
+            # After an error, `map` starts none of the remaining runs.
+            with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-write") as pool:
+                checksums = list(chain.from_iterable(pool.map(write_run, runs)))
+            writer.write_at(file.table_start, [pack_table(checksums)])
+
+    storage.retrying(write)
+
+
+def _checksum_of(buffers: Sequence[Buffer]) -> int:
+    """xxh3-64 of the bytes of all buffers, in order."""
+    if len(buffers) == 1:  # most stripes: one call is a tenth faster
+        return checksum_of(buffers[0])
+    digest = RunningChecksum()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.intdigest()
+
+
+class _Copied(NamedTuple):
+    """A byte range of a tensor that must be copied, because no view of host memory has its bytes."""
+
+    tensor: torch.Tensor
+    start_bytes: int
+    stop_bytes: int
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """The elements that cover the range."""
+        itemsize = self.tensor.dtype.itemsize
+        return self.start_bytes // itemsize, -(-self.stop_bytes // itemsize)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a copy: whole elements, rounded up so that the next copy is aligned."""
+        first, last = self.elements
+        return -(-(last - first) * self.tensor.dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+
+    def copy(self, pinned: torch.Tensor | None) -> Buffer:
+        """The bytes in host memory; in ``pinned``, if given, by the current stream."""
+        (first, last), tensor, itemsize = self.elements, self.tensor, self.tensor.dtype.itemsize
+        if pinned is None:
+            out = torch.empty(last - first, dtype=tensor.dtype, device="cpu")
+        else:
+            out = pinned[: (last - first) * itemsize].view(tensor.dtype)
+        if tensor.is_contiguous():
+            out.copy_(tensor.view(-1)[first:last], non_blocking=pinned is not None)
+        else:
+            boxes = boxes_of_range(tuple(tensor.shape), first, last)
+            for box, part in zip(boxes, out.split([box.numel for box in boxes]), strict=True):
+                part.view(box.sizes).copy_(tensor[box.slices()], non_blocking=pinned is not None)
+        skip = self.start_bytes - first * itemsize
+        return out.view(torch.uint8).numpy()[skip : skip + self.stop_bytes - self.start_bytes]
+
+
+class FileImage:
+    """The content of a rank's file up to its checksums, taken from live memory piece by piece.
+
+    Contiguous tensors in CPU memory are not copied. Other tensors are copied range by range; tensors on a device
+    go through pinned memory of the calling thread, after the work that was queued on the device before.
+
+    Args:
+        file: the layout.
+        locals_by_name: this rank's tensors; each has the elements of the rank's whole region.
+        blob: per-rank values, at most as long as the file has room for.
+        chunk_table: checksums of the rank's chunks, in the zarr form.
+    """
+
+    def __init__(
+        self,
+        file: RankFile,
+        locals_by_name: Mapping[str, torch.Tensor],
+        blob: bytes,
+        chunk_table: bytes = b"",
+    ) -> None:
+        self.file = file
+        self._starts: list[int] = [0]
+        self._stops: list[int] = [len(file.header)]
+        self._parts: list[tuple[Buffer | torch.Tensor, int]] = [(file.header, 0)]
+        devices = {tensor.device for tensor in locals_by_name.values()}
+        streams = {device: copy_stream_of(device) for device in devices}
+        self._streams = {device: stream for device, stream in streams.items() if stream is not None}
+        self._slots = PinnedSlots()
+        for stream in self._streams.values():
+            stream.wait_for_compute()  # here: threads that write have current streams of their own
+        for piece in file.pieces:
+            entry = file.manifest.entries[piece.place]
+            # Lazy conjugation and negation are flags of a view; the file has the values.
+            tensor = locals_by_name[entry.name].detach().resolve_conj().resolve_neg()
+            in_place = tensor.is_contiguous() and tensor.device not in self._streams
+            source = bytes_of(tensor).numpy() if in_place else tensor.view(carrier_of(tensor.dtype))
+            self._add(piece.start_bytes, piece.stop_bytes, source, piece.local_start * entry.itemsize)
+        if file.chunks:
+            self._add(len(file.header), file.blob_start, np.frombuffer(chunk_table, dtype=np.uint8), 0)
+        if file.manifest.blob_bytes:
+            padded = np.zeros(file.manifest.blob_bytes, dtype=np.uint8)
+            padded[: len(blob)] = np.frombuffer(blob, dtype=np.uint8)
+            self._add(file.blob_start, file.table_start, padded, 0)
+
+    def _add(self, start: int, stop: int, part: Buffer | torch.Tensor, skip: int) -> None:
+        self._starts.append(start)
+        self._stops.append(stop)
+        self._parts.append((part, skip))
+
+    def buffers(self, start: int, stop: int) -> list[Buffer]:
+        """The bytes [start, stop) of the file; valid until the tensors change, or the thread's next call."""
+        buffers: list[Buffer] = []
+        copies: dict[int, _Copied] = {}  # by number of the buffer
+        at = bisect_right(self._starts, start) - 1
+        while start < stop:
+            part, skip = self._parts[at]
+            end = min(stop, self._stops[at])
+            first, last = start - self._starts[at] + skip, end - self._starts[at] + skip
+            if isinstance(part, torch.Tensor):
+                copies[len(buffers)] = _Copied(part, first, last)
+                buffers.append(b"")
+            else:
+                buffers.append(part[first:last])
+            start = end
+            at += 1
+        sizes = [each.num_bytes if each.tensor.device in self._streams else 0 for each in copies.values()]
+        pinned = self._slots.lend(sum(sizes)) if any(sizes) else None
+        used: dict[CopyStream, None] = {}
+        for (number, each), size, end in zip(copies.items(), sizes, accumulate(sizes), strict=True):
+            if pinned is None or not size:
+                buffers[number] = each.copy(None)
+                continue
+            stream = self._streams[each.tensor.device]
+            used[stream] = None
+            with stream.on():
+                buffers[number] = each.copy(pinned[end - size : end])
+        for stream in used:
+            stream.record().synchronize()
+        return buffers

@@ -1,0 +1,268 @@
+"""Read a torch.save archive (a zip of stored, uncompressed records) by byte ranges.
+
+    archive/data.pkl      the object, with references to storages
+    archive/data/KEY      the bytes of one storage
+    central directory     offset, size and CRC-32 of every record; at the end of the file
+
+Only the directory, ``data.pkl`` and the requested bytes are read. Opening an archive of any size, on disk, inside a
+``.distcp`` file or behind a URL, costs a few small reads.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from vescale_fsdp.checkpoint.checksums import CRC32
+from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import (
+    TensorRef,
+    load_plain_pickle,
+    load_tensor_pickle,
+)
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk
+from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.layout.geometry import Box
+
+ReadRange = Callable[[int, int], bytes]  # (offset, nbytes) -> exactly those bytes
+
+_HEAD_BYTES = 4096  # holds the pickle of a one-tensor archive and the header of its data
+_READ_BYTES = 2**20  # 1 MiB
+_TAIL_BYTES = 4096  # holds the whole directory of a one-tensor archive; larger ones take a second read
+_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL_HEADER = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END = struct.Struct("<4sHHHHIIH")
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+_END64_LOCATOR = struct.Struct("<4sIQI")
+_UNKNOWN_32 = 0xFFFFFFFF  # "see the zip64 field"
+
+
+@dataclass(frozen=True)
+class _ZipRecord:
+    header_offset: int
+    nbytes: int
+    crc: int
+    is_stored: bool
+
+
+class TorchArchive:
+    """One torch.save archive of ``nbytes`` bytes, read through ``read(offset, nbytes)``; ``trust`` and
+    ``stand_ins`` as in `load_tensor_pickle`.
+
+    Raises:
+        CorruptCheckpointError: from any method, if the bytes are no such archive.
+    """
+
+    def __init__(
+        self, read: ReadRange, nbytes: int, *, where: str, trust: bool = False, stand_ins: bool = False
+    ) -> None:
+        self._read_raw, self.nbytes, self._where, self._trust = read, nbytes, where, trust
+        self._stand_ins = stand_ins
+        is_small = nbytes <= _HEAD_BYTES + _TAIL_BYTES
+        self._tail_offset = 0 if is_small else nbytes - _TAIL_BYTES
+        self._tail = self._read_raw(self._tail_offset, nbytes - self._tail_offset)
+
+    @cached_property
+    def content(self) -> Any:
+        """The saved object, with a `TensorRef` in place of every tensor."""
+        return load_tensor_pickle(
+            self.pickle, where=self._where, trust=self._trust, stand_ins=self._stand_ins
+        )
+
+    @property
+    def pickle(self) -> bytes:
+        """The saved object's pickle."""
+        return self._record_bytes(f"{self._prefix}/data.pkl")
+
+    def storage_range(self, key: str) -> tuple[int, int]:
+        """(offset, nbytes) of a storage's bytes, within the archive."""
+        record = self._storage(key)
+        return self._data_offset(record), record.nbytes
+
+    def _storage(self, key: str) -> _ZipRecord:
+        record = self._records.get(f"{self._prefix}/data/{key}")
+        if record is None:
+            raise self._damaged(f"a record for storage {key}", "no such record")
+        return record
+
+    def storage_crc(self, key: str) -> int | None:
+        """CRC-32 of a storage's bytes, as they were written; None in an archive without checksums.
+
+        ``torch.serialization.set_crc32_options(False)`` leaves a zero with every record, those that are never
+        empty too.
+        """
+        return self._storage(key).crc if self._has_crcs else None
+
+    @cached_property
+    def _has_crcs(self) -> bool:
+        return any(record.crc for record in self._records.values())
+
+    def find_crc(self, key: str) -> int:
+        """CRC-32 of a storage's bytes as they are now; reads them all."""
+        start, nbytes = self.storage_range(key)
+        crc = 0
+        for at in range(start, start + nbytes, _READ_BYTES):
+            data = self._read(at, min(_READ_BYTES, start + nbytes - at))
+            crc = CRC32.combine(crc, CRC32.of(data), len(data))
+        return crc
+
+    def chunk(self, box: Box, file: str, start: int, ref: TensorRef, where: str) -> StoredChunk:
+        """A tensor's items and the checksum of their storage, if there is one, in the file whose bytes from
+        ``start`` on are the archive."""
+        offset, nbytes = self.storage_range(ref.storage_key)
+        crc = self.storage_crc(ref.storage_key)
+        checked = (
+            None if crc is None else CheckedRange(file, start + offset, nbytes, CRC32, lambda: crc, where)
+        )
+        first = start + offset + self._first_byte(ref, nbytes)
+        return StoredChunk(
+            box, file, first, box.numel * ref.dtype.itemsize, ref.strides, checked=checked, signs=ref.signs
+        )
+
+    def _first_byte(self, ref: TensorRef, nbytes: int) -> int:
+        """Of a tensor in its storage of so many bytes; checks that all its items are there."""
+        if self._byteorder != "little":
+            raise self._damaged("little-endian data", f"{self._byteorder}-endian data")
+        last = sum((n - 1) * s for n, s in zip(ref.shape, ref.strides, strict=True)) if ref.shape else 0
+        is_empty = 0 in ref.shape
+        stop = ref.storage_offset + (0 if is_empty else last + 1)
+        if ref.storage_offset < 0 or min(ref.strides, default=0) < 0 or stop * ref.dtype.itemsize > nbytes:
+            raise self._damaged(f"a storage of at least {stop * ref.dtype.itemsize} bytes", f"{nbytes} bytes")
+        return ref.storage_offset * ref.dtype.itemsize
+
+    @cached_property
+    def _prefix(self) -> str:
+        name = next((name for name in self._records if name.endswith("/data.pkl")), None)
+        if name is None:
+            raise self._damaged("an archive with a data.pkl record", f"records {sorted(self._records)[:5]}")
+        return name.removesuffix("/data.pkl")
+
+    @cached_property
+    def _byteorder(self) -> str:
+        name = f"{self._prefix}/byteorder"
+        return self._record_bytes(name).decode("ascii", "replace") if name in self._records else "little"
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise self._damaged(f"records within its {self.nbytes} bytes", f"one at {offset}+{nbytes}")
+        if offset >= self._tail_offset:
+            return self._tail[offset - self._tail_offset : offset - self._tail_offset + nbytes]
+        if offset + nbytes <= _HEAD_BYTES:
+            return self._head[offset : offset + nbytes]
+        return self._read_raw(offset, nbytes)
+
+    @cached_property
+    def _head(self) -> bytes:
+        return self._read_raw(0, _HEAD_BYTES)
+
+    def _record_bytes(self, name: str) -> bytes:
+        record = self._records[name]
+        data = self._read(self._data_offset(record), record.nbytes)
+        if self._has_crcs and (crc := CRC32.of(data)) != record.crc:
+            raise self._damaged(f"CRC-32 {record.crc:08x} of {name}", f"{crc:08x}")
+        return data
+
+    def _data_offset(self, record: _ZipRecord) -> int:
+        if not record.is_stored:
+            raise self._damaged("stored (uncompressed) records", "a compressed one")
+        header = _LOCAL_HEADER.unpack(self._read(record.header_offset, _LOCAL_HEADER.size))
+        if header[0] != b"PK\x03\x04":
+            raise self._damaged("a record header", repr(header[0]))
+        start = record.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
+        if start + record.nbytes > self.nbytes:
+            raise self._damaged(f"records within its {self.nbytes} bytes", f"one to {start + record.nbytes}")
+        return start
+
+    @cached_property
+    def _records(self) -> dict[str, _ZipRecord]:
+        offset, nbytes = self._directory_range()
+        data = self._read(offset, nbytes)
+        records: dict[str, _ZipRecord] = {}
+        position = 0
+        while position + _CENTRAL_HEADER.size <= len(data):
+            head = _CENTRAL_HEADER.unpack_from(data, position)
+            if head[0] != b"PK\x01\x02":
+                raise self._damaged("a directory entry", repr(head[0]))
+            name_end = position + _CENTRAL_HEADER.size + head[10]
+            name = data[position + _CENTRAL_HEADER.size : name_end].decode("utf-8", "replace")
+            extra = data[name_end : name_end + head[11]]
+            records[name] = self._entry(head, extra)
+            position = name_end + head[11] + head[12]
+        return records
+
+    def _entry(self, head: tuple[Any, ...], extra: bytes) -> _ZipRecord:
+        nbytes, header_offset = head[9], head[16]
+        wide = [field == _UNKNOWN_32 for field in (head[9], head[8], header_offset)]
+        if any(wide):  # the zip64 field lists only the values that did not fit, in this order
+            values = iter(_zip64_values(extra))
+            try:
+                nbytes = next(values) if wide[0] else nbytes
+                _ = next(values) if wide[1] else None
+                header_offset = next(values) if wide[2] else header_offset
+            except StopIteration:
+                raise self._damaged("a complete zip64 field", repr(extra)) from None
+        return _ZipRecord(header_offset, nbytes, head[7], head[4] == 0)
+
+    def _directory_range(self) -> tuple[int, int]:
+        at = self._tail.rfind(b"PK\x05\x06")
+        if at < 0 or at + _END.size > len(self._tail):
+            raise self._damaged("a torch.save archive", "bytes without a zip directory at their end")
+        end = _END.unpack_from(self._tail, at)
+        nbytes, offset = end[5], end[6]
+        locator_at = at - _END64_LOCATOR.size
+        if locator_at >= 0 and self._tail[locator_at : locator_at + 4] == b"PK\x06\x07":
+            end64_at = _END64_LOCATOR.unpack_from(self._tail, locator_at)[2]
+            end64 = _END64.unpack(self._read(end64_at, _END64.size))
+            nbytes, offset = end64[8], end64[9]
+        return int(offset), int(nbytes)
+
+    def _damaged(self, expected: str, got: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            "A torch.save archive cannot be read.",
+            expected=expected,
+            got=got,
+            where=self._where,
+            todo="copy the file again from where it was saved, or use an older checkpoint",
+        )
+
+
+def _zip64_values(extra: bytes) -> list[int]:
+    position = 0
+    while position + 4 <= len(extra):
+        tag, size = struct.unpack_from("<HH", extra, position)
+        if tag == 1:
+            body = extra[position + 4 : position + 4 + size]
+            return [v for (v,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
+        position += 4 + size
+    return []
+
+
+def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
+    """The object in ``data``, a torch.save archive; ``weights_only`` unless trusted.
+
+    Raises:
+        ConversionError: if the archive is damaged or holds more than plain values.
+    """
+    try:
+        archive = TorchArchive(lambda offset, nbytes: data[offset : offset + nbytes], len(data), where=where)
+        return load_plain_pickle(archive.pickle, where=where)
+    except (LookupError, CorruptCheckpointError):
+        pass  # torch knows more types and older forms, and judges what is damaged
+    import torch
+
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ConversionError(
+            "A stored value cannot be read safely.",
+            expected="numbers, strings, lists and dicts",
+            got=f"{type(error).__name__}: {first_line}",
+            where=where,
+            todo="pass --trust-pickle if you trust whoever made the file: that runs code from it",
+        ) from error

@@ -1,0 +1,107 @@
+"""Chunks of zarr arrays, verified by the checksum in the chunk and by the one in its owner's file.
+
+A chunk's own checksum shows that it is some intact chunk. The owner's table, which belongs to one save, shows that
+it is the right chunk of this save. Needs no torch, so that conversions and `verify` use it as a load does.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from contextlib import closing
+
+import numpy as np
+import numpy.typing as npt
+
+from vescale_fsdp.checkpoint.checksums import CRC32C, CRC_BYTES
+from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_file, holders_of
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.layout.geometry import numel_of
+
+_SCRATCH_BYTES = 1 << 20  # 1 MiB
+
+
+class ChunkTables:
+    """Checksums of chunks, from their owners' files; each file is read once. Safe from several threads."""
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self.storage = storage
+        self.manifest = manifest
+        self._lock = threading.Lock()
+        self._tables: dict[int, dict[Chunk, int]] = {}
+
+    def checksum(self, chunk: Chunk) -> int | None:
+        """The crc32c that a chunk was written with; None in checkpoints of version 1, which have no such table.
+
+        Raises:
+            CorruptCheckpointError: if the owner's file is missing or damaged.
+        """
+        if not self.manifest.has_chunk_table:
+            return None
+        owner = holders_of(self.manifest, chunk)[0].rank
+        with self._lock:
+            if owner not in self._tables:
+                self._tables[owner] = self._read(RankFile(self.manifest, owner))
+            return self._tables[owner][chunk]
+
+    def _read(self, file: RankFile) -> dict[Chunk, int]:
+        opened = OpenRankFile(self.storage, file)
+        try:
+            for index in range(-(-file.blob_start // opened.stripe_bytes)):
+                opened.prove_stripe(index, opened.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
+            table = bytearray(CRC_BYTES * len(file.chunks))
+            opened.reader.read_at(len(file.header), [table])
+        except EOFError as error:
+            raise opened.corrupt("A file ended early.", f"{file.total_bytes} bytes", str(error)) from error
+        finally:
+            opened.reader.close()
+        return dict(zip(file.chunks, struct.unpack(f"<{len(file.chunks)}I", table), strict=True))
+
+
+def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
+    """A chunk's bytes, verified.
+
+    Raises:
+        CorruptCheckpointError: if it is missing, of another size, damaged, or another chunk's; names file and tensor.
+    """
+    storage, manifest = tables.storage, tables.manifest
+    entry = manifest.entries[chunk.place]
+    name = chunk_file(manifest, *chunk)
+    nbytes = numel_of(chunk.box.sizes) * entry.itemsize
+
+    def corrupt(expected: str, got: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"A chunk of tensor {entry.label} differs from what was written.",
+            expected=expected,
+            got=got,
+            where=f"{storage.where}/{name}",
+            todo="restore an older step; verify(path) lists all that is wrong",
+        )
+
+    size = f"{nbytes + CRC_BYTES} bytes"
+    try:
+        with closing(storage.open_file(name)) as reader:
+            if reader.size_bytes != nbytes + CRC_BYTES:
+                raise corrupt(size, f"{reader.size_bytes} bytes")
+            data = np.empty(nbytes, dtype=np.uint8)
+            checksum = bytearray(CRC_BYTES)
+            reader.read_at(0, [data, checksum])
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise corrupt(size, "no file") from error
+    except (EOFError, ValueError) as error:
+        raise corrupt(size, str(error)) from error
+    (stored,) = struct.unpack("<I", checksum)
+    actual = CRC32C.of(data.tobytes())
+    if actual != stored:
+        raise corrupt(f"crc32c {stored:08x}", f"{actual:08x}")
+    written = tables.checksum(chunk)
+    if written is not None and actual != written:
+        raise corrupt(
+            f"crc32c {written:08x}, as this save has written",
+            f"{actual:08x}: intact, but the chunk of another place or another save",
+        )
+    return data

@@ -1,0 +1,342 @@
+"""Data positions that survive a change of the number of ranks: `ReshardableSampler` and `ReshardableLoader`.
+
+    sampler = ReshardableSampler(len(dataset), seed=1)
+    loader = ReshardableLoader(DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=4))
+    state = {.., "data": Resharded(loader)}
+
+Every sample of an epoch is used once. The order follows from seed and epoch, and ranks take samples in turns. After a
+restart on other ranks, these take turns at the remaining samples. The counts of samples that each rank had taken define
+the remaining ones, so the state is a few numbers per restart:
+
+    order             7 2 5 0 3 6 1 4     2 ranks: 7 5 3 1 and 2 0 6 4
+    taken             7 5 | 2             stages [[2, 1]]
+    remaining         0 3 6 1 4           3 ranks: 0 1, 3 4 and 6
+
+At the end of an epoch some ranks may have begun the next one. The merged state is then in the oldest epoch, and its
+``ahead`` has the counts of later epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Sampler
+
+from vescale_fsdp.errors import ArgumentError, CheckpointError
+
+T = TypeVar("T")
+_CHUNK = 4096  # samples that become Python numbers at a time
+_ALIKE = ("num_samples", "shuffle", "seed", "drop_last")
+
+
+class ReshardableSampler(Sampler[int]):
+    """This rank's samples of an epoch, for a `DataLoader`; for `Resharded`, by itself or in a `ReshardableLoader`.
+
+    An iteration continues where the previous one stopped; after the last sample the next epoch begins. An iterator in
+    use continues from a state that is loaded. Samples that a data loader's workers read ahead count as taken: with
+    workers, put the loader into a `ReshardableLoader`.
+
+    Args:
+        num_samples: of the data set.
+        shuffle: whether every epoch has its own random order; else the order of the data set.
+        seed: of the random orders; the same on all ranks.
+        drop_last: drop up to ``world_size - 1`` samples of an epoch, so that all ranks have as many; else some ranks
+            have one more than others.
+        rank, world_size: default: those of `torch.distributed`, read again when a state is loaded.
+
+    Attributes:
+        generation: increases when a loaded state, another epoch or other ranks change the position in the data.
+
+    Examples:
+        >>> list(ReshardableSampler(5, shuffle=False, rank=1, world_size=2))
+        [1, 3]
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self._given = rank, world_size
+        self.rank, self.world_size = self._ranks_now()
+        if num_samples < 0 or not 0 <= self.rank < self.world_size:
+            raise ArgumentError(
+                "A sampler needs samples and a rank.",
+                expected="num_samples >= 0 and 0 <= rank < world_size",
+                got=f"{num_samples}, {self.rank}, {self.world_size}",
+            )
+        self._settings = {
+            "num_samples": num_samples,
+            "shuffle": shuffle,
+            "seed": seed,
+            "drop_last": drop_last,
+        }
+        self.epoch = 0
+        self._stages: list[list[int]] = []  # for each number of ranks so far, the count of each rank
+        self._ahead: list[tuple[int, list[list[int]]]] = []  # stages of later epochs, where ranks were ahead
+        self.num_taken = 0
+        self.has_ended = False
+        self.generation = 0
+
+    def _ranks_now(self) -> tuple[int, int]:
+        """The given rank and number of ranks, or those of `torch.distributed`."""
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        rank, world_size = self._given
+        return (
+            rank if rank is not None else 0 if is_alone else dist.get_rank(),
+            world_size if world_size is not None else 1 if is_alone else dist.get_world_size(),
+        )
+
+    def renew(self, rank: int, world_size: int) -> None:
+        """Become the sampler of another rank, at the start of its data; `load_state_dict` then sets the position.
+
+        `ElasticJob` calls this for the samplers in `Resharded` values when the ranks of the job change.
+        """
+        if self._given != (None, None):
+            self._given = rank, world_size
+        self.rank, self.world_size = rank, world_size
+        self.epoch, self._stages, self.num_taken, self.has_ended = 0, [], 0, False
+        self._ahead = []
+        self.generation += 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, unless it is the current one."""
+        if epoch != self.epoch:
+            self._stages = dict(self._ahead).get(epoch, [])
+            self._ahead = [(later, stages) for later, stages in self._ahead if later > epoch]
+            self.epoch, self.num_taken, self.has_ended = epoch, 0, False
+            self.generation += 1
+
+    def begin(self) -> None:
+        """Begin the next epoch if this one has ended."""
+        if self.has_ended:
+            self.set_epoch(self.epoch + 1)
+
+    def __iter__(self) -> Iterator[int]:
+        self.begin()
+        generation = -1
+        while generation != self.generation:  # again after a loaded state or a change of ranks
+            generation = self.generation
+            yield from self._rest(generation)
+        self.has_ended = True
+
+    def _rest(self, generation: int) -> Iterator[int]:
+        """This rank's samples from its position on, until the position is changed."""
+        own = self._own()
+        for start in range(self.num_taken, len(own), _CHUNK):
+            for sample in own[start : start + _CHUNK].tolist():
+                self.num_taken += 1
+                yield sample
+                if generation != self.generation:
+                    return
+
+    def __len__(self) -> int:
+        """Remaining samples of this rank."""
+        return len(self._own()) - self.num_taken
+
+    def _own(self) -> torch.Tensor:
+        """This rank's samples since the last change of the number of ranks, 1D."""
+        count, epoch_seed = self._settings["num_samples"], self._settings["seed"] * 1_000_003 + self.epoch
+        if not -(2**63) <= epoch_seed < 2**64:  # the range of a generator; torch.initial_seed() has 64 bits
+            epoch_seed %= 2**64
+        order = torch.arange(count, dtype=torch.int64, device="cpu")
+        if self._settings["shuffle"]:
+            generator = torch.Generator("cpu").manual_seed(epoch_seed)
+            order = torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu")
+        for taken in self._stages:
+            order = order[_is_remaining(len(order), taken)]
+        stop = len(order) // self.world_size * self.world_size if self._settings["drop_last"] else len(order)
+        return order[self.rank : stop : self.world_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's position."""
+        return self.state_at(self.num_taken, has_ended=self.has_ended)
+
+    def state_at(self, num_taken: int, *, has_ended: bool) -> dict[str, Any]:
+        """The state after this rank has taken so many samples."""
+        whole = {**self._settings, "epoch": self.epoch, "stages": self._stages, "has_ended": has_ended}
+        if self._ahead:
+            whole["ahead"] = [[epoch, stages] for epoch, stages in self._ahead]
+        return {**whole, "num_taken": num_taken, "rank": self.rank, "world_size": self.world_size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state.
+
+        Raises:
+            CheckpointError: if it is the state of other samples, or of another rank.
+        """
+        self.rank, self.world_size = self._ranks_now()
+        expected = {**self._settings, "rank": self.rank, "world_size": self.world_size}
+        unlike = {key: state[key] for key in expected if state[key] != expected[key]}
+        if unlike:
+            raise CheckpointError(
+                "The state is that of another sampler.",
+                expected=", ".join(f"{key}={expected[key]}" for key in unlike),
+                got=", ".join(f"{key}={value}" for key, value in unlike.items()),
+                todo="pass the arguments of the sampler that was saved; where the number of ranks may change, save "
+                "Resharded(sampler)",
+            )
+        self.epoch = state["epoch"]
+        self._stages = [list(taken) for taken in state["stages"]]
+        self._ahead = [(epoch, [list(taken) for taken in stages]) for epoch, stages in state.get("ahead", [])]
+        self.num_taken, self.has_ended = state["num_taken"], state["has_ended"]
+        self.generation += 1
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The state of all ranks together; some may have begun a later epoch.
+
+        Raises:
+            CheckpointError: if the states are not those of all ranks of one job.
+        """
+        first = min(states, key=lambda state: state["epoch"])
+        stages_by_epoch: dict[int, list[list[int]]] = {}  # before the states' ranks
+        for state in states:
+            for epoch, stages in [[state["epoch"], state["stages"]], *state.get("ahead", [])]:
+                stages_by_epoch.setdefault(epoch, stages)
+        newest = max(state["epoch"] for state in states)
+        for number, state in enumerate(states):
+            epoch = state["epoch"]
+            expected = {**first, "rank": number, "world_size": len(states), "stages": stages_by_epoch[epoch]}
+            unlike = [key for key in (*_ALIKE, "stages", "rank", "world_size") if state[key] != expected[key]]
+            if unlike:
+                raise CheckpointError(
+                    "Samplers of different ranks do not fit together.",
+                    expected=", ".join(f"{key}={expected[key]}" for key in unlike),
+                    got=", ".join(f"{key}={state[key]}" for key in unlike),
+                    where=f"rank {number} of those that saved",
+                    todo="pass the same arguments and seed on all ranks, and save the samplers of all ranks together",
+                )
+        whole = {key: first[key] for key in (*_ALIKE, "epoch")}
+        ahead: list[list[Any]] = []
+        for epoch in sorted({*stages_by_epoch, *range(first["epoch"], newest + 1)}):
+            stages = stages_by_epoch.get(epoch, [])
+            if epoch <= newest:
+                stages = [*stages, [_taken_of(epoch, stages, state) for state in states]]
+            ahead.append([epoch, stages])
+        (_, stages), *ahead = ahead
+        has_ended = all(state["has_ended"] or state["epoch"] > first["epoch"] for state in states)
+        whole |= {"stages": stages, "has_ended": has_ended}
+        return {**whole, "ahead": ahead} if ahead else whole
+
+    def split(self, whole: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+        """A rank's part of the remaining samples."""
+        return {**whole, "num_taken": 0, "rank": rank, "world_size": world_size}
+
+
+def _taken_of(epoch: int, stages: Sequence[Sequence[int]], state: Mapping[str, Any]) -> int:
+    """How many samples of an epoch a rank has taken since the last change of the number of ranks."""
+    if state["epoch"] <= epoch:
+        return int(state["num_taken"]) if state["epoch"] == epoch else 0
+    left, ranks = int(state["num_samples"]) - sum(map(sum, stages)), int(state["world_size"])
+    return left // ranks if state["drop_last"] else len(range(state["rank"], left, ranks))
+
+
+def _is_remaining(count: int, taken: Sequence[int]) -> torch.Tensor:
+    """Which positions of an order remain after ranks in turns have taken so many each; 1D, bool."""
+    is_remaining = torch.ones(count, dtype=torch.bool, device="cpu")
+    for rank, number in enumerate(taken):
+        is_remaining[rank :: len(taken)][:number] = False
+    return is_remaining
+
+
+class ReshardableLoader(Generic[T]):
+    """A data loader over a `ReshardableSampler`; an iteration continues where the previous one stopped.
+
+    Its state counts the batches that were returned, however far the workers have read ahead. torchdata's
+    `StatefulDataLoader` works too, but its further state (of workers, of iterable data sets) is not saved, since it
+    cannot be split among other ranks.
+
+    Args:
+        loader: with a `ReshardableSampler` as ``sampler`` and a fixed batch size. A loader with ``drop_last`` loses the
+            samples of a rank's last, smaller batch.
+
+    Raises:
+        TypeError: for any other loader.
+
+    Examples:
+        >>> from vescale_fsdp.checkpoint import ReshardableSampler
+        >>> sampler = ReshardableSampler(6, shuffle=False)
+        >>> loader = ReshardableLoader(DataLoader(range(6), batch_size=3, sampler=sampler))
+        >>> next(iter(loader)).tolist()
+        [0, 1, 2]
+    """
+
+    def __init__(self, loader: DataLoader[T]) -> None:
+        sampler, batch_size = loader.sampler, loader.batch_size
+        if not isinstance(sampler, ReshardableSampler) or batch_size is None:
+            raise ArgumentError(
+                "The position of this data loader in its data is not known.",
+                expected="DataLoader(dataset, batch_size=n, sampler=ReshardableSampler(..))",
+                got=f"a {type(sampler).__name__}, batch_size={batch_size}",
+            )
+        self.loader, self.sampler, self._batch_size = loader, sampler, batch_size
+        self._num_taken = sampler.num_taken
+        self._has_ended = sampler.has_ended
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, unless it is the current one."""
+        self._rewind()
+        self.sampler.set_epoch(epoch)
+        self._follow()
+
+    def __iter__(self) -> Iterator[T]:
+        self._rewind()
+        self.sampler.begin()
+        self._follow()
+        generation = -1
+        while generation != self.sampler.generation:  # again after a loaded state or a change of ranks
+            generation = self.sampler.generation
+            yield from self._rest(generation)
+        self._has_ended = True
+
+    def _rest(self, generation: int) -> Iterator[T]:
+        """Batches from this rank's position on, until the position is changed; nothing read ahead before is used."""
+        self._rewind()
+        end = self._num_taken + len(self.sampler)
+        for batch in self.loader:
+            self._num_taken = min(self._num_taken + self._batch_size, end)
+            yield batch
+            if generation != self.sampler.generation:
+                return
+
+    def renew(self, rank: int, world_size: int) -> None:
+        """As `ReshardableSampler.renew`."""
+        self.sampler.renew(rank, world_size)
+        self._follow()
+
+    def __len__(self) -> int:
+        """Remaining batches of this rank."""
+        self._rewind()
+        return -(-len(self.sampler) // self._batch_size)
+
+    def _rewind(self) -> None:
+        """Set the sampler back before the samples that were read ahead."""
+        self.sampler.num_taken, self.sampler.has_ended = self._num_taken, self._has_ended
+
+    def _follow(self) -> None:
+        self._num_taken, self._has_ended = self.sampler.num_taken, self.sampler.has_ended
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's position."""
+        return self.sampler.state_at(self._num_taken, has_ended=self._has_ended)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; raises as the sampler does."""
+        self.sampler.load_state_dict(state)
+        self._follow()
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """As `ReshardableSampler.merge`."""
+        return self.sampler.merge(states)
+
+    def split(self, whole: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+        """As `ReshardableSampler.split`."""
+        return self.sampler.split(whole, rank, world_size)

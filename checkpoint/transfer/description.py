@@ -1,0 +1,226 @@
+"""Descriptions: the names, shapes, dtypes, distributions and ranks of a state's tensors, without their values.
+
+`describe_states` describes two live states, the source and the target of a transfer, on every rank of a group, with
+one or two small messages (`Coordinator.agree`). `StateDescription.of` describes ranks that need not exist, to plan and
+to simulate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp.checkpoint.manifest.distribution import Axes, Distribution, Holders, RankSet
+from vescale_fsdp.checkpoint.manifest.region import Region
+from vescale_fsdp.checkpoint.manifest.state_tree import join_name
+from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, check_complete, merge_structures
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.state.tensor_description import Describer
+from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.layout.group_layout import GroupLayout
+
+Ranks = Coordinator | dist.ProcessGroup | None
+
+
+class DescribedTensor(NamedTuple):
+    """One tensor of a description, and the ranks that store it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    distribution: Distribution
+    ranks: RankSet
+
+
+@dataclass(frozen=True)
+class StateDescription:
+    """Which ranks store which parts of a state; its size does not depend on the number of ranks.
+
+    Args:
+        structure: the tensors, with the tables that they refer to; its tree is empty.
+        ranks: for each tensor, the ranks that store it.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp import describe_states
+        >>> source, target = describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)})
+        >>> source.entries[0].name, source.all_ranks
+        ('w', (0,))
+    """
+
+    structure: Structure
+    ranks: tuple[RankSet, ...]
+
+    @classmethod
+    def of(cls, tensors: Iterable[DescribedTensor], layouts: Sequence[GroupLayout] = ()) -> StateDescription:
+        """The description of these tensors; cuts by a layout refer to ``layouts``."""
+        axes: dict[Axes, int] = {}
+        entries, ranks = [], []
+        for name, dtype, shape, distribution, holders in tensors:
+            number = axes.setdefault(distribution.axes, len(axes))
+            entries.append(Entry(name, dtype, shape, number, distribution.cuts))
+            ranks.append(holders)
+        return cls(Structure(None, tuple(entries), tuple(axes), tuple(layouts)), tuple(ranks))
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The tensors."""
+        return self.structure.entries
+
+    @cached_property
+    def distributions(self) -> tuple[Distribution, ...]:
+        """Axes and cuts of each tensor."""
+        return tuple(map(self.structure.distribution, self.entries))
+
+    @cached_property
+    def places_by_name(self) -> dict[str, int]:
+        """Number of the tensor of each name; the first one, where ranks store a tensor in several ways."""
+        return {entry.name: place for place, entry in reversed(list(enumerate(self.entries)))}
+
+    @cached_property
+    def all_ranks(self) -> tuple[int, ...]:
+        """Ranks that store anything, ascending."""
+        return tuple(sorted({rank for ranks in set(self.ranks) for rank in ranks.ranks}))
+
+    @cached_property
+    def _holders(self) -> dict[tuple[RankSet, int], Holders]:
+        return {}
+
+    def holders_of(self, place: int) -> Holders:
+        """The ranks that store tensor number ``place``; one object for all tensors on the same ranks and axes."""
+        key = (self.ranks[place], self.entries[place].axes)
+        if key not in self._holders:
+            self._holders[key] = Holders(self.ranks[place], self.structure.axes[key[1]])
+        return self._holders[key]
+
+    def region(self, place: int, coordinates: tuple[int, ...]) -> Region:
+        """What ranks at these coordinates store of tensor number ``place``."""
+        return self.distributions[place].region(
+            self.entries[place].shape, coordinates, self.structure.layouts
+        )
+
+    def touching(self, place: int, region: Region) -> Iterator[tuple[int, ...]]:
+        """Coordinates whose parts of tensor number ``place`` may share items with a region of it."""
+        shape, layouts = self.entries[place].shape, self.structure.layouts
+        for coordinates, _ in self.distributions[place].touching(shape, region, layouts):
+            yield coordinates
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `from_json` reads back without loss."""
+        table: dict[RankSet, int] = {}
+        numbers = [table.setdefault(ranks, len(table)) for ranks in self.ranks]
+        return {
+            "tensors": [entry.to_json() for entry in self.entries],
+            "axes": [[axis.to_json() for axis in axes] for axes in self.structure.axes],
+            "layouts": [layout.to_json() for layout in self.structure.layouts],
+            "rank_sets": [ranks.to_json() for ranks in table],
+            "ranks": numbers,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StateDescription:
+        """Inverse of `to_json`."""
+        table = [RankSet.from_json(ranks) for ranks in data["rank_sets"]]
+        structure = Structure.from_json({**data, "state": None})
+        return cls(structure, tuple(table[number] for number in data["ranks"]))
+
+
+def named_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of nested mappings and sequences, each named by the keys that lead to it.
+
+    Raises:
+        CheckpointError: for a leaf that is not a tensor.
+    """
+    if isinstance(state, torch.Tensor):
+        yield name, state
+        return
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(state, Mapping):
+        items = state.items()
+    elif isinstance(state, (list, tuple)):
+        items = enumerate(state)
+    else:
+        raise CheckpointError(
+            "A transfer moves tensors only.",
+            expected="nested dicts and lists of tensors",
+            got=type(state).__name__,
+            where=name or "the state itself",
+            todo="remove it from the state, and send it as an object",
+        )
+    for key, item in items:
+        yield from named_tensors(item, join_name(name, key))
+
+
+def transfer_ranks(ranks: Ranks) -> Coordinator:
+    """The ranks that take part in a transfer: those given, or those of a process group (default: all)."""
+    return ranks if isinstance(ranks, Coordinator) else coordinator_for(ranks, use="transfer")
+
+
+def describe_states(
+    source: Any | None, target: Any | None, *, ranks: Ranks = None
+) -> tuple[StateDescription, StateDescription]:
+    """Describe the state that a transfer reads and the state that it fills. A collective of all ranks of both.
+
+    Args:
+        source: nested dicts and lists of tensors and DTensors; None on ranks that store nothing of it. A plain tensor
+            is assumed to be the same on all ranks that have it; wrap plain shards by ``DTensor.from_local``.
+        target: likewise.
+        ranks: those of both states: a process group (default: all ranks), or the result of `joint_ranks`. The
+            descriptions number ranks as this group does.
+
+    Raises:
+        CheckpointError: on all ranks, if a state cannot be described or ranks disagree about one.
+
+    Examples:
+        >>> trainer, engine = describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)})
+        >>> trainer.entries[0].name
+        'w'
+    """
+    coordinator = transfer_ranks(ranks)
+    return _describe(source, coordinator), _describe(target, coordinator)
+
+
+def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
+    structure: Structure | None = None
+    error: BaseException | None = None
+    try:
+        structure = _local_structure(state, coordinator.rank_of)
+    except Exception as caught:  # noqa: BLE001  raised on all ranks by `agree`, where other ranks wait
+        error = caught
+    classes = coordinator.agree(structure, 0, error).classes
+    joined, ranks = merge_structures(classes)
+    check_complete(joined, ranks, classes)
+    first_entries: dict[str, Entry] = {}
+    for entry in joined.entries:
+        first = first_entries.setdefault(entry.name, entry)
+        if (first.shape, first.dtype) != (entry.shape, entry.dtype):
+            raise CheckpointError(
+                "Ranks disagree about a tensor.",
+                expected=f"the same on all ranks: {first.dtype} {first.shape}",
+                got=f"{entry.dtype} {entry.shape}",
+                where=entry.name,
+                todo="describe shards that are plain tensors by DTensor.from_local",
+            )
+    return StateDescription(joined, ranks)
+
+
+def _local_structure(state: Any | None, rank_of: dict[int, int] | None) -> Structure:
+    """The tensors that this rank stores of a state."""
+    describer = Describer(rank_of)
+    axes: dict[Axes, int] = {}
+    entries: dict[str, Entry] = {}
+    for name, tensor in named_tensors({} if state is None else state):
+        if name in entries:
+            raise CheckpointError(
+                "Two tensors have the same name.", expected="keys that differ", got=repr(name)
+            )
+        dtype, shape, distribution, local = describer.describe(name, tensor)
+        if local is not None:
+            number = axes.setdefault(distribution.axes, len(axes))
+            entries[name] = Entry(name, dtype, shape, number, distribution.cuts)
+    return Structure(None, tuple(entries.values()), tuple(axes), describer.layouts)

@@ -1,0 +1,367 @@
+"""One rank's memory in a transfer: what it reads and what it fills, as bytes that are sent and received.
+
+`Origin` packs boxes of the source, cast or coded as the plan says. `Destination` fills the target. With ``keep_old`` it
+fills a second copy and copies it into the target at the end. Otherwise it fills the target in place. A failure then
+leaves old and new weights mixed, so the whole target is poisoned: every byte becomes 0xFF, which is NaN in every float
+and -1 in every integer. Such weights cannot be served by mistake.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dtype_name, dtype_named
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.transfer.coding import Codec, CodedTensor, cut_blocks_of
+from vescale_fsdp.checkpoint.transfer.description import StateDescription
+from vescale_fsdp.checkpoint.transfer.links import SourceTensor
+from vescale_fsdp.checkpoint.transfer.plan import TransferPlan
+from vescale_fsdp.checkpoint.transfer.rank_transfers import Share
+from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.torch_private import local_of, storage_id, version_of
+
+CodedKey = tuple[str, Codec]  # identifies the codes and scales of one tensor
+
+
+class PlannedPart(NamedTuple):
+    """What a rank must store of a described tensor.
+
+    Attributes:
+        place: number of the tensor in its description.
+        dtype, shape: of the whole tensor.
+        numel: items of this rank's part.
+    """
+
+    place: int
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    numel: int
+
+
+def parts_of(description: StateDescription, places: Iterable[int], rank: int) -> list[PlannedPart]:
+    """What a rank must store of some tensors of a description; tensors that it has no part of are left out."""
+    parts = []
+    for place in sorted(set(places)):
+        position = description.holders_of(place).position(rank)
+        if position is not None:
+            entry, numel = description.entries[place], description.region(place, position[0]).numel
+            parts.append(PlannedPart(place, entry.name, dtype_named(entry.dtype), entry.shape, numel))
+    return parts
+
+
+def local_parts(
+    tensors: Mapping[str, torch.Tensor], parts: Sequence[PlannedPart], rank: int
+) -> dict[int, torch.Tensor]:
+    """This rank's parts of the tensors of a state, by their numbers.
+
+    Raises:
+        CheckpointError: if the state differs from its description.
+    """
+    locals_by_place = {}
+    for part in parts:
+        tensor = tensors.get(part.name)
+        got = "no such tensor"
+        if tensor is not None:
+            local = local_of(tensor)
+            if (tensor.dtype, tensor.shape, local.numel()) == (part.dtype, part.shape, part.numel):
+                locals_by_place[part.place] = local.detach()
+                continue
+            got = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}, {local.numel()} items here"
+        raise CheckpointError(
+            "A state is not the one that the transfer was planned for.",
+            expected=f"{dtype_name(part.dtype)} {part.shape}, {part.numel} items here",
+            got=got,
+            where=f"{part.name}, rank {rank}",
+            todo="describe it again, and plan a new transfer",
+        )
+    return locals_by_place
+
+
+def _is_plain_memory(local: torch.Tensor) -> bool:
+    return local.is_contiguous() and not (local.is_conj() or local.is_neg())
+
+
+def _flat(local: torch.Tensor) -> torch.Tensor:
+    """1D: a tensor's own memory if it is contiguous, else a copy."""
+    if not _is_plain_memory(local):
+        local = local.resolve_conj().resolve_neg().contiguous()
+    return local.as_strided((local.numel(),), (1,))
+
+
+def _strided(
+    flat: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], start: int
+) -> torch.Tensor:
+    return flat.as_strided(sizes, strides, flat.storage_offset() + start)
+
+
+def _as_carrier(local: torch.Tensor) -> torch.Tensor:
+    """The same items under a dtype of their width that every copy kernel supports."""
+    return local.view(carrier_of(local.dtype))
+
+
+_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()
+_watches_lock = Lock()
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    with _watches_lock:
+        watches = list(_watches)
+    if watches:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        stepped = {storage_id(local_of(param)) for param in params}
+        for watch in watches:
+            watch.is_stepped |= not stepped.isdisjoint(watch.storages)
+
+
+@lru_cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_note_step)
+
+
+class SourceWatch:
+    """Detects writes to tensors since it was created, from any thread.
+
+    Version counters alone miss a write in progress: torch increments them after a kernel, for a fused optimizer after
+    all of its tensors. So a step of an optimizer counts from its beginning.
+
+    Args:
+        tensors: DTensors are watched with their local tensors.
+
+    Attributes:
+        storages: ids of the watched memory.
+        is_stepped: whether an optimizer of any of them has begun a step.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        tensors = list(tensors)
+        watched = [item for tensor in tensors for item in (tensor, local_of(tensor))]
+        self.storages = {storage_id(local_of(tensor)) for tensor in tensors}
+        self.is_stepped = False
+        with _watches_lock:
+            _watch_optimizers()
+            _watches.add(self)
+        self._versions = [(item, version_of(item)) for item in watched if not item.is_inference()]
+
+    def check(self) -> None:
+        """Raise if something was written.
+
+        Raises:
+            CheckpointError: says how many tensors changed.
+        """
+        changed = sum(version_of(tensor) != version for tensor, version in self._versions)
+        if changed or self.is_stepped:
+            raise CheckpointError(
+                "The source was written to while it was sent.",
+                expected="no optimizer step before the transfer has ended",
+                got=f"{changed} of {len(self._versions)} tensors changed"
+                + (", and an optimizer's step began" if self.is_stepped else ""),
+                todo="wait for the handle first, or start with snapshot=True",
+            )
+
+
+def _coded_sources(plan: TransferPlan) -> dict[CodedKey, SourceTensor]:
+    """One source of each tensor and codec, in the order of the plan's leaves."""
+    sources: dict[CodedKey, SourceTensor] = {}
+    for leaf in plan.leaves:
+        if leaf.source.codec is not None:
+            sources.setdefault((leaf.source.name, leaf.source.codec), leaf.source)
+    return sources
+
+
+class CutBlocks:
+    """The blocks of a plan's coded tensors that several ranks have items of: the same list on all ranks.
+
+    Attributes:
+        blocks: numbers of each coded tensor's cut blocks, ascending.
+        total: cut blocks of all tensors.
+    """
+
+    def __init__(self, plan: TransferPlan) -> None:
+        layouts = plan.source.structure.layouts
+        self.blocks: dict[CodedKey, list[int]] = {}
+        for key, source in _coded_sources(plan).items():
+            grid, cuts = source.grid, source.distribution.cuts
+            assert grid is not None
+            if len(cuts) == 1 and isinstance(cuts[0], LayoutCut):
+                slot = layouts[cuts[0].layout].slots[cuts[0].slot]
+                if slot.block_numel % (grid.rows * grid.line_numel) == 0:
+                    continue  # the planner cut no band, so regions need not be examined
+            regions = map(source.stored_region, source.all_coordinates())
+            cut = {block for region in regions for block in cut_blocks_of(region, source.stored_shape, grid)}
+            self.blocks[key] = sorted(cut)
+        self.total = sum(map(len, self.blocks.values()))
+
+    def agree(self, tensors: Mapping[CodedKey, CodedTensor], coordinator: Coordinator) -> None:
+        """Give every rank the largest magnitudes of its cut blocks; one all-reduce if any block is cut."""
+        if not self.total:
+            return
+        # Magnitudes compare alike as integers, and a NaN is the largest of them.
+        largest = torch.zeros(self.total, dtype=torch.int32, device="cpu")
+        own: list[tuple[CodedTensor, list[int], list[int]]] = []
+        start = 0
+        for key, blocks in self.blocks.items():
+            if key in tensors:
+                numbers, here = tensors[key].blocks_here(blocks)
+                own.append((tensors[key], [start + number for number in numbers], here))
+            start += len(blocks)
+        for tensor, numbers, here in own:
+            largest[numbers] = tensor.amax.view(-1)[here].cpu().view(torch.int32)
+        coordinator.raise_to_largest(largest)
+        for tensor, numbers, here in own:
+            tensor.amax.view(-1)[here] = largest[numbers].view(torch.float32).to(tensor.amax.device)
+
+
+class Origin:
+    """What a rank reads of a source.
+
+    Args:
+        locals_by_place: this rank's parts, by number in the source's description.
+
+    Attributes:
+        coded: this rank's parts of coded tensors, with the magnitudes of their blocks.
+    """
+
+    def __init__(self, plan: TransferPlan, rank: int, locals_by_place: Mapping[int, torch.Tensor]) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._flats = {place: _flat(local) for place, local in locals_by_place.items()}
+        self._scales: dict[CodedKey, torch.Tensor] = {}
+        self.storages = {storage_id(local) for local in locals_by_place.values() if local.numel()}
+        self.devices = {local.device for local in locals_by_place.values()}
+        self.coded: dict[CodedKey, CodedTensor] = {}
+        for (name, codec), source in _coded_sources(plan).items():
+            position = source.holders.position(rank)
+            if position is not None:
+                region, flat = source.stored_region(position[0]), self._flats[source.place]
+                self.coded[name, codec] = CodedTensor(codec, region, source.stored_shape, flat)
+
+    def run(self, share: Share, numel: int) -> torch.Tensor:
+        """The bytes of ``numel`` contiguous items that begin with a share's first item."""
+        flat = self._flats[self._plan.leaves[share.leaf].source.place]
+        return flat[share.source : share.source + numel].view(torch.uint8)
+
+    def pack(self, share: Share, out: torch.Tensor) -> None:
+        """Write a share's bytes as they are sent; ``out`` is 1D uint8."""
+        placed = self._plan.leaves[share.leaf]
+        codec = placed.source.codec
+        if codec is not None and not placed.source.is_scales:
+            coded = self.coded[placed.source.name, codec]
+            coded.encode(out.view(share.sizes), share.sizes, share.source_strides, share.source)
+            return
+        flat = self._flats[placed.source.place] if codec is None else self._scales_of(placed.source, codec)
+        if placed.narrowed:
+            wire = out.view(dtype_named(placed.wire_dtype))
+        else:
+            flat = _as_carrier(flat)
+            wire = out.view(flat.dtype)
+        wire.view(share.sizes).copy_(_strided(flat, share.sizes, share.source_strides, share.source))
+
+    def _scales_of(self, source: SourceTensor, codec: Codec) -> torch.Tensor:
+        """1D, the scales that this rank owns."""
+        key = source.name, codec
+        if key not in self._scales:
+            position = source.holders.position(self._rank)
+            assert position is not None
+            self._scales[key] = self.coded[key].scales(source.regions(position[0]))
+        return self._scales[key]
+
+
+class Destination:
+    """What a rank fills of a target.
+
+    Args:
+        locals_by_place: this rank's parts, by number in the target's description.
+        keep_old: fill a second copy, and copy it into the target at the end.
+        copies: memory of earlier transfers for such copies, by number; extended here.
+
+    Attributes:
+        is_mixed: whether the target may have some of the new weights.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        locals_by_place: Mapping[int, torch.Tensor],
+        *,
+        keep_old: bool,
+        copies: dict[int, torch.Tensor],
+    ) -> None:
+        self._plan = plan
+        self._locals = locals_by_place
+        self._keep_old = keep_old
+        self.is_mixed = not keep_old
+        self.devices = {local.device for local in locals_by_place.values()}
+        self._flats: dict[int, torch.Tensor] = {}
+        for place, local in locals_by_place.items():
+            if _is_plain_memory(local) and not keep_old:
+                self._flats[place] = _flat(local)
+                continue
+            if place not in copies:
+                copies[place] = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
+            self._flats[place] = copies[place]
+
+    def check_apart(self, origin: Origin) -> None:
+        """Check that nothing is filled before it is read.
+
+        Raises:
+            CheckpointError: if tensors of both states share memory.
+        """
+        shared = origin.storages & {storage_id(local) for local in self._locals.values() if local.numel()}
+        if shared and not self._keep_old:
+            raise CheckpointError(
+                "Source and target share memory.",
+                expected="separate tensors on both sides",
+                got=f"{len(shared)} storages of both",
+                todo="pass keep_old=True, which fills the target after everything is read",
+            )
+
+    def run(self, share: Share, numel: int) -> torch.Tensor:
+        """The memory of ``numel`` contiguous items that begin with a share's first item."""
+        flat = self._flats[self._plan.leaves[share.leaf].target]
+        return flat[share.target : share.target + numel].view(torch.uint8)
+
+    def unpack(self, share: Share, data: torch.Tensor) -> None:
+        """Copy a share's bytes from a message."""
+        wire, box = self._views(share, data)
+        box.copy_(wire)
+
+    def read_back(self, share: Share, out: torch.Tensor) -> None:
+        """The share's bytes as they were received, from the filled items: the inverse of `unpack`."""
+        wire, box = self._views(share, out)
+        wire.copy_(box)
+
+    def _views(self, share: Share, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        placed = self._plan.leaves[share.leaf]
+        flat = self._flats[placed.target]
+        if not placed.widened:
+            flat = _as_carrier(flat)
+        dtype = dtype_named(placed.wire_dtype) if placed.widened else flat.dtype
+        box = _strided(flat, share.sizes, share.target_strides, share.target)
+        return data.view(dtype).view(share.sizes), box
+
+    def commit(self) -> None:
+        """Copy what was filled elsewhere into the target."""
+        self.is_mixed = True
+        for place, local in self._locals.items():
+            flat = self._flats[place]
+            if flat.data_ptr() != local.data_ptr() and local.numel():
+                _as_carrier(local).copy_(_as_carrier(flat).view(local.shape))
+        self.is_mixed = False
+
+    def poison(self) -> None:
+        """Make a target that may have some of the new weights unusable."""
+        for local in self._locals.values() if self.is_mixed else ():
+            if local.dtype == torch.bool:
+                local.fill_(True)
+            elif local.numel():
+                ones = torch.full((local.dtype.itemsize,), 0xFF, dtype=torch.uint8, device=local.device)
+                _as_carrier(local).copy_(ones.view(carrier_of(local.dtype)))

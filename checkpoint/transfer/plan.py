@@ -1,0 +1,407 @@
+"""Plans of transfers: two descriptions and a few choices, from which each rank derives what it sends and receives.
+
+plan_transfer(source, target)      pure: compares names, shapes and dtypes, and balances the senders' loads
+plan.to_json()                     the descriptions, the links, the budget, and shares that are not equal
+print(plan), plan.to_svg()         totals of all ranks and a picture of who sends what to whom; no rank needs to exist
+RankTransfers(plan, rank)          what one rank sends, receives and keeps, as strided boxes (`rank_transfers`)
+
+Ranks that store the same part of a tensor are a *set*. The bytes that the ranks of a target take from a set, in rank
+order, are divided into one byte range per rank of the set:
+
+    set (0, 4), taken by ranks 8, 9, 10        8888888899999999....10101010
+    equal loads, so equal byte ranges          000000000000|444444444444444
+
+So a rank sends to few others, and most receivers need one rank of a set only. Where sets overlap, the byte ranges are
+chosen such that no rank sends what a less loaded rank could send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from vescale_fsdp.checkpoint.checksums import checksum_of
+from vescale_fsdp.checkpoint.manifest.structure import dump_json
+from vescale_fsdp.checkpoint.transfer.coding import Codec
+from vescale_fsdp.checkpoint.transfer.demand import Demand, demand_of
+from vescale_fsdp.checkpoint.transfer.description import StateDescription
+from vescale_fsdp.checkpoint.transfer.links import (
+    Link,
+    Linkable,
+    PlacedLeaf,
+    as_link,
+    link_from_json,
+    link_to_json,
+    resolve_links,
+)
+from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.layout.pictures import PAPER, Canvas
+
+BUDGET_BYTES = 64 << 20  # 64 MiB
+IN_FLIGHT = 4  # messages that a rank sends at the same time, and as many that it receives
+ALIGN_BYTES = 16  # of the widest item: streams are cut at multiples of it, so that no item is cut
+
+_VERSION = 1
+_MAX_BALANCE_ROUNDS = 200
+_BALANCE_TOLERANCE_BYTES = 64
+
+_MAX_DRAWN = 32  # ranks on either side of a picture
+_CELL_PX, _LEFT_PX, _TOP_PX, _BAR_PX = 22, 90, 140, 200
+_FILL, _QUIET, _RULE = "#2e6fdb", "#667085", "#d0d5dd"
+
+Ranks = tuple[int, ...]
+Shares = Mapping[Ranks, tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class TransferPlan:
+    """How the ranks of a target get their tensors from the ranks of a source. `str` gives its totals.
+
+    Args:
+        source, target: which ranks store what; both number ranks alike.
+        links: what target tensors are made of, where it is not the source tensor of their name.
+        cast: whether floats may be rounded to the target's dtype.
+        budget_bytes: of memory that a rank may use for messages.
+        shares: bytes that each rank of a set sends, for sets whose ranks do not send equally.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp import describe_states
+        >>> plan = plan_transfer(*describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)}))
+        >>> TransferPlan.from_json(plan.to_json()) == plan
+        True
+        >>> plan.total_bytes, plan.kept_bytes  # a rank sends nothing to itself
+        (0, {0: 16})
+    """
+
+    source: StateDescription
+    target: StateDescription
+    links: tuple[tuple[str, Link], ...] = ()
+    cast: bool = False
+    budget_bytes: int = BUDGET_BYTES
+    shares: tuple[tuple[Ranks, tuple[int, ...]], ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TransferPlan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def message_bytes(self) -> int:
+        """The most that one message carries."""
+        return max(self.budget_bytes // (2 * IN_FLIGHT) // ALIGN_BYTES, 1) * ALIGN_BYTES
+
+    @cached_property
+    def leaves(self) -> tuple[PlacedLeaf, ...]:
+        """All leaves, in the order of the target's tensors.
+
+        Raises:
+            PlacementError: if names, shapes or dtypes do not match; lists all that do not.
+        """
+        return resolve_links(self.source, self.target, dict(self.links), self.cast)
+
+    @cached_property
+    def demand(self) -> Demand:
+        """Bytes that all ranks take from all sets."""
+        return demand_of(self.source, self.target, self.leaves)
+
+    @cached_property
+    def all_shares(self) -> Shares:
+        """Bytes that each rank of each set sends."""
+        chosen = dict(self.shares)
+        wanted = zip(self.demand.sets, self.demand.sent.sum(1).tolist(), strict=True)
+        return {ranks: chosen.get(ranks) or equal_shares(nbytes, len(ranks)) for ranks, nbytes in wanted}
+
+    def wanted_bytes(self, ranks: Ranks, receiver: int) -> int:
+        """Bytes that a rank takes from a set."""
+        demand = self.demand
+        return int(demand.sent[demand.row_of[ranks], demand.column_of[receiver]])
+
+    def byte_range(self, ranks: Ranks, sender: int, receiver: int) -> tuple[int, int]:
+        """The range that one rank of a set sends, of the bytes that another rank takes from the set."""
+        row, column = self.demand.row_of[ranks], self.demand.column_of[receiver]
+        start, stop = self.demand.starts[row, column : column + 2].tolist()
+        number, shares = ranks.index(sender), self.all_shares[ranks]
+        low = sum(shares[:number])
+        return _edge(low - start, stop - start), _edge(low + shares[number] - start, stop - start)
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that differs between different plans."""
+        return checksum_of(dump_json(self.to_json()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `from_json` reads back without loss."""
+        return {
+            "version": _VERSION,
+            "source": self.source.to_json(),
+            "target": self.target.to_json(),
+            "links": [[name, link_to_json(link)] for name, link in self.links],
+            "cast": self.cast,
+            "budget_bytes": self.budget_bytes,
+            "shares": [[list(ranks), list(sent)] for ranks, sent in self.shares],
+        }
+
+    @classmethod
+    def from_json(
+        cls, data: Mapping[str, Any], codecs: Mapping[str, Callable[..., Codec]] | None = None
+    ) -> TransferPlan:
+        """Inverse of `to_json`.
+
+        Args:
+            codecs: classes of the codecs that links name, by class name.
+        """
+        if data.get("version") != _VERSION:
+            raise PlacementError(
+                "This plan has another version.",
+                expected=_VERSION,
+                got=data.get("version"),
+                todo="make the plan again",
+            )
+        return cls(
+            StateDescription.from_json(data["source"]),
+            StateDescription.from_json(data["target"]),
+            tuple((name, link_from_json(link, codecs or {})) for name, link in data["links"]),
+            data["cast"],
+            data["budget_bytes"],
+            tuple((tuple(ranks), tuple(sent)) for ranks, sent in data["shares"]),
+        )
+
+    @cached_property
+    def unused(self) -> tuple[str, ...]:
+        """Tensors of the source that no tensor of the target is made of."""
+        used = {leaf.source.name for leaf in self.leaves}
+        return tuple(entry.name for entry in self.source.entries if entry.name not in used)
+
+    @cached_property
+    def sent_bytes(self) -> dict[int, int]:
+        """Bytes that each rank of the source sends."""
+        sent = dict.fromkeys(self.source.all_ranks, 0)
+        for ranks in self.demand.sets:
+            for rank, nbytes in zip(ranks, self.all_shares[ranks], strict=True):
+                sent[rank] += nbytes
+        return sent
+
+    @cached_property
+    def received_bytes(self) -> dict[int, int]:
+        """Bytes that each rank of the target receives."""
+        return dict(zip(self.demand.targets, self.demand.sent.sum(0).tolist(), strict=True))
+
+    @cached_property
+    def kept_bytes(self) -> dict[int, int]:
+        """Bytes that ranks of both source and target copy within their own memory, where there are any."""
+        kept = zip(self.demand.targets, self.demand.kept.tolist(), strict=True)
+        return {rank: nbytes for rank, nbytes in kept if nbytes}
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that all ranks send."""
+        return sum(self.sent_bytes.values())
+
+    @property
+    def imbalance(self) -> float:
+        """Bytes of the busiest sender over those of an even share; 1.0 if nothing is sent."""
+        busiest = max(self.sent_bytes.values(), default=0)
+        return busiest * len(self.sent_bytes) / self.total_bytes if self.total_bytes else 1.0
+
+    def pair_bytes(self) -> dict[tuple[int, int], int]:
+        """Bytes by (sender, receiver), of the first 32 ranks on either side."""
+        senders, receivers = set(self.source.all_ranks[:_MAX_DRAWN]), self.demand.targets[:_MAX_DRAWN]
+        pairs: dict[tuple[int, int], int] = {}
+        for row, ranks in enumerate(self.demand.sets):
+            for column in np.flatnonzero(self.demand.sent[row, : len(receivers)]).tolist():
+                for sender in senders.intersection(ranks):
+                    low, high = self.byte_range(ranks, sender, receivers[column])
+                    if low < high:
+                        pair = sender, receivers[column]
+                        pairs[pair] = pairs.get(pair, 0) + high - low
+        return pairs
+
+    def __str__(self) -> str:
+        receivers = sum(nbytes > 0 for nbytes in self.received_bytes.values())
+        moved = f"{_size(self.total_bytes)} from {len(self.sent_bytes)} ranks to {receivers}"
+        sender, receiver = (
+            _size(max(by_rank.values(), default=0)) for by_rank in (self.sent_bytes, self.received_bytes)
+        )
+        lines = [
+            f"{moved}; {_size(sum(self.kept_bytes.values()))} copied within ranks",
+            f"busiest sender {sender} (x {self.imbalance:.2f} of an even share), busiest receiver {receiver}",
+            f"messages of at most {_size(self.message_bytes)}",
+        ]
+        if self.unused:
+            shown = ", ".join(self.unused[:4]) + (" .." if len(self.unused) > 4 else "")
+            lines.append(f"not used: {len(self.unused)} tensors of the source ({shown})")
+        return "\n".join(lines)
+
+    def to_svg(self, title: str = "transfer") -> str:
+        """A picture with one square per sender (row) and receiver (column), darker for more bytes.
+
+        A bar next to each row and under each column shows the rank's total. The first 32 ranks on either side are
+        drawn; the picture says how many are not.
+        """
+        senders, receivers = list(self.sent_bytes)[:_MAX_DRAWN], list(self.received_bytes)[:_MAX_DRAWN]
+        right, bottom = _LEFT_PX + len(receivers) * _CELL_PX, _TOP_PX + len(senders) * _CELL_PX
+        canvas = Canvas(title, max(right + _BAR_PX + 120, 620), bottom + _BAR_PX + 60)
+        canvas.text(20, 32, title, size=18, bold=True)
+        for number, line in enumerate(str(self).splitlines()):
+            canvas.text(20, 52 + 16 * number, line, size=12, color=_QUIET)
+        pairs = self.pair_bytes()
+        most = max(pairs.values(), default=0)
+        for row, sender in enumerate(senders):
+            y = _TOP_PX + row * _CELL_PX
+            canvas.text(_LEFT_PX - 8, y + 15, f"rank {sender}", anchor="end")
+            for column, receiver in enumerate(receivers):
+                nbytes = pairs.get((sender, receiver), 0)
+                tip = f"rank {sender} to rank {receiver}: {_size(nbytes)}"
+                x = _LEFT_PX + column * _CELL_PX
+                canvas.rect(x, y, _CELL_PX - 2, _CELL_PX - 2, _shade(nbytes, most), stroke=_RULE, tip=tip)
+            nbytes = self.sent_bytes[sender]
+            length = _bar_px(nbytes, self.sent_bytes)
+            canvas.rect(right + 10, y, length, _CELL_PX - 2, _FILL, tip=_size(nbytes))
+            canvas.text(right + length + 16, y + 15, _size(nbytes), size=10, color=_QUIET)
+        for column, receiver in enumerate(receivers):
+            x = _LEFT_PX + column * _CELL_PX
+            canvas.text(x + 10, _TOP_PX - 6, str(receiver), anchor="middle")
+            nbytes = self.received_bytes[receiver]
+            length = _bar_px(nbytes, self.received_bytes)
+            canvas.rect(x, bottom + 10, _CELL_PX - 2, length, _FILL, tip=_size(nbytes))
+        omitted = len(self.sent_bytes) - len(senders), len(self.received_bytes) - len(receivers)
+        if any(omitted):
+            note = f"not drawn: {omitted[0]} senders, {omitted[1]} receivers"
+            canvas.text(20, bottom + _BAR_PX + 40, note)
+        return canvas.svg()
+
+
+def _edge(position: int, nbytes: int) -> int:
+    """Where a byte range begins or ends within a stream of so many bytes: never within an item."""
+    return nbytes if position >= nbytes else max(position, 0) // ALIGN_BYTES * ALIGN_BYTES
+
+
+def _bar_px(nbytes: int, all_bytes: Mapping[int, int]) -> float:
+    """Length of a bar; the largest value has the longest one."""
+    return (_BAR_PX - 40) * nbytes / max(*all_bytes.values(), 1)
+
+
+def _shade(nbytes: int, most: int) -> str:
+    """A color: white for zero, darker for more."""
+    if not nbytes:
+        return PAPER
+    share = 0.15 + 0.85 * nbytes / most
+    mixed = (round(255 + (int(_FILL[at : at + 2], 16) - 255) * share) for at in (1, 3, 5))
+    return "#" + "".join(f"{value:02x}" for value in mixed)
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes} B"
+
+
+def plan_transfer(
+    source: StateDescription,
+    target: StateDescription,
+    *,
+    links: Mapping[str, Linkable] | None = None,
+    cast: bool = False,
+    budget_bytes: int = BUDGET_BYTES,
+) -> TransferPlan:
+    """Plan how the ranks of a target get their tensors from the ranks of a source. Pure.
+
+    A rank is sent nothing that it stores. Of ranks that store the same, none sends what a less loaded one could.
+
+    Args:
+        source, target: which ranks store what, from `describe_states`; the target need not use all of the source.
+        links: what target tensors are made of, such as ``{"qkv": concatenate("q", "k", "v")}`` with the functions of
+            `vescale_fsdp.checkpoint.transfer`; others come from the source tensor of their name.
+        cast: round floats to the target's dtype where it differs.
+        budget_bytes: of memory that each rank may use for messages, at least 4 KiB.
+
+    Raises:
+        PlacementError: if names, shapes or dtypes do not match, or no rank stores a part; lists all problems.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp import describe_states
+        >>> plan = plan_transfer(*describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)}))
+        >>> plan.unused
+        ()
+    """
+    if budget_bytes < 4096:
+        raise PlacementError("The budget is too small.", expected="at least 4096 bytes", got=budget_bytes)
+    named_links = tuple((name, as_link(link)) for name, link in (links or {}).items())
+    plan = TransferPlan(source, target, named_links, cast, budget_bytes)
+    demand = plan.demand
+    wanted = dict(zip(demand.sets, demand.sent.sum(1).tolist(), strict=True))
+    uneven = tuple(
+        (ranks, sent)
+        for ranks, sent in balanced_shares(wanted).items()
+        if sent != equal_shares(wanted[ranks], len(ranks))
+    )
+    if not uneven:
+        return plan
+    balanced = TransferPlan(source, target, named_links, cast, budget_bytes, uneven)
+    # Leaves and demand depend on the descriptions and links only, and are costly.
+    balanced.__dict__.update(leaves=plan.leaves, demand=demand)
+    return balanced
+
+
+def equal_shares(nbytes: int, count: int) -> tuple[int, ...]:
+    """Bytes that each of ``count`` ranks sends."""
+    return tuple(nbytes * (number + 1) // count - nbytes * number // count for number in range(count))
+
+
+def balanced_shares(wanted: Mapping[Ranks, int]) -> dict[Ranks, tuple[int, ...]]:
+    """Bytes that each rank of each set sends, such that the ranks' loads are as equal as possible.
+
+    Each set in turn is divided again, given the loads that the other sets put on its ranks, until nothing changes. This
+    is a descent on the sum of squared loads, which is convex.
+
+    Args:
+        wanted: bytes wanted from each set.
+
+    Returns:
+        For each set, one number per rank; their sum is what is wanted.
+    """
+    shares = {ranks: equal_shares(nbytes, len(ranks)) for ranks, nbytes in wanted.items()}
+    loads: dict[int, int] = {}
+    for ranks, sent in shares.items():
+        for rank, nbytes in zip(ranks, sent, strict=True):
+            loads[rank] = loads.get(rank, 0) + nbytes
+    several = [ranks for ranks in shares if len(ranks) > 1]
+    for _ in range(_MAX_BALANCE_ROUNDS):
+        largest_change = 0
+        for ranks in several:
+            others = [loads[rank] - nbytes for rank, nbytes in zip(ranks, shares[ranks], strict=True)]
+            current = [loads[rank] for rank in ranks]
+            if max(current) - min(current) <= _BALANCE_TOLERANCE_BYTES:
+                continue
+            sent = _added_to_lowest(others, wanted[ranks])
+            changes = (abs(a - b) for a, b in zip(sent, shares[ranks], strict=True))
+            largest_change = max(largest_change, *changes)
+            shares[ranks] = sent
+            for rank, other, nbytes in zip(ranks, others, sent, strict=True):
+                loads[rank] = other + nbytes
+        if largest_change <= _BALANCE_TOLERANCE_BYTES:
+            break
+    return shares
+
+
+def _added_to_lowest(loads: Sequence[int], nbytes: int) -> tuple[int, ...]:
+    """What each load gets of ``nbytes``, so that the lowest ones become equal, like vessels that water fills."""
+    order = sorted(range(len(loads)), key=lambda number: (loads[number], number))
+    added = [0] * len(loads)
+    for count in range(1, len(order) + 1):
+        lowest = order[:count]
+        total = sum(loads[number] for number in lowest) + nbytes
+        if count == len(order) or total <= loads[order[count]] * count:
+            level, rest = divmod(total, count)
+            for index, number in enumerate(lowest):
+                added[number] = level + (index < rest) - loads[number]
+            break
+    return tuple(added)

@@ -1,0 +1,342 @@
+"""What one rank sends, receives and keeps, and the order of its messages: arithmetic on the plan, no communication.
+
+A `Share` is a box of items, described by offset and strides twice: in the flat memory of the source's part of a tensor,
+and in that of the target's. A `ShareStream` is all that goes from one rank to another, share after share, wide items
+first, so that every item is aligned wherever a message begins. Both ends of a stream derive the same shares in the same
+order, because both evaluate the same plan.
+
+All messages of all ranks have one order, so that ranks cannot wait for each other in a circle. Messages are ordered by
+*turn*, in which source i sends to target (i + turn) of all, then by their number in the stream. In each turn a sender
+has one receiver, and a receiver one sender. Every rank starts its own messages in this order, a few at a time. So the
+first message of all that has not arrived is always started at both ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from vescale_fsdp.checkpoint.manifest.region import Region
+from vescale_fsdp.checkpoint.transfer.links import Leaf
+from vescale_fsdp.checkpoint.transfer.plan import Ranks, TransferPlan
+from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides, numel_of
+
+_ALONE_BYTES = 256 << 10  # 256 KiB: copying more than this costs more than another message
+
+Shape = tuple[int, ...]
+
+
+class Share(NamedTuple):
+    """A box of items in two memories.
+
+    Attributes:
+        leaf: number of its leaf in the plan.
+        itemsize: bytes of an item as it is sent.
+        sizes: of the box.
+        source, source_strides: index of its first item in the source's flat memory, and steps there.
+        target, target_strides: likewise in the target's.
+    """
+
+    leaf: int
+    itemsize: int
+    sizes: Shape
+    source: int
+    source_strides: Shape
+    target: int
+    target_strides: Shape
+
+    @property
+    def numel(self) -> int:
+        """Items of the box."""
+        return numel_of(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as it is sent."""
+        return numel_of(self.sizes) * self.itemsize
+
+    @property
+    def is_source_run(self) -> bool:
+        """Whether the source stores the items contiguously, in the order in which they are sent."""
+        return self.source_strides == contiguous_strides(self.sizes)
+
+    @property
+    def is_target_run(self) -> bool:
+        """Whether the target does."""
+        return self.target_strides == contiguous_strides(self.sizes)
+
+    @property
+    def is_sent_alone(self) -> bool:
+        """Whether it has messages of its own, so that one side at least need not copy it."""
+        return self.nbytes >= _ALONE_BYTES and (self.is_source_run or self.is_target_run)
+
+    def between(self, start: int, stop: int) -> Iterator[Share]:
+        """Items [start, stop) of the box, in its order."""
+        if (start, stop) == (0, self.numel):
+            yield self
+            return
+        for box in boxes_of_range(self.sizes, start, stop):
+            source = self.source + _flat_index(box.offsets, self.source_strides)
+            target = self.target + _flat_index(box.offsets, self.target_strides)
+            sizes, steps, target_steps = _joined(box.sizes, self.source_strides, self.target_strides)
+            yield Share(self.leaf, self.itemsize, sizes, source, steps, target, target_steps)
+
+
+def _flat_index(offsets: Iterable[int], strides: Shape) -> int:
+    return sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+
+
+def _joined(sizes: Shape, source_strides: Shape, target_strides: Shape) -> tuple[Shape, Shape, Shape]:
+    """A box with neighboring dims joined where both sides step through them as through one."""
+    dims: list[tuple[int, int, int]] = []
+    for size, step, target_step in zip(sizes, source_strides, target_strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == step * size and dims[-1][2] == target_step * size:
+            dims[-1] = (dims[-1][0] * size, step, target_step)
+        else:
+            dims.append((size, step, target_step))
+    joined, steps, target_steps = zip(*(dims or [(1, 1, 1)]), strict=True)
+    return joined, steps, target_steps
+
+
+def shares_between(
+    number: int, itemsize: int, source: Sequence[tuple[Region, int]], target: Region, leaf: Leaf
+) -> Iterator[Share]:
+    """The items that regions of a leaf's source give to a region of its target.
+
+    Args:
+        number: of the leaf.
+        itemsize: bytes of an item as it is sent.
+        source: regions of one tensor, each with its offset in one flat memory.
+    """
+    if leaf.is_identity and len(source) == 1 and source[0][0].box == target.box == leaf.box:
+        (region, base), shared = source[0], source[0][0].span.intersect(target.span)
+        if shared.numel:  # flat pieces of one box: contiguous on both sides
+            starts = shared.start - region.span.start + base, shared.start - target.span.start
+            yield Share(number, itemsize, (shared.numel,), starts[0], (1,), starts[1], (1,))
+        return
+    for wanted, target_start in target.pieces():
+        wanted_source = leaf.to_source(wanted)
+        if wanted_source is None:
+            continue
+        for region, base in source:
+            for stored, start in region.pieces():
+                shared_box = wanted_source.intersect(stored)
+                if shared_box is None:
+                    continue
+                into = leaf.to_target(shared_box)
+                assert into is not None
+                strides, target_strides = contiguous_strides(stored.sizes), contiguous_strides(wanted.sizes)
+                along_target = tuple(0 if dim < 0 else strides[dim] for dim in leaf.dims)
+                sizes, steps, target_steps = _joined(into.sizes, along_target, target_strides)
+                first = base + start + _index_within(shared_box, stored, strides)
+                target_first = target_start + _index_within(into, wanted, target_strides)
+                yield Share(number, itemsize, sizes, first, steps, target_first, target_steps)
+
+
+def _index_within(box: Box, outer: Box, strides: Shape) -> int:
+    """Index of a box's first item among the items of a box that contains it and has these strides."""
+    offsets = (inner - start for inner, start in zip(box.offsets, outer.offsets, strict=True))
+    return _flat_index(offsets, strides)
+
+
+class ShareStream:
+    """All shares that one rank sends to another, in their order.
+
+    Args:
+        shares: in the order in which both ranks derive them.
+    """
+
+    def __init__(self, shares: Iterable[Share]) -> None:
+        # Small shares come last of their width, so that one message takes many of them.
+        self.shares = sorted(shares, key=lambda share: (-share.itemsize, not share.is_sent_alone))
+        self._stops = list(accumulate(share.nbytes for share in self.shares))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shares."""
+        return self._stops[-1] if self._stops else 0
+
+    def between(self, low: int, high: int) -> Iterator[Share]:
+        """Bytes [low, high) of the stream; both are multiples of `ALIGN_BYTES`, or the end."""
+        for number in range(bisect_right(self._stops, low), len(self.shares)):
+            share = self.shares[number]
+            start = self._stops[number] - share.nbytes
+            if start >= high:
+                return
+            part = FlatRange(max(low, start), min(high, self._stops[number])).shift(-start)
+            yield from share.between(part.start // share.itemsize, part.stop // share.itemsize)
+
+    def messages(self, message_bytes: int) -> list[tuple[Share, ...]]:
+        """The stream in messages of at most ``message_bytes``; a share that is sent alone begins and ends one."""
+        edges = [0]
+        for share, stop in zip(self.shares, self._stops, strict=True):
+            if share.is_sent_alone:
+                edges += [stop - share.nbytes, stop]
+        edges.append(self.nbytes)
+        return [
+            tuple(self.between(start, min(start + message_bytes, high)))
+            for low, high in pairwise(edges)
+            for start in range(low, high, message_bytes)
+        ]
+
+
+class Message(NamedTuple):
+    """Bytes that one rank sends to another at once.
+
+    Attributes:
+        peer: the other rank.
+        is_sent: whether this rank is the sender.
+        number: of the message among those of this sender to this receiver.
+        shares: what it consists of.
+        nbytes: of all shares.
+        is_in_place: whether this rank's state stores the bytes as they are sent, so that nothing is copied.
+    """
+
+    peer: int
+    is_sent: bool
+    number: int
+    shares: tuple[Share, ...]
+    nbytes: int
+    is_in_place: bool
+
+
+class RankTransfers:
+    """One rank's part of a plan.
+
+    Args:
+        rank: its number in the plan's descriptions.
+    """
+
+    def __init__(self, plan: TransferPlan, rank: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self._target_regions: dict[tuple[int, Shape], Region] = {}
+
+    @cached_property
+    def sends(self) -> dict[int, ShareStream]:
+        """What this rank sends to each other rank, by the receiver's number."""
+        shares: dict[int, list[Share]] = {}
+        for (ranks, receiver), wanted in sorted(self._wanted_by_others().items(), key=lambda item: item[0]):
+            shares.setdefault(receiver, []).extend(self._part(ranks, self.rank, receiver, wanted))
+        return _streams(shares)
+
+    @cached_property
+    def receives(self) -> dict[int, ShareStream]:
+        """What this rank receives from each other rank, by the sender's number."""
+        shares: dict[int, list[Share]] = {}
+        for ranks, wanted in sorted(self._wanted.items(), key=lambda item: item[0]):
+            for sender in ranks if self.rank not in ranks else ():
+                shares.setdefault(sender, []).extend(self._part(ranks, sender, self.rank, wanted))
+        return _streams(shares)
+
+    @cached_property
+    def kept(self) -> list[Share]:
+        """What this rank copies within its own memory."""
+        return [share for ranks, shares in self._wanted.items() if self.rank in ranks for share in shares]
+
+    def messages(self) -> list[Message]:
+        """This rank's messages in the order in which it starts them."""
+        plan = self.plan
+        sources = {rank: number for number, rank in enumerate(plan.source.all_ranks)}
+        targets = {rank: number for number, rank in enumerate(plan.target.all_ranks)}
+        num_turns = max(len(sources), len(targets))
+        ordered: list[tuple[tuple[int, int, int], Message]] = []
+        for is_sent, streams in ((True, self.sends), (False, self.receives)):
+            for peer, stream in streams.items():
+                sender, receiver = (self.rank, peer) if is_sent else (peer, self.rank)
+                turn = (targets[receiver] - sources[sender]) % num_turns
+                for number, shares in enumerate(stream.messages(plan.message_bytes)):
+                    nbytes = sum(share.nbytes for share in shares)
+                    is_in_place = _is_in_place(plan, shares, is_sent)
+                    message = Message(peer, is_sent, number, shares, nbytes, is_in_place)
+                    ordered.append(((turn, number, sources[sender]), message))
+        ordered.sort(key=lambda item: item[0])
+        return [message for _, message in ordered]
+
+    def _part(self, ranks: Ranks, sender: int, receiver: int, shares: list[Share]) -> Iterator[Share]:
+        """Of the shares that a rank takes from a set, those that one rank of the set sends."""
+        if len(ranks) == 1:
+            yield from shares
+            return
+        stream = ShareStream(shares)
+        assert stream.nbytes == self.plan.wanted_bytes(ranks, receiver)
+        low, high = self.plan.byte_range(ranks, sender, receiver)
+        if low < high:
+            yield from stream.between(low, high)
+
+    @cached_property
+    def _wanted(self) -> dict[Ranks, list[Share]]:
+        """What this rank takes from each set of ranks, also from sets that it is in."""
+        wanted: dict[Ranks, list[Share]] = {}
+        for number, placed in enumerate(self.plan.leaves):
+            position = self.plan.target.holders_of(placed.target).position(self.rank)
+            if position is None:
+                continue
+            target = self._target_region(placed.target, position[0])
+            boxes = [placed.leaf.to_source(box) for box, _ in target.pieces()]
+            sources = {at for box in boxes if box is not None for at in placed.source.touching(box)}
+            for coordinates in sorted(sources):
+                stored = placed.source.regions(coordinates)
+                shares = list(shares_between(number, placed.itemsize, stored, target, placed.leaf))
+                if shares:
+                    ranks = tuple(placed.source.holders.ranks_at(coordinates))
+                    wanted.setdefault(ranks, []).extend(shares)
+        return wanted
+
+    def _wanted_by_others(self) -> dict[tuple[Ranks, int], list[Share]]:
+        """What each other rank takes from each set that this rank is in."""
+        wanted: dict[tuple[Ranks, int], list[Share]] = {}
+        for number, placed in enumerate(self.plan.leaves):
+            position = placed.source.holders.position(self.rank)
+            if position is None:
+                continue
+            stored = placed.source.regions(position[0])
+            ranks = tuple(placed.source.holders.ranks_at(position[0]))
+            boxes = [placed.leaf.to_target(box) for region, _ in stored for box, _ in region.pieces()]
+            targets = {
+                at
+                for box in boxes
+                if box is not None
+                for at in self.plan.target.touching(placed.target, Region(box, FlatRange(0, box.numel)))
+            }
+            holders = self.plan.target.holders_of(placed.target)
+            for coordinates in sorted(targets):
+                receivers = [rank for rank in holders.ranks_at(coordinates) if rank not in ranks]
+                if not receivers:
+                    continue
+                target = self._target_region(placed.target, coordinates)
+                shares = list(shares_between(number, placed.itemsize, stored, target, placed.leaf))
+                for receiver in receivers if shares else ():
+                    wanted.setdefault((ranks, receiver), []).extend(shares)
+        return wanted
+
+    def _target_region(self, place: int, coordinates: Shape) -> Region:
+        key = (place, coordinates)
+        if key not in self._target_regions:
+            self._target_regions[key] = self.plan.target.region(place, coordinates)
+        return self._target_regions[key]
+
+
+def _streams(shares: Mapping[int, list[Share]]) -> dict[int, ShareStream]:
+    """A stream for each rank that has shares, in the order of ranks."""
+    return {rank: ShareStream(shares[rank]) for rank in sorted(shares) if shares[rank]}
+
+
+def _is_in_place(plan: TransferPlan, shares: Sequence[Share], is_sent: bool) -> bool:
+    """Whether one tensor of this rank stores the shares contiguously, under the dtype in which they are sent."""
+    placed = plan.leaves[shares[0].leaf]
+    if placed.narrowed or placed.source.codec is not None if is_sent else placed.widened:
+        return False
+    stop: int | None = None
+    for share in shares:
+        start = share.source if is_sent else share.target
+        is_run = share.is_source_run if is_sent else share.is_target_run
+        if not is_run or share.leaf != shares[0].leaf or start != (start if stop is None else stop):
+            return False
+        stop = start + share.numel
+    return True

@@ -1,0 +1,481 @@
+"""Muon on ragged shards: momentum is stored with its shard; cut matrices are sent to an owner for their iteration.
+
+Per matrix: ``m <- lerp(m, g)``, ``u = lerp(g, m)`` on the pieces; Newton-Schulz on the whole of u; decay and
+``p -= lr' * o`` on the pieces. Only the middle needs whole matrices:
+
+    matrix                                       where the iteration runs          collectives
+    plain tensor, or whole on one rank           on that rank                      0
+    cut over ranks (ragged, or FSDP2 Shard(0))   one owner, balanced by FLOPs      2 per bucket of many
+    DTensor placed otherwise (TP)                every rank                        torch's own, per matrix
+
+Buckets form a pipeline::
+
+    bucket 0   gather | iterate         | scatter           | subtract
+    bucket 1            gather          | iterate           | scatter    | subtract
+                        ^ in flight while 0 is iterated       ^ in flight while 1 is iterated
+
+The result equals `torch.optim.Muon` on one process bit for bit (fp32 on CPU), because the same function runs on the
+same whole matrix. Equal matrices are iterated as a stack that repeats torch's operations in torch's order: on CPU
+with the same bits (tests verify this); on accelerators batched and single matrix products may round differently.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp.dtensor.piece_map import PieceMap, local_grad, local_part_of, local_tensor, pieces_of
+from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.granularity import Element, Granularity, Whole
+from vescale_fsdp.optim.muon_plan import (
+    WIRE_DTYPE,
+    Bucket,
+    Matrix,
+    MuonPlan,
+    Pending,
+    Ranks,
+    SteppedParam,
+    matrices_of,
+    plan_step,
+    start_exchange,
+)
+from vescale_fsdp.optim.structured_optimizer import (
+    AdamWOptions,
+    StructuredOptimizer,
+    batches_of,
+    check_rates,
+    launches,
+)
+from vescale_fsdp.torch_private import (
+    MUON_COEFFICIENTS,
+    MUON_EPS,
+    MUON_STEPS,
+    foreach_add_,
+    foreach_copy_,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_norm_of,
+    muon_adjust_lr,
+    zeropower_via_newtonschulz,
+)
+
+_ADJUST_LR = (None, "original", "match_rms_adamw")
+
+
+class Muon(StructuredOptimizer):
+    """Muon for matrices and stacks of matrices, AdamW for the rest, in one optimizer.
+
+    Args:
+        params: 2-D and 3-D parameters (3-D: a stack, one matrix per expert), or param groups of them. A
+            group may carry ``row_splits=(q_rows, k_rows, v_rows)`` to treat a fused matrix as several.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in
+            `torch.optim.Muon`, with its defaults.
+        adamw_params: everything else: embeddings, output head, norms, biases.
+        adamw: how those are stepped.
+        bucket_bytes: bytes that a rank receives per collective, about; two buckets are in memory at a time.
+
+    Raises:
+        LayoutError: for a parameter that is not a matrix, or arguments that are not valid.
+
+    Examples:
+        >>> from vescale_fsdp import fully_shard
+        >>> model = fully_shard(torch.nn.Linear(8, 8), granularity=Muon.granularity())
+        >>> matrices, others = split_params(model)
+        >>> optimizer = Muon(matrices, lr=0.02, adamw_params=others)
+        >>> model(torch.randn(2, 8)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    algorithm: ClassVar[str] = "muon"
+    recorded: ClassVar[tuple[str, ...]] = ("momentum_form",)
+    kept: ClassVar[tuple[str, ...]] = ("_adamw", "_bucket_bytes")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = MUON_COEFFICIENTS,
+        eps: float = MUON_EPS,
+        ns_steps: int = MUON_STEPS,
+        adjust_lr_fn: str | None = None,
+        *,
+        adamw_params: Iterable[Any] | None = None,
+        adamw: AdamWOptions = AdamWOptions(),  # noqa: B008  (frozen)
+        bucket_bytes: int = 8 << 20,  # 8 MiB
+    ) -> None:
+        check_rates(float(lr), (momentum, 0.0), eps, weight_decay)
+        if adjust_lr_fn not in _ADJUST_LR or not 0 <= ns_steps < 100:
+            raise LayoutError(
+                "Muon cannot work with these arguments.",
+                expected=f"adjust_lr_fn in {_ADJUST_LR} and 0 <= ns_steps < 100",
+                got=f"adjust_lr_fn={adjust_lr_fn!r}, ns_steps={ns_steps}",
+            )
+        self._bucket_bytes = bucket_bytes
+        self._plans: dict[tuple[int, ...], MuonPlan] = {}  # by which parameters have a gradient
+        self._ranks: dict[tuple[DeviceMesh, int], Ranks] = {}
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "row_splits": None,
+            # m <- mu m + (1 - mu) g. The other common form, mu m + g, is 1 / (1 - mu) times larger.
+            "momentum_form": "ema",
+        }
+        super().__init__(params, defaults, adamw_params=adamw_params, adamw=adamw)
+
+    @staticmethod
+    def granularity(*, whole: Sequence[str] = ()) -> Callable[[str, Any], Granularity]:
+        """The granularity rule for ``fully_shard(model, granularity=Muon.granularity())``.
+
+        Stacks of matrices (3-D) are cut between matrices only, so that experts cost no communication. Other
+        parameters may be cut anywhere: a cut matrix is sent to its owner, which for dense layers is cheaper than
+        the padding that whole matrices need.
+
+        Args:
+            whole: name patterns (fnmatch) of matrices to keep whole as well.
+        """
+
+        def rule(fqn: str, param: Any) -> Granularity:
+            if len(param.shape) == 3 or any(fnmatch.fnmatchcase(fqn, pattern) for pattern in whole):
+                return Whole("matrix")
+            return Element()
+
+        return rule
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; their state is made at once."""
+        super().add_param_group(param_group)
+        self._plans.clear()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans, self._ranks = {}, {}  # a plan belongs to one layout, and process groups cannot be copied
+
+    def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        matrices_of(tuple(param.shape), group["row_splits"])
+        return {"momentum_buffer": torch.zeros_like(param)}
+
+    def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+        members = [(p, group) for group in groups for p in group["params"]]
+        present = tuple(index for index, (p, _) in enumerate(members) if p.grad is not None)
+        if present not in self._plans:
+            params = [
+                SteppedParam(
+                    pieces_of(param), matrices_of(tuple(param.shape), group["row_splits"]), group["ns_steps"]
+                )
+                for param, group in (members[index] for index in present)
+            ]
+            self._plans[present] = plan_step(params, self._bucket_bytes, self._ranks)
+        plan = self._plans[present]
+        stepped = [members[index] for index in present]
+        jobs = [
+            ParamJob(param, group, planned.pieces, update)
+            for (param, group), planned, update in zip(
+                stepped, plan.params, self._updates(stepped), strict=True
+            )
+        ]
+        run_step(plan, jobs, meanwhile=self._step_adamw)
+
+    def _updates(self, stepped: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> list[torch.Tensor]:
+        """Update the momenta; returns this rank's elements of the updates to orthogonalise."""
+        momenta = [local_tensor(self.state[p]["momentum_buffer"], "state") for p, _ in stepped]
+        grads = [local_grad(p).to(m.dtype) for (p, _), m in zip(stepped, momenta, strict=True)]
+        updates = list(momenta)
+        kinds = [
+            (m.dtype, m.device, group["momentum"], group["nesterov"])
+            for (_, group), m in zip(stepped, momenta, strict=True)
+        ]
+        numels = [m.numel() for m in momenta]
+        for alike in batches_of(zip(kinds, numels, range(len(kinds)), strict=True), sum(numels)):
+            _, _, momentum, nesterov = kinds[alike[0]]
+            some_grads, some = [grads[index] for index in alike], [momenta[index] for index in alike]
+            foreach_lerp_(some, some_grads, 1 - momentum)
+            if nesterov:
+                for index, update in zip(alike, foreach_lerp(some_grads, some, momentum), strict=True):
+                    updates[index] = update
+        return updates
+
+
+def split_params(
+    model: torch.nn.Module, *, adamw: Sequence[str] = ("*embed*", "*head*")
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters for Muon (matrices and stacks) and for AdamW (all others), each once.
+
+    Args:
+        model: its parameters that require a gradient.
+        adamw: name patterns (fnmatch) of matrices that belong to AdamW: embeddings and output heads.
+
+    Examples:
+        >>> matrices, others = split_params(torch.nn.Linear(8, 4))
+        >>> [p.shape for p in matrices], [p.shape for p in others]
+        ([torch.Size([4, 8])], [torch.Size([4])])
+    """
+    matrices: list[torch.Tensor] = []
+    rest: list[torch.Tensor] = []
+    for fqn, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        hidden = param.ndim in (2, 3) and not any(fnmatch.fnmatchcase(fqn, pattern) for pattern in adamw)
+        (matrices if hidden else rest).append(param)
+    return matrices, rest
+
+
+@dataclass(frozen=True)
+class NewtonSchulz:
+    """The iteration's constants; torch's defaults.
+
+    Args:
+        coefficients: (a, b, c) of the quintic X <- a X + (b A + c A A) X with A = X X'.
+        steps: number of iterations.
+        eps: least norm a matrix is divided by.
+    """
+
+    coefficients: tuple[float, float, float] = MUON_COEFFICIENTS
+    steps: int = MUON_STEPS
+    eps: float = MUON_EPS
+
+    def __call__(self, stack: torch.Tensor) -> torch.Tensor:
+        """Orthogonalise every matrix of a bf16 stack [n, rows, cols]; the stack may be overwritten."""
+        if len(stack) == 1:
+            return zeropower_via_newtonschulz(stack[0], self.coefficients, self.steps, self.eps).unsqueeze(0)
+        a, b, c = self.coefficients
+        tall = stack.size(-2) > stack.size(-1)
+        x = stack.mT if tall else stack
+        # One norm per matrix over all its elements, as in torch: a norm over two dims rounds differently.
+        norms = torch.stack(foreach_norm_of(list(x.unbind()))).clamp(min=self.eps)
+        x = x / norms.view(-1, 1, 1)
+        for _ in range(self.steps):
+            gram = torch.bmm(x, x.mT)
+            update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, update, x, beta=a)
+        return x.mT if tall else x
+
+
+_STACK_NUMEL = 32 << 20
+"""Elements iterated at once, 64 MiB in bf16; an iteration holds up to four such: X, A, B and the next X."""
+
+_WIDENED_NUMEL = 8 << 20
+"""Elements subtracted at once, by way of fp32: 32 MiB, and as much again where parameters are of 16 bits."""
+
+
+class ParamJob(NamedTuple):
+    """One parameter in one step."""
+
+    param: torch.Tensor
+    group: dict[str, Any]
+    pieces: PieceMap | None
+    update: torch.Tensor  # 1D [own piece], to be orthogonalised
+
+    def own(self, flat: torch.Tensor, wanted: FlatRange) -> torch.Tensor:
+        """The elements ``wanted`` of the parameter, from this rank's flat piece of it or of its state."""
+        assert self.pieces is not None
+        start = self.pieces.own_piece.start
+        return flat[wanted.start - start : wanted.stop - start]
+
+    def iteration(self) -> NewtonSchulz:
+        """The iteration that the param group asks for."""
+        return NewtonSchulz(tuple(self.group["ns_coefficients"]), self.group["ns_steps"], self.group["eps"])
+
+    def scaled_lr(self, matrix: Matrix) -> float:
+        """The learning rate of a matrix, which depends on the shape of the whole matrix."""
+        shape = torch.Size((matrix.rows, matrix.cols))
+        return muon_adjust_lr(float(self.group["lr"]), self.group["adjust_lr_fn"], shape)
+
+
+class _Result(NamedTuple):
+    """A range of a parameter and the elements of the orthogonal factor for it."""
+
+    job: ParamJob
+    matrix: Matrix
+    wanted: FlatRange
+    orthogonal: torch.Tensor  # 1D [wanted], bf16
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for results that one launch can subtract."""
+        return self.job.param.dtype, self.job.param.device, self.job.scaled_lr(self.matrix)
+
+
+def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[], None]) -> None:
+    """Orthogonalise all updates and subtract them.
+
+    Args:
+        plan: made for the same parameters in the same order.
+        jobs: one per parameter.
+        meanwhile: other work of the step, done while the first bucket is in flight.
+    """
+    gathering = _start_gather(plan.buckets[0], jobs) if plan.buckets else None
+    meanwhile()
+    _decay(jobs)
+    _orthogonalise_here(plan.here, jobs)
+    for index in plan.gathered:
+        _orthogonalise_everywhere(index, jobs)
+    scattering: Pending | None = None
+    for number, bucket in enumerate(plan.buckets):
+        assert gathering is not None
+        arrived = gathering
+        if number + 1 < len(plan.buckets):
+            gathering = _start_gather(plan.buckets[number + 1], jobs)
+        results = _orthogonalise_arrived(bucket, arrived.wait(), jobs)
+        before, scattering = scattering, _start_scatter(bucket, results, jobs)
+        if before is not None:
+            _subtract_arrived(plan.buckets[number - 1], before.wait(), jobs)
+    if scattering is not None:
+        _subtract_arrived(plan.buckets[-1], scattering.wait(), jobs)
+
+
+def _stacks(
+    matrices: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]
+) -> Iterator[tuple[NewtonSchulz, tuple[int, int], list[int]]]:
+    """Positions of matrices that are iterated together: of equal shape and constants, in bounded memory."""
+    items = (
+        ((jobs[index].iteration(), matrix.rows, matrix.cols), matrix.numel, position)
+        for position, (index, matrix) in enumerate(matrices)
+    )
+    for positions in batches_of(items, _STACK_NUMEL):
+        index, matrix = matrices[positions[0]]
+        yield jobs[index].iteration(), (matrix.rows, matrix.cols), positions
+
+
+def _decay(jobs: Sequence[ParamJob]) -> None:
+    kept = [1 - float(job.group["lr"]) * job.group["weight_decay"] for job in jobs]
+    kinds = [(job.param.dtype, job.param.device, factor) for job, factor in zip(jobs, kept, strict=True)]
+    for alike in batches_of(zip(kinds, (0 for _ in jobs), range(len(jobs)), strict=True), 0):
+        locals_ = [local_tensor(jobs[index].param) for index in alike]
+        if launches(locals_[0].device):
+            foreach_mul_(locals_, kept[alike[0]])
+        else:
+            for (
+                local
+            ) in locals_:  # on the CPU torch 2.13's foreach rounds the factor to 16 bits, mul_ does not
+                local.mul_(kept[alike[0]])
+
+
+def _subtract(results: Iterable[_Result]) -> None:
+    """``p -= lr' * o``: one launch per dtype and learning rate, in batches of bounded memory."""
+    items = ((each.kind, each.wanted.numel, each) for each in results)
+    for alike in batches_of(items, _WIDENED_NUMEL):
+        job, matrix, _, _ = alike[0]
+        targets = [each.job.own(local_tensor(each.job.param), each.wanted) for each in alike]
+        sums = targets
+        if job.param.dtype in (torch.bfloat16, torch.float16):
+            # torch's 16-bit CPU kernel rounds the last few elements of a run differently from the rest, so the result
+            # would depend on the cuts.
+            sums = _widened(targets)
+        foreach_add_(sums, _widened([each.orthogonal for each in alike]), alpha=-job.scaled_lr(matrix))
+        if sums is not targets:
+            foreach_copy_(targets, sums)
+
+
+def _widened(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """fp32 copies of 1-D tensors, in one launch."""
+    numels = [part.numel() for part in parts]
+    wide = list(torch.empty(sum(numels), dtype=torch.float32, device=parts[0].device).split(numels))
+    foreach_copy_(wide, list(parts))
+    return wide
+
+
+def _orthogonalise_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]) -> None:
+    """Step the matrices that are whole on this rank."""
+    for iteration, shape, positions in _stacks(here, jobs):
+        members = [(jobs[here[position][0]], here[position][1]) for position in positions]
+        stack = torch.empty(len(members), *shape, dtype=WIRE_DTYPE, device=members[0][0].update.device)
+        rows = list(stack.flatten(1).unbind())
+        foreach_copy_(rows, [job.own(job.update, matrix.range) for job, matrix in members])
+        results = iteration(stack).flatten(1).unbind()
+        _subtract(
+            _Result(job, matrix, matrix.range, result)
+            for (job, matrix), result in zip(members, results, strict=True)
+        )
+
+
+def _orthogonalise_everywhere(index: int, jobs: Sequence[ParamJob]) -> None:
+    """Step a parameter without contiguous pieces: every rank gathers it and takes its part of the result."""
+    job = jobs[index]
+    assert isinstance(job.param, DTensor)
+    spread = torch.zeros_like(job.param)
+    local_tensor(spread, "update").copy_(job.update)
+    assert isinstance(spread, DTensor)
+    update = spread.full_tensor()
+    orthogonal = torch.zeros_like(update)
+    matrices = matrices_of(tuple(job.param.shape), job.group["row_splits"])
+    for iteration, shape, positions in _stacks([(index, matrix) for matrix in matrices], jobs):
+        ranges = [matrices[position].range for position in positions]
+        stack = torch.stack([update.reshape(-1)[start:stop].view(shape) for start, stop in ranges])
+        results = iteration(stack.to(WIRE_DTYPE)).flatten(1).to(orthogonal.dtype)
+        scaled = results.mul_(-job.scaled_lr(matrices[positions[0]])).unbind()
+        foreach_copy_([orthogonal.view(-1)[start:stop] for start, stop in ranges], list(scaled))
+    local_tensor(job.param).add_(local_part_of(orthogonal, job.param).reshape(-1))
+
+
+def _device(bucket: Bucket, jobs: Sequence[ParamJob]) -> torch.device:
+    return jobs[bucket.cuts[0].param].update.device
+
+
+def _start_gather(bucket: Bucket, jobs: Sequence[ParamJob]) -> Pending:
+    """Send this rank's parts of a bucket's matrices to their owners."""
+    shard = bucket.ranks.shard
+    parts = [
+        jobs[t.param].own(jobs[t.param].update, t.part(shard))
+        for cuts in bucket.outbound
+        for t in cuts
+        if t.part(shard).numel
+    ]
+    return start_exchange(parts, bucket.gather_numels, bucket.ranks.group, _device(bucket, jobs))
+
+
+def _orthogonalise_arrived(
+    bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]
+) -> list[torch.Tensor]:
+    """The orthogonal factors of the matrices this rank owns, flat, in their order in the bucket."""
+    owned = bucket.owned
+    # Parts arrive rank by rank, each rank's in the order of the bucket; a matrix is its parts in shard order.
+    places = [(s, n) for r, s in bucket.everyone if r == bucket.ranks.replica for n in range(len(owned))]
+    chunks = arrived.split([owned[n].part(s).numel for s, n in places]) if places else ()
+    parts = dict(zip(places, chunks, strict=True))
+    results = [arrived] * len(owned)
+    for iteration, shape, positions in _stacks([(t.param, t.matrix) for t in owned], jobs):
+        stack = torch.empty(len(positions), *shape, dtype=WIRE_DTYPE, device=arrived.device)
+        meeting = [parts[s, n] for n in positions for s in range(owned[n].pieces.num_shards)]
+        foreach_copy_(list(stack.view(-1).split([part.numel() for part in meeting])), meeting)
+        for result, n in zip(iteration(stack).flatten(1), positions, strict=True):
+            results[n] = result
+    return results
+
+
+def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequence[ParamJob]) -> Pending:
+    """Send every rank its parts of the orthogonal factors."""
+    wanted = [
+        (result, t.part(shard).shift(-t.matrix.start))
+        for _, shard in bucket.everyone
+        for t, result in zip(bucket.owned, results, strict=True)
+    ]
+    parts = [result[part.start : part.stop] for result, part in wanted if part.numel]
+    return start_exchange(parts, bucket.scatter_numels, bucket.ranks.group, _device(bucket, jobs))
+
+
+def _subtract_arrived(bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]) -> None:
+    """Subtract this rank's parts of a bucket's orthogonal factors."""
+    shard = bucket.ranks.shard
+    parts = arrived.split([t.part(shard).numel for t in bucket.inbound])
+    _subtract(
+        _Result(jobs[t.param], t.matrix, t.part(shard), part)
+        for t, part in zip(bucket.inbound, parts, strict=True)
+        if part.numel()
+    )

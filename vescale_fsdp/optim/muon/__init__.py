@@ -1,5 +1,0 @@
-"""Muon over ragged shards. Pickles know the optimizer under this name."""
-
-from vescale_fsdp.lazy import lazily_export
-
-lazily_export(__name__, {"vescale_fsdp.optim.muon.optimizer": "Muon"})

@@ -1,0 +1,377 @@
+"""The plan of a Muon step: matrices, where each is orthogonalised, and the exchange of those that are cut over ranks.
+
+A matrix is the unit of one Newton-Schulz iteration, and one flat range of its parameter, because rows are contiguous:
+
+    shape (m, k)                      one matrix, the whole tensor
+    shape (m, k), row_splits (q, r)   one per row block: fused projections, each with its own scale
+    shape (E, m, k)                   one per expert
+
+A plan depends on the parameters that have a gradient, their shapes and their pieces. Every rank computes the same one,
+owners of matrices included, so no part of it is communicated. It is kept until those change, and never saved: after a
+load, perhaps on another number of ranks, it is computed again.
+
+Cut matrices are sent to their owners, and orthogonal ones back, in one collective per bucket and direction. With 2
+ranks and matrices a (owner 0), b (owner 1)::
+
+    gather     rank 0 sends  [a's part | b's part] ->  a's parts of both ranks meet on 0, b's on 1
+    scatter    rank 0 sends  [a on 0   | a on 1  ] ->  every rank has its part of a and b again
+
+In an HSDP mesh all replicas have the same values, so a matrix is gathered only inside its owner's replica, and its
+result is sent to every rank of every replica: replicas share the iterations. Elements are sent in bf16: Newton-Schulz
+begins with a cast to bf16 and ends in bf16, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_fsdp.collectives import Work, all_to_all_into, new_group
+from vescale_fsdp.dtensor.piece_map import PieceMap
+from vescale_fsdp.dtensor.spec import ranks_by_group_rank
+from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.torch_private import foreach_copy_
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix of ``rows`` x ``cols`` elements that starts at flat index ``start`` of its parameter."""
+
+    start: int
+    rows: int
+    cols: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the matrix."""
+        return self.rows * self.cols
+
+    @property
+    def range(self) -> FlatRange:
+        """Its flat range in the parameter."""
+        return FlatRange(self.start, self.start + self.numel)
+
+
+def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = None) -> tuple[Matrix, ...]:
+    """The matrices of a parameter, in flat order. Empty ones are left out.
+
+    Args:
+        shape: global shape, 2-D or 3-D (a stack of matrices).
+        row_splits: rows of each block of a fused matrix, such as (q_rows, k_rows, v_rows); None: one block.
+
+    Raises:
+        LayoutError: for other numbers of dims, or splits that do not add up to the rows.
+    """
+    if len(shape) not in (2, 3):
+        raise LayoutError(
+            "Only matrices and stacks of matrices can be orthogonalised.",
+            expected="a shape of 2 dims, or of 3 (experts, rows, columns)",
+            got=f"shape {shape}",
+            todo="pass this parameter in adamw_params=[...]",
+        )
+    rows, cols = shape[-2:]
+    heights = row_splits if row_splits is not None else (rows,)
+    if sum(heights) != rows or min(heights) < 0:
+        raise LayoutError(
+            "row_splits do not add up to the rows of the matrix.",
+            expected=f"row counts that add up to {rows}",
+            got=f"{heights}, which add up to {sum(heights)}",
+            where=f"parameter of shape {shape}",
+            todo="give the rows of each fused projection, in order",
+        )
+    tops = (0, *accumulate(heights))
+    stack = range(shape[0]) if len(shape) == 3 else range(1)
+    return tuple(
+        Matrix((index * rows + top) * cols, height, cols)
+        for index in stack
+        for top, height in zip(tops, heights, strict=False)
+        if height * cols
+    )
+
+
+@dataclass(frozen=True)
+class SteppedParam:
+    """One parameter of a step: its pieces over ranks, its matrices, the iterations of each."""
+
+    pieces: PieceMap | None
+    matrices: tuple[Matrix, ...]
+    steps: int
+
+
+@dataclass(frozen=True)
+class MuonPlan:
+    """A step's work for this rank; parameters are identified by their index in ``params``.
+
+    Args:
+        params: the parameters.
+        here: matrices that are whole on this rank. They cost no communication.
+        buckets: cut matrices, two collectives per bucket; the same on all ranks of a mesh.
+        gathered: parameters without contiguous pieces, gathered to every rank (correct, slower).
+    """
+
+    params: tuple[SteppedParam, ...]
+    here: tuple[tuple[int, Matrix], ...]
+    buckets: tuple[Bucket, ...]
+    gathered: tuple[int, ...]
+
+
+def plan_step(
+    wanted: Sequence[SteppedParam], bucket_bytes: int, ranks_of: dict[tuple[DeviceMesh, int], Ranks]
+) -> MuonPlan:
+    """Make the plan.
+
+    Args:
+        wanted: the parameters with a gradient, in the same order on every rank.
+        bucket_bytes: upper bound of a bucket's bytes on the wire, per rank and direction.
+        ranks_of: ranks of each (mesh, axis), filled as meshes appear. Filling is collective over the mesh.
+    """
+    here: list[tuple[int, Matrix]] = []
+    gathered: list[int] = []
+    cut: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, PieceMap]]] = {}
+    whole: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, int]]] = {}
+    for index, param in enumerate(wanted):
+        pieces = param.pieces
+        if pieces is None:
+            gathered.append(index)
+            continue
+        key = pieces.cut_over
+        for matrix in param.matrices:
+            holder = pieces.holder_of(matrix.range)
+            if holder is None:
+                assert key is not None
+                cut.setdefault(key, []).append((index, matrix, pieces))
+                continue
+            if key is not None:
+                whole.setdefault(key, []).append((index, matrix, holder))
+            if holder == pieces.shard_rank:
+                here.append((index, matrix))
+    for key in cut:
+        if key not in ranks_of:
+            ranks_of[key] = _make_ranks(*key)
+    buckets = [
+        bucket
+        for key, matrices in cut.items()
+        for bucket in _buckets(wanted, matrices, whole.get(key, []), ranks_of[key], bucket_bytes)
+    ]
+    return MuonPlan(tuple(wanted), tuple(here), tuple(buckets), tuple(gathered))
+
+
+def _buckets(
+    wanted: Sequence[SteppedParam],
+    cut: Sequence[tuple[int, Matrix, PieceMap]],
+    whole: Sequence[tuple[int, Matrix, int]],
+    ranks: Ranks,
+    bucket_bytes: int,
+) -> list[Bucket]:
+    """Cut matrices of one mesh, with owners, in buckets of bounded size."""
+    num_shards = len(ranks.numbers[0])
+    loads = [0] * num_shards
+    for index, matrix, holder in whole:  # every replica iterates these
+        loads[holder] += newton_schulz_flops(matrix.rows, matrix.cols, wanted[index].steps)
+    flops = [newton_schulz_flops(matrix.rows, matrix.cols, wanted[index].steps) for index, matrix, _ in cut]
+    replicas = len(ranks.numbers)
+    parts = [
+        {
+            replica * num_shards + shard: matrix.range.intersect(pieces.piece(shard)).numel
+            for shard in pieces.holders_of(matrix.range)
+            for replica in range(replicas)
+        }
+        for _, matrix, pieces in cut
+    ]
+    owners = assign_owners(flops, parts, loads * replicas)
+    cuts = [CutMatrix(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
+    limit_numel = max(1, bucket_bytes * replicas * num_shards // WIRE_DTYPE.itemsize)
+    buckets: list[list[CutMatrix]] = []
+    room = 0
+    for each in cuts:
+        if not buckets or each.matrix.numel > room:
+            buckets.append([])
+            room = limit_numel
+        buckets[-1].append(each)
+        room -= each.matrix.numel
+    return [Bucket(ranks, tuple(bucket)) for bucket in buckets]
+
+
+def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
+    """The ranks of a mesh; ``axis`` shards, its other axes replicate."""
+    table = ranks_by_group_rank(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()  # global ranks
+    if len(table) == 1:
+        group: dist.ProcessGroup | None = mesh.get_group(axis)
+    elif sorted(rank for row in table for rank in row) == list(range(dist.get_world_size())):
+        group = dist.group.WORLD
+    else:
+        group = new_group(mesh.get_group(axis), sorted(rank for row in table for rank in row))
+    assert group is not None
+    numbers = tuple(tuple(dist.get_group_rank(group, rank) for rank in row) for row in table)
+    me = dist.get_rank()
+    replica, shard = next((r, s) for r, row in enumerate(table) for s, rank in enumerate(row) if rank == me)
+    return Ranks(group, numbers, replica, shard)
+
+
+# -- who orthogonalises which matrix: integers only ------------------------------------------------------
+
+
+def newton_schulz_flops(rows: int, cols: int, steps: int) -> int:
+    """Floating-point operations of ``steps`` quintic iterations on a rows x cols matrix.
+
+    With s the short and l the long side, a step is X X' and B X (2 s s l each) and one A A (2 s s s).
+    """
+    short, long = sorted((rows, cols))
+    return steps * (4 * short * short * long + 2 * short**3)
+
+
+def assign_owners(
+    flops: Sequence[int], owned_numels: Sequence[Mapping[int, int]], fixed_loads: Sequence[int]
+) -> list[int]:
+    """The owner of each matrix: the heaviest first, each to the rank with the least work so far.
+
+    Args:
+        flops: work of each matrix.
+        owned_numels: for each matrix the elements that ranks already have, by rank. Among ranks with equally little
+            work the one with most of the matrix becomes its owner, because its part need not be sent.
+        fixed_loads: work that each rank has in any case (matrices that are whole there).
+
+    Returns:
+        One rank per matrix.
+    """
+    loads = list(fixed_loads)
+    idlest = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(idlest)
+    owners = [0] * len(flops)
+    for index in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
+        while idlest[0][0] != loads[idlest[0][1]]:  # stale: the rank has got a matrix since
+            heapq.heappop(idlest)
+        least, owner = idlest[0]
+        numels = owned_numels[index]
+        idle_holders = [rank for rank in numels if loads[rank] == least]
+        if idle_holders:
+            owner = min(idle_holders, key=lambda rank: (-numels[rank], rank))
+        owners[index] = owner
+        loads[owner] += flops[index]
+        heapq.heappush(idlest, (loads[owner], owner))
+    return owners
+
+
+WIRE_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a mesh: ``numbers[replica][shard]`` is a rank of ``group``; this rank is (replica, shard)."""
+
+    group: dist.ProcessGroup
+    numbers: tuple[tuple[int, ...], ...]
+    replica: int
+    shard: int
+
+
+class CutMatrix(NamedTuple):
+    """A matrix that is cut over ranks: its parameter's index and pieces, and the owner's (replica, shard)."""
+
+    param: int
+    matrix: Matrix
+    pieces: PieceMap
+    owner: tuple[int, int]
+
+    def part(self, shard: int) -> FlatRange:
+        """A shard rank's part of this matrix, as a range of the parameter."""
+        return self.matrix.range.intersect(self.pieces.piece(shard))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Cut matrices that are exchanged together."""
+
+    ranks: Ranks
+    cuts: tuple[CutMatrix, ...]
+
+    @cached_property
+    def everyone(self) -> tuple[tuple[int, int], ...]:
+        """(replica, shard) of all ranks in the order of the collective."""
+        numbers = self.ranks.numbers
+        ranks = ((replica, shard) for replica, row in enumerate(numbers) for shard in range(len(row)))
+        return tuple(sorted(ranks, key=lambda rank: numbers[rank[0]][rank[1]]))
+
+    @cached_property
+    def _by_owner(self) -> dict[tuple[int, int], list[CutMatrix]]:
+        by_owner: dict[tuple[int, int], list[CutMatrix]] = {rank: [] for rank in self.everyone}
+        for cut in self.cuts:
+            by_owner[cut.owner].append(cut)
+        return by_owner
+
+    @property
+    def owned(self) -> list[CutMatrix]:
+        """The matrices that this rank orthogonalises."""
+        return self._by_owner[self.ranks.replica, self.ranks.shard]
+
+    @cached_property
+    def outbound(self) -> list[list[CutMatrix]]:
+        """Per rank of the group: the matrices whose parts this rank sends there in the gather."""
+        return [self._by_owner[r, s] if r == self.ranks.replica else [] for r, s in self.everyone]
+
+    @cached_property
+    def inbound(self) -> list[CutMatrix]:
+        """The matrices whose parts this rank receives in the scatter, in the order of their owners."""
+        return [cut for owner in self.everyone for cut in self._by_owner[owner]]
+
+    @cached_property
+    def gather_numels(self) -> tuple[list[int], list[int]]:
+        """Numels to send to each rank of the group and to receive from it, on the way to the owners."""
+        mine = self.ranks.shard
+        sends = [sum(t.part(mine).numel for t in cuts) for cuts in self.outbound]
+        receives = [
+            sum(t.part(s).numel for t in self.owned) if r == self.ranks.replica else 0
+            for r, s in self.everyone
+        ]
+        return sends, receives
+
+    @cached_property
+    def scatter_numels(self) -> tuple[list[int], list[int]]:
+        """The same for the way back."""
+        mine = self.ranks.shard
+        sends = [sum(t.part(s).numel for t in self.owned) for _, s in self.everyone]
+        receives = [sum(t.part(mine).numel for t in self._by_owner[owner]) for owner in self.everyone]
+        return sends, receives
+
+
+class Pending(NamedTuple):
+    """A collective in flight. ``sent`` is kept because the collective reads it."""
+
+    received: torch.Tensor  # 1D [sum(receive_numels)], bf16
+    sent: torch.Tensor
+    work: Work | None
+
+    def wait(self) -> torch.Tensor:
+        """The received elements, in order of the sending ranks."""
+        if self.work is not None:
+            self.work.wait()
+        return self.received
+
+
+def start_exchange(
+    parts: Sequence[torch.Tensor],
+    numels: tuple[list[int], list[int]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Pending:
+    """Pack 1-D parts, in order of their destinations, into one bf16 buffer and start the collective.
+
+    Args:
+        numels: elements to send to each rank of the group, and to receive from it.
+    """
+    sends, receives = numels
+    sent = torch.empty(sum(sends), dtype=WIRE_DTYPE, device=device)
+    if parts:
+        foreach_copy_(list(sent.split([part.numel() for part in parts])), list(parts))
+    received = torch.empty(sum(receives), dtype=WIRE_DTYPE, device=device)
+    work = all_to_all_into(received, sent, receives, sends, group)
+    return Pending(received, sent, work)

@@ -1,0 +1,194 @@
+"""Shampoo in blocks: exact, without communication where ranks have whole rows of blocks.
+
+Blocks of at most b x b are Shampoo's unit: factors, roots and grafting norms belong to a block. So a rank with whole
+bands of b rows steps them alone, and the result has the same bits on 1 and on N ranks. The planner makes such shards
+for ``granularity=Shampoo.granularity(block_size=b)``; other cuts are refused, because other blocks are another
+optimizer. Factors are ragged tensors indexed by block, so they reshard with their rows.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import mul
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, local_tensor, zeros_sharded_with
+from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.layout.granularity import Element, Granularity
+from vescale_fsdp.optim.shampoo_blocks import BlockJob, factor_grid_of, granularity_of, write_directions
+from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
+from vescale_fsdp.torch_private import foreach_copy_, foreach_lerp_
+
+_RELATIVE_EPS = 1e-6
+
+
+class Shampoo(BatchedOptimizer):
+    """Blocked Shampoo for vectors, matrices and stacks of matrices; AdamW for the rest, if asked.
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate; with grafting, AdamW's.
+        betas: of the averaged gradient and of the factors (1.0: plain sums).
+        eps: least eigenvalue of a factor; it matters for gradients of zeros.
+        relative_eps: least eigenvalue of a factor as a fraction of its largest. The default is ten times the rounding
+            of factors in fp32, so that a step depends on the gradients and not on the rounding of a BLAS library.
+        weight_decay: decoupled.
+        block_size: b, rows and columns of a block.
+        update_every: steps between two computations of the inverse roots, which are the costly part.
+        start_step: the first step that uses them; before it the grafted optimizer steps. Default: update_every.
+        grafting: ``"adam"`` gives each block's direction the norm of Adam's; ``"none"`` leaves its own.
+        graft_beta2, graft_eps: of that Adam.
+        adamw_params: parameters for AdamW, such as embeddings.
+        adamw: how those are stepped.
+
+    Raises:
+        LayoutError: if a rank boundary cuts a block, or the arguments are not valid.
+
+    Examples:
+        >>> from vescale_fsdp import fully_shard
+        >>> model = fully_shard(torch.nn.Linear(64, 64), granularity=Shampoo.granularity(block_size=32))
+        >>> optimizer = Shampoo(model.parameters(), lr=1e-3, block_size=32, update_every=1)
+        >>> model(torch.randn(2, 64)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    algorithm: ClassVar[str] = "shampoo"
+    recorded: ClassVar[tuple[str, ...]] = ("block_size", "grafting", "momentum_form")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        *,
+        relative_eps: float = _RELATIVE_EPS,
+        block_size: int = 1024,
+        update_every: int = 50,
+        start_step: int | None = None,
+        grafting: Literal["adam", "none"] = "adam",
+        graft_beta2: float = 0.999,
+        graft_eps: float = 1e-8,
+        adamw_params: Iterable[Any] | None = None,
+        adamw: AdamWOptions = AdamWOptions(),  # noqa: B008  (frozen)
+    ) -> None:
+        check_rates(float(lr), betas, eps, weight_decay)
+        if (
+            block_size < 1
+            or update_every < 1
+            or not 0 <= relative_eps <= 1
+            or grafting not in ("adam", "none")
+        ):
+            raise LayoutError(
+                "Shampoo cannot work with these arguments.",
+                expected="block_size >= 1, update_every >= 1, 0 <= relative_eps <= 1, grafting 'adam' or 'none'",
+                got=f"block_size={block_size}, update_every={update_every}, relative_eps={relative_eps}, "
+                f"grafting={grafting!r}",
+            )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "relative_eps": relative_eps,
+            "weight_decay": weight_decay,
+            "block_size": block_size,
+            "update_every": update_every,
+            "start_step": start_step if start_step is not None else update_every,
+            "grafting": grafting,
+            "graft_beta2": graft_beta2,
+            "graft_eps": graft_eps,
+            "momentum_form": "ema",
+        }
+        super().__init__(params, defaults, adamw_params=adamw_params, adamw=adamw)
+
+    @staticmethod
+    def granularity(
+        *, block_size: int = 1024, adamw: Sequence[str] = ()
+    ) -> Callable[[str, Any], Granularity]:
+        """The granularity rule for ``fully_shard(model, granularity=Shampoo.granularity(block_size=...))``.
+
+        Args:
+            block_size: as the optimizer will be given it.
+            adamw: name patterns (fnmatch) of parameters that AdamW will step; they may be cut anywhere.
+        """
+
+        def rule(fqn: str, param: Any) -> Granularity:
+            shape = tuple(param.shape)
+            if len(shape) not in (1, 2, 3) or any(fnmatch.fnmatchcase(fqn, pattern) for pattern in adamw):
+                return Element()
+            return granularity_of(shape, block_size)
+
+        return rule
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            if group["algorithm"] == self.algorithm:
+                group.setdefault("relative_eps", _RELATIVE_EPS)  # absent in checkpoints of 0.1
+
+    def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        grid = factor_grid_of(tuple(param.shape), group["block_size"])
+        pieces = contiguous_pieces_of(param, "adamw_params=[...]")
+        bands = pieces.count_in_blocks(grid.period, lambda piece: len(grid.bands_in(piece)))
+        state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+        state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+        if group["grafting"] == "adam":
+            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+        for side, shape in grid.factor_shapes.items():
+            numels = bands.map(partial(mul, numel_of(shape[1:])))
+            state[f"{side}_factor"] = zeros_sharded_with(param, pieces, shape, numels)
+            state[f"{side}_root"] = zeros_sharded_with(param, pieces, shape, numels)
+        return state
+
+    def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[param] for param in params]
+        step, beta1 = int(states[0]["step"].item()), group["betas"][0]
+        locals_ = [local_tensor(param) for param in params]
+        numels = [local.numel() for local in locals_]
+        grad = _joined([local_grad(param) for param in params])
+        averages = [local_tensor(state["exp_avg"], "state") for state in states]
+        foreach_lerp_(averages, list(grad.split(numels)), 1 - beta1)
+        average = _joined(averages) / (1 - beta1**step)
+        plain = average  # the direction of the grafted optimizer
+        if group["grafting"] != "none":
+            beta2 = group["graft_beta2"]
+            squares = [local_tensor(state["exp_avg_sq"], "state") for state in states]
+            foreach_lerp_(squares, list(grad.square().split(numels)), 1 - beta2)
+            plain = average / ((_joined(squares) / (1 - beta2**step)).sqrt() + group["graft_eps"])
+        update = torch.empty_like(grad)
+        parts = zip(*(each.split(numels) for each in (grad, average, plain, update)), strict=True)
+        jobs = [_job(*each, group["block_size"]) for each in zip(params, states, parts, strict=True)]
+        write_directions(jobs, step, group)
+        values = _joined(locals_)
+        update.add_(values, alpha=group["weight_decay"])
+        stepped = torch.add(values, update, alpha=-float(group["lr"]))
+        foreach_copy_(locals_, list(stepped.split(numels)))
+
+
+def _job(
+    param: torch.Tensor, state: dict[str, torch.Tensor], parts: Sequence[torch.Tensor], block_size: int
+) -> BlockJob:
+    grid = factor_grid_of(tuple(param.shape), block_size)
+    piece = contiguous_pieces_of(param, "adamw_params=[...]").own_piece
+    *lines, update = (part.view(-1, grid.cols) for part in parts)
+    factors = {}
+    for side, shape in grid.factor_shapes.items():
+        factor, root = (local_tensor(state[f"{side}_{kind}"], "state") for kind in ("factor", "root"))
+        factors[side] = factor.view(-1, *shape[1:]), root.view(-1, *shape[1:])
+    return BlockJob(list(grid.areas_in(piece)), tuple(lines), update, factors)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """1-D tensors as one in fp32; a single fp32 tensor is returned unchanged."""
+    if len(parts) == 1:
+        return parts[0].float()
+    numels = [part.numel() for part in parts]
+    joined = torch.empty(sum(numels), dtype=torch.float32, device=parts[0].device)
+    foreach_copy_(list(joined.split(numels)), list(parts))
+    return joined

@@ -1,0 +1,347 @@
+"""Blocks of Shampoo: the grid of a parameter, the arithmetic of a stack of blocks, and copies into and out of stacks.
+
+A matrix is cut into blocks of at most b x b; a *band* is one row of blocks. The first two indices of a tensor of
+factors are those of the block, so "the factor of block (i, j)" means the same at every world size::
+
+    shape (5, 7), b = 4                left (2, 2, 4, 4)      right (2, 2, 4, 4)
+      band 0   A A A A B B B           A: 4 x 4   B: 4 x 4    A: 4 x 4   B: 3 x 3
+               ...4 rows                (the corner of size height or width is used, the rest stays 0)
+      band 1   C C C C D D D           C: 1 x 1   D: 1 x 1    C: 4 x 4   D: 3 x 3
+
+Stacks (E, m, k) have ceil(m / b) bands per matrix. Vectors are one column in blocks of b, with left factors only.
+
+With gradient G of a block: L <- b2 L + (1 - b2) G G', R <- b2 R + (1 - b2) G' G (b2 = 1: plain sums); the direction is
+L^(-1/4) M R^(-1/4) with M the averaged gradient (vectors: L^(-1/2) M). Gupta et al., arXiv 1802.09568; grafting and
+the choice of roots as in arXiv 2309.06497.
+
+Blocks of one size, over all parameters of a step, are computed as a stack, so an operator is one launch for all of
+them:
+
+    lines      of a parameter, [lines of the piece, cols]: gradient, averaged gradient, grafted direction, update
+    area       blocks of one size next to each other in them, cut so that a stack has bounded size
+    stack      [n, height, width] copies of all areas of one size
+
+Only copies into and out of stacks are launched per parameter. On the CPU a stack is one block: operators need no launch
+there, and the number of matrices in a product may change the last bit, which would then depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.granularity import Flat, Granularity, Rows, Whole
+from vescale_fsdp.optim.structured_optimizer import batches_of, launches
+from vescale_fsdp.torch_private import foreach_copy_, foreach_norm_of
+
+
+class BlockArea(NamedTuple):
+    """Adjacent blocks of equal size in a rank's piece, and the indices of their factors in the local state."""
+
+    top: int  # first line, counted from the start of the piece
+    left: int  # first column
+    height: int  # of a block
+    width: int
+    band: int  # the first, counted from the first band of the piece
+    column: int
+    bands: int = 1  # how many
+    columns: int = 1
+
+    @property
+    def side_numel(self) -> int:
+        """Elements of the larger one of a block's factors: never fewer than its own."""
+        return max(self.height, self.width) ** 2
+
+    @property
+    def numel(self) -> int:
+        """Elements of all blocks' larger factors."""
+        return self.bands * self.columns * self.side_numel
+
+    def parts(self, most_blocks: int) -> Iterator[BlockArea]:
+        """Areas of at most so many blocks."""
+        columns = min(self.columns, most_blocks)
+        bands = most_blocks // columns
+        for band in range(0, self.bands, bands):
+            for column in range(0, self.columns, columns):
+                yield self._replace(
+                    top=self.top + band * self.height,
+                    left=self.left + column * self.width,
+                    band=self.band + band,
+                    column=self.column + column,
+                    bands=min(bands, self.bands - band),
+                    columns=min(columns, self.columns - column),
+                )
+
+
+@dataclass(frozen=True)
+class FactorGrid:
+    """Blocks of at most ``block`` x ``block`` over ``stack`` matrices of ``rows`` x ``cols``.
+
+    Args:
+        order: dims that have a factor: 2 for matrices, 1 for vectors.
+    """
+
+    stack: int
+    rows: int
+    cols: int
+    block: int
+    order: int
+
+    @property
+    def bands_per_matrix(self) -> int:
+        """Rows of blocks in one matrix."""
+        return -(-self.rows // self.block)
+
+    @property
+    def period(self) -> int:
+        """Elements after which the ends of bands repeat: a band, or a matrix if its last band is short."""
+        even = self.stack == 1 or self.rows % self.block == 0
+        return (self.block if even else self.rows) * self.cols
+
+    @property
+    def num_columns(self) -> int:
+        """Blocks side by side."""
+        return -(-self.cols // self.block)
+
+    @property
+    def factor_shapes(self) -> dict[str, tuple[int, int, int, int]]:
+        """Shapes of the left factors, and of the right ones if there are any: [band, column, side, side]."""
+        lines = {"left": self.rows, "right": self.cols} if self.order == 2 else {"left": self.rows}
+        place = (self.stack * self.bands_per_matrix, self.num_columns)
+        return {side: (*place, min(self.block, n), min(self.block, n)) for side, n in lines.items()}
+
+    def band_start(self, band: int) -> int:
+        """Flat index of the first element of a band; of the tensor's end for the band after the last."""
+        matrix, place = divmod(band, self.bands_per_matrix)
+        return (matrix * self.rows + place * self.block) * self.cols
+
+    def bands_in(self, piece: FlatRange) -> range:
+        """The bands of a piece.
+
+        Raises:
+            LayoutError: if the piece begins or ends inside a band.
+        """
+        if not piece.numel:
+            return range(0)
+        first, last = self._band_at(piece.start), self._band_at(piece.stop)
+        if self.band_start(first) != piece.start or self.band_start(last) != piece.stop:
+            raise LayoutError(
+                "A rank boundary cuts a Shampoo block.",
+                expected=f"cuts between blocks of {self.block} rows of {self.cols}",
+                got=f"[{piece.start}, {piece.stop})",
+                where=f"{self.stack} matrices of {self.rows} x {self.cols}",
+                todo="ask for whole blocks when sharding: fully_shard(model, granularity="
+                f"Shampoo.granularity(block_size={self.block})), or pass the parameter in adamw_params=[...]",
+            )
+        return range(first, last)
+
+    def _band_at(self, start: int) -> int:
+        """The last band that begins at or before a flat index."""
+        matrix, line = divmod(start // self.cols, self.rows)
+        return matrix * self.bands_per_matrix + line // self.block
+
+    def areas_in(self, piece: FlatRange) -> Iterator[BlockArea]:
+        """The blocks of a piece; adjacent bands of one height form one area."""
+        top = first = 0
+        last_height = self.rows - (self.bands_per_matrix - 1) * self.block
+        heights = (
+            last_height if band % self.bands_per_matrix == self.bands_per_matrix - 1 else self.block
+            for band in self.bands_in(piece)
+        )
+        for height, alike in groupby(heights):
+            bands = len(list(alike))
+            whole, rest = divmod(self.cols, self.block)
+            for column, width, columns in ((0, self.block, whole), (whole, rest, min(1, rest))):
+                if columns:
+                    yield BlockArea(top, column * self.block, height, width, first, column, bands, columns)
+            top, first = top + bands * height, first + bands
+
+
+def factor_grid_of(shape: tuple[int, ...], block: int) -> FactorGrid:
+    """The grid of a parameter of 1, 2 or 3 dims.
+
+    Raises:
+        LayoutError: for other numbers of dims, and for empty parameters.
+    """
+    if len(shape) not in (1, 2, 3) or 0 in shape:
+        raise LayoutError(
+            "Shampoo has factors for vectors, matrices and stacks of matrices.",
+            expected="a non-empty shape of 1, 2 or 3 dims",
+            got=f"shape {shape}",
+            todo="pass this parameter in adamw_params=[...]",
+        )
+    if len(shape) == 1:
+        return FactorGrid(1, shape[0], 1, block, 1)
+    return FactorGrid(shape[0] if len(shape) == 3 else 1, shape[-2], shape[-1], block, 2)
+
+
+def granularity_of(shape: tuple[int, ...], block: int) -> Granularity:
+    """The granularity that keeps the bands of a parameter whole."""
+    if len(shape) == 1:
+        return Flat(block)
+    # Rows(b) of a stack counts rows through all matrices: its cuts meet the bands only if b divides them.
+    if len(shape) == 3 and shape[-2] % block:
+        return Whole("matrix")
+    return Rows(block)
+
+
+def accumulate(factors: torch.Tensor, grads: torch.Tensor, beta2: float) -> None:
+    """Add ``grad @ grad.T`` of each block to its factor, in place: [n, side, side] and [n, side, other side]."""
+    products = torch.bmm(grads, grads.mT)
+    if beta2 == 1.0:
+        factors.add_(products)
+    else:
+        factors.mul_(beta2).add_(products, alpha=1 - beta2)
+
+
+def inverse_roots(
+    factors: torch.Tensor, last: torch.Tensor, root: int, eps: float, relative_eps: float
+) -> torch.Tensor:
+    """``factor ** (-1 / root)`` of symmetric positive semi-definite matrices [n, side, side], by their eigenvalues.
+
+    Eigenvalues below ``max(eps, relative_eps * largest)`` are raised to that floor; larger ones are not changed.
+
+    Args:
+        factors: the matrices.
+        last: the roots that a matrix keeps if its decomposition does not converge (with a warning).
+        root: degree of the inverse root.
+        eps: absolute floor of the eigenvalues, for matrices of zeros.
+        relative_eps: floor of the eigenvalues as a fraction of the matrix' largest.
+
+    Returns:
+        The roots; NaN for a matrix that is not finite, so that a bad gradient shows as it does in AdamW.
+    """
+    finite = factors.isfinite().flatten(1).all(1).view(-1, 1, 1)
+    # One matrix that is not finite would fail the decomposition of all. Nothing here waits for the device.
+    identity = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
+    solvable = torch.where(finite, factors, identity)
+    try:
+        roots = _roots(solvable, root, eps, relative_eps)
+    except torch.linalg.LinAlgError:
+        pairs = zip(solvable.split(1), last.split(1), strict=True)
+        roots = torch.cat([_root_or_last(factor, kept, root, eps, relative_eps) for factor, kept in pairs])
+    return torch.where(finite, roots, torch.nan)
+
+
+def _roots(factors: torch.Tensor, root: int, eps: float, relative_eps: float) -> torch.Tensor:
+    # In fp32 the decomposition has an error of about 1e-7 of the largest eigenvalue. In the null space of a factor
+    # without full rank only that error remains, and the power of -1/4 makes it the largest entry of the root: the
+    # results of two BLAS libraries differed by 100 %. Hence fp64, and one floor to which such eigenvalues are raised (a
+    # shift would keep their rounding). Only the rounding of the factor itself remains.
+    values, vectors = torch.linalg.eigh(factors.double())
+    floor = (values[:, -1:] * relative_eps).clamp_min(eps)
+    values = torch.maximum(values, floor)
+    return torch.bmm(vectors * values.pow(-1.0 / root).unsqueeze(1), vectors.mT).to(factors.dtype)
+
+
+def _root_or_last(
+    factor: torch.Tensor, last: torch.Tensor, root: int, eps: float, relative_eps: float
+) -> torch.Tensor:
+    try:
+        return _roots(factor, root, eps, relative_eps)
+    except torch.linalg.LinAlgError:
+        warnings.warn("Shampoo: eigh did not converge; the block keeps its last inverse root", stacklevel=2)
+        return last
+
+
+def graft(directions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Directions with the norms of another update of the same blocks, [n, height, width] both."""
+    # One norm per block over all its elements: the rounding of a norm over two dims depends on the stack's size.
+    norms, wanted = (torch.stack(foreach_norm_of(list(each.unbind()))) for each in (directions, like))
+    return directions * (wanted / (norms + 1e-16)).view(-1, 1, 1)
+
+
+_STACK_NUMEL = 4 << 20
+"""Elements of a stack of factors, 16 MiB in fp32; about a dozen exist at once, eigenvectors included."""
+
+
+class BlockJob(NamedTuple):
+    """One parameter in one step."""
+
+    areas: Sequence[BlockArea]
+    lines: tuple[torch.Tensor, ...]  # gradient, averaged gradient, grafted direction: [lines, cols] each
+    update: torch.Tensor  # the same, to be written
+    factors: Mapping[
+        str, tuple[torch.Tensor, torch.Tensor]
+    ]  # by side: factors, roots [bands, columns, side, side]
+
+
+def write_directions(jobs: Sequence[BlockJob], step: int, group: Mapping[str, Any]) -> None:
+    """Update the factors of all blocks and, when due, their roots; write the blocks' directions."""
+    items = (
+        ((len(job.factors), part.height, part.width), part.numel, (job, part))
+        for job in jobs
+        for area in job.areas
+        for part in area.parts(max(1, _STACK_NUMEL // area.side_numel) if launches(job.update.device) else 1)
+    )
+    for alike in batches_of(items, _STACK_NUMEL if launches(jobs[0].update.device) else 0):
+        _write_alike(alike, step, group)
+
+
+def _write_alike(alike: Sequence[tuple[BlockJob, BlockArea]], step: int, group: Mapping[str, Any]) -> None:
+    beta2, start, every = group["betas"][1], group["start_step"], group["update_every"]
+    due = step == start or (step > start and step % every == 0)
+    grads, averages, plain = (
+        _stacked([_blocks_of(job.lines[which], area) for job, area in alike]) for which in range(3)
+    )
+    directions = averages
+    sides = tuple(alike[0][0].factors)
+    for side in sides:
+        factors, roots = (
+            [_factors_of(job.factors[side][which], area, side) for job, area in alike] for which in range(2)
+        )
+        stack = _stacked(factors)
+        accumulate(stack, grads if side == "left" else grads.mT, beta2)
+        foreach_copy_(factors, _as_areas(stack, factors))
+        if step < start:
+            continue
+        current = _stacked(roots)
+        if due:
+            unbiased = stack.div_(1 - beta2**step) if beta2 < 1 else stack
+            degree = 2 * len(sides)
+            current = inverse_roots(unbiased, current, degree, group["eps"], group["relative_eps"])
+            foreach_copy_(roots, _as_areas(current, roots))
+        directions = torch.bmm(current, directions) if side == "left" else torch.bmm(directions, current)
+    if step < start:
+        directions = plain
+    elif group["grafting"] == "adam":
+        directions = graft(directions, plain)
+    updates = [_blocks_of(job.update, area) for job, area in alike]
+    foreach_copy_(updates, _as_areas(directions, updates))
+
+
+# -- areas as [bands, columns, height, width] views, and stacks of them ------------------------------------
+
+
+def _blocks_of(lines: torch.Tensor, area: BlockArea) -> torch.Tensor:
+    rows = lines.narrow(0, area.top, area.bands * area.height)
+    cut = rows.narrow(1, area.left, area.columns * area.width)
+    return (
+        cut.unflatten(1, (area.columns, area.width)).unflatten(0, (area.bands, area.height)).transpose(1, 2)
+    )
+
+
+def _factors_of(factors: torch.Tensor, area: BlockArea, side: str) -> torch.Tensor:
+    size = area.height if side == "left" else area.width
+    cut = factors.narrow(0, area.band, area.bands).narrow(1, area.column, area.columns)
+    return cut[..., :size, :size]
+
+
+def _stacked(areas: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Contiguous copies: the rounding of matrix products may depend on strides, which depend on the cut."""
+    stack = areas[0].new_empty(sum(each.shape[0] * each.shape[1] for each in areas), *areas[0].shape[2:])
+    foreach_copy_(_as_areas(stack, areas), list(areas))
+    return stack
+
+
+def _as_areas(stack: torch.Tensor, areas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of a stack that belong to areas, shaped as they are."""
+    counts = [each.shape[0] * each.shape[1] for each in areas]
+    return [part.view(each.shape) for part, each in zip(stack.split(counts), areas, strict=True)]

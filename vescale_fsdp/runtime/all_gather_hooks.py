@@ -1,0 +1,175 @@
+"""All-gather hooks of tensor subclasses: detection, checks, and the scales of float8 weights.
+
+A parameter whose class has hooks is gathered by them; they are called on this rank's rows of it::
+
+    fsdp_pre_all_gather(mesh)                                                  -> (inputs, metadata)
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)     -> (inputs, metadata)
+    fsdp_post_all_gather(outputs, metadata, param_dtype)                       -> (tensor, tensors to free)
+    fsdp_post_all_gather(outputs, metadata, param_dtype, out=tensor)           in place, from the second time on
+
+(torch 2.13, ``FS/_fsdp_param.py:603-657,837-909``; torchao's float8 weights are the best known of them.)
+
+Here the class must be a wrapper with one inner tensor of its own shape and dtype, as ``__tensor_flatten__`` shows. The
+runtime points that inner tensor at the shard, so the optimizer and checkpoints work on plain memory, and the hooks read
+the values that the optimizer wrote.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp.collectives import all_reduce_in_place, wait_for
+from vescale_fsdp.errors import MisuseError, UnsupportedOpError
+from vescale_fsdp.torch_private import foreach_norm_of, is_wrapper
+
+
+@runtime_checkable
+class _Before(Protocol):
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """The tensors that this rank sends, and metadata for the other hook."""
+
+
+@runtime_checkable
+class _After(Protocol):
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The full parameter from the tensors of all ranks."""
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class has an all-gather hook (either one; `check_hooks` requires both)."""
+    return isinstance(tensor, (_Before, _After))
+
+
+def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor can be gathered by its hooks.
+
+    Raises:
+        MisuseError: if it has one hook only, or the first takes other arguments.
+        UnsupportedOpError: unless it wraps exactly one tensor like itself.
+    """
+    cls = type(tensor).__name__
+    if not (isinstance(tensor, _Before) and isinstance(tensor, _After)):
+        raise MisuseError(
+            "This tensor subclass has only one of the two all-gather hooks.",
+            expected="both fsdp_pre_all_gather and fsdp_post_all_gather, or neither",
+            got=cls,
+            where=fqn,
+            todo="define the other one",
+        )
+    arguments = list(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
+    if len(arguments) not in (1, 5):
+        raise MisuseError(
+            "fsdp_pre_all_gather has the wrong parameters.",
+            expected="(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)",
+            got=f"({', '.join(arguments)})",
+            where=f"{fqn}, {cls}",
+        )
+    inner = _inner_tensors(tensor)
+    if len(inner) != 1 or (inner[0].shape, inner[0].dtype) != (tensor.shape, tensor.dtype):
+        raise UnsupportedOpError(
+            "This tensor subclass does not wrap one tensor of its own shape and dtype.",
+            expected=f"a wrapper subclass whose __tensor_flatten__ names one inner tensor of shape "
+            f"{tuple(tensor.shape)} and {tensor.dtype}",
+            got=f"{cls} over {[(tuple(t.shape), t.dtype) for t in inner] or 'no tensor that it names'}",
+            where=fqn,
+            todo="keep the high-precision values in one inner tensor, and convert in fsdp_pre_all_gather",
+        )
+
+
+def inner_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor with the values of a checked subclass."""
+    (inner,) = _inner_tensors(tensor)
+    return inner
+
+
+def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if not is_wrapper(tensor):
+        return []
+    names, _ = cast(Any, tensor).__tensor_flatten__()
+    return [getattr(tensor, name) for name in names]
+
+
+def takes_mesh_only(tensor: Any) -> bool:
+    """Whether ``fsdp_pre_all_gather`` has the older signature."""
+    return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters) == 1
+
+
+def rows_of(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A tensor of the class of ``like`` over ``values``, whose memory it shares.
+
+    It is made by ``new_zeros``, as FSDP2 makes a shard: these classes support that.
+
+    Args:
+        like: a checked tensor of the class.
+        values: plain, contiguous, of the wanted shape, dtype and device.
+    """
+    rows = like.new_zeros(values.shape, dtype=values.dtype, device=values.device)
+    inner_of(rows).data = values
+    return rows
+
+
+_LEAST = 1e-12  # the lower bound of the largest magnitude, as in torchao
+
+
+@runtime_checkable
+class TakesScale(Protocol):
+    """A float8 weight whose hook reads a precomputed scale before it computes one, as torchao's does."""
+
+    _precomputed_scale: torch.Tensor | None
+    _dtype: torch.dtype
+
+
+def takes_scale(tensor: object) -> TypeGuard[TakesScale]:
+    """Whether a tensor is such a weight. Slow, because attributes of torch's subclasses are."""
+    return isinstance(tensor, TakesScale) and tensor._dtype.is_floating_point and tensor._dtype.itemsize == 1
+
+
+@contextmanager
+def scaled_together(weights: Sequence[TakesScale], ranks: dist.ProcessGroup) -> Iterator[None]:
+    """Compute missing scales of a unit's weights for the hooks called inside, in one reduction.
+
+    A weight is sent in float8 by a scale that all ranks share: the largest value of the dtype by the largest of the
+    whole weight. Otherwise the hook of every weight would reduce that value in a small collective of its own, at each
+    gather. Weights that have a scale keep it (``precompute_float8_dynamic_scale_for_fsdp``, after a step).
+
+    Args:
+        weights: this rank's rows of a unit's weights; every rank has the same weights without a scale.
+        ranks: the group with the other rows.
+    """
+    without = [weight for weight in weights if weight._precomputed_scale is None]
+    for dtype in {weight._dtype: None for weight in without}:  # usually one per model
+        alike = [weight for weight in without if weight._dtype is dtype]
+        for weight, scale in zip(alike, _scales(alike, dtype, ranks), strict=True):
+            weight._precomputed_scale = scale
+    try:
+        yield
+    finally:
+        for weight in without:  # an optimizer's step may precede the next gather
+            weight._precomputed_scale = None
+
+
+def _scales(weights: Sequence[Any], dtype: torch.dtype, ranks: dist.ProcessGroup) -> Sequence[torch.Tensor]:
+    """torchao's scales, 0-d each, bit for bit."""
+    rows = [inner_of(weight) for weight in weights]
+    filled = [each for each in rows if each.numel()]  # torch raises for the largest value of an empty tensor
+    norms = iter(foreach_norm_of(filled, math.inf) if filled else ())
+    zero = rows[0].new_zeros(())
+    largest = torch.stack([next(norms) if each.numel() else zero for each in rows])
+    largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
+    wait_for(all_reduce_in_place(largest, dist.ReduceOp.MAX, ranks))
+    scales = torch.finfo(dtype).max / largest.double().clamp(min=_LEAST)
+    return scales.float().unbind()

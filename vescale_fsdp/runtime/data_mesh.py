@@ -1,0 +1,385 @@
+"""DataMesh: the axes of a device mesh that shard parameters or replicate them, and prior cuts by other parallelisms.
+
+    the user's argument                       the mesh of a group's collectives
+    mesh of one axis                          (shard,)
+    mesh of two axes                          (replicate, shard): HSDP
+    mesh and dp_mesh_dims                     the named axes of a full mesh; several of a kind are flattened into
+                                              one; replicate only is (replicate, shard of one rank): DDP
+    ShardPlacementResult for one parameter    that of its mesh_info
+
+Tensor or expert parallelism cuts a parameter first, `fully_shard` cuts the part on this rank (`PriorSharding`):
+
+    the module's parameter   DTensor on the tp mesh, say (Shard(0),)        local (rows / tp, cols)
+    sharded parameter        RaggedDTensor on (dp, tp), (Ragged, Shard(0))  local 1-D piece
+    unsharded parameter      DTensor on the tp mesh again, over a view of the full buffer
+
+So a layout is planned for the local shape, and the module's own parallel code sees the DTensor it expects. A gradient
+arrives as a DTensor, often Partial over tp; it is first redistributed to the parameter's own placements.
+
+With ``dp_mesh_dims`` the module's parameter is a DTensor on the full mesh, dp included (torch 2.13,
+``FS/_fsdp_param.py:345-430`` and ``FS/_fsdp_init.py:108-149``); `SpmdAxes` names its axes:
+
+    the module's parameter   DTensor on (dp, tp), (Replicate, Shard(0))
+    sharded parameter        RaggedDTensor on (dp, tp), (Ragged, Shard(0)); several dp axes count as one
+    unsharded parameter      DTensor on (dp, tp), (Replicate, Shard(0)) again
+
+Its gradient is Partial over dp as well; the reduction computes those sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.spec import make_spec, ranks_by_group_rank, spec_with
+from vescale_fsdp.errors import LifecycleError, PlacementError
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.torch_modes import outside_fake_mode
+from vescale_fsdp.torch_private import (
+    DataParallelMeshDims,
+    DTensorSpec,
+    FSDPMeshInfo,
+    concatenate_meshes,
+    flatten_mesh,
+    groups_with_timeout_of,
+    local_of,
+    spec_of,
+    spmd_mesh_of,
+    unflatten_mesh,
+)
+
+
+@dataclass(frozen=True)
+class SpmdAxes:
+    """The data-parallel axes of a full mesh on which parameters are DTensors.
+
+    Args:
+        mesh: the full mesh.
+        shard: indices of the axes that shard; empty if all replicate.
+        replicate: indices of the axes that replicate.
+    """
+
+    mesh: DeviceMesh
+    shard: tuple[int, ...]
+    replicate: tuple[int, ...]
+
+    @property
+    def data(self) -> frozenset[int]:
+        """Indices of all data-parallel axes."""
+        return frozenset((*self.shard, *self.replicate))
+
+
+@dataclass(frozen=True)
+class DataMesh:
+    """The ranks that share a group of parameters.
+
+    Args:
+        mesh: 1-D (shard,) or 2-D (replicate, shard).
+        spmd: its axes in the full mesh, if parameters are DTensors on that.
+
+    Raises:
+        PlacementError: if replicas would get different shards.
+    """
+
+    mesh: DeviceMesh
+    spmd: SpmdAxes | None = None
+
+    def __post_init__(self) -> None:
+        ranks_by_group_rank(self.mesh)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that share one copy of the parameters."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @property
+    def is_replicated_only(self) -> bool:
+        """Whether every rank has full parameters (DDP)."""
+        return self.spmd is not None and not self.spmd.shard
+
+
+def default_mesh() -> DeviceMesh:
+    """A 1-D mesh over all ranks, on the accelerator if there is one; starts the process group if need be."""
+    accelerator = torch.accelerator.current_accelerator()
+    device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
+    if not dist.is_initialized():
+        try:
+            dist.init_process_group()
+        except ValueError as unset:  # a variable that torchrun sets
+            raise LifecycleError(
+                "There is no process group, and the environment does not describe one.",
+                expected="a job under torchrun, a process group, or a mesh",
+                got=str(unset),
+                where="fully_shard(mesh=None)",
+                todo="start the script with torchrun --nproc-per-node N, also for N = 1; or call "
+                "torch.distributed.init_process_group with a store, rank and world_size first; or pass "
+                "mesh=init_device_mesh(..)",
+            ) from unset
+    assert dist.group.WORLD is not None
+    with groups_with_timeout_of(dist.group.WORLD), outside_fake_mode():
+        return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank in a mesh."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
+    """The data-parallel axes of a mesh.
+
+    Args:
+        mesh: 1-D or 2-D; with ``dims`` any mesh with names.
+        dims: torch's `DataParallelMeshDims`, or None.
+
+    Raises:
+        PlacementError: if it is not a mesh, does not contain this rank, or has other axes than ``dims`` names.
+    """
+    _check_mesh(mesh)
+    if dims is not None:
+        return _named_axes(mesh, dims)
+    if mesh.ndim not in (1, 2):
+        raise PlacementError(
+            "The mesh must be 1-D or 2-D.",
+            expected="(shard,) or (replicate, shard)",
+            got=f"{mesh.ndim} axes: {mesh}",
+            todo="slice the data-parallel axes out of the mesh by name, or name them with dp_mesh_dims",
+        )
+    return DataMesh(mesh)
+
+
+def _check_mesh(mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise PlacementError(
+            "mesh= takes a device mesh.",
+            expected="a torch.distributed.device_mesh.DeviceMesh, or None for one over all ranks",
+            got=repr(mesh),
+            todo='make one: init_device_mesh("cuda", (dist.get_world_size(),)), with "cpu" on gloo',
+        )
+    if mesh.get_coordinate() is None:
+        raise PlacementError(
+            "This rank is not in the mesh.",
+            expected="a mesh of all ranks that shard the module",
+            got=f"{mesh} on rank {dist.get_rank()}",
+            todo="call fully_shard on the ranks of the mesh alone, or make the mesh of more ranks",
+        )
+
+
+def _named_axes(mesh: DeviceMesh, dims: Any) -> DataMesh:
+    axes = _spmd_axes(mesh, dims)
+    if not dims.shard_names:
+        replicated = _one_axis(mesh, dims.replicate_names)
+        name = replicated.mesh_dim_names[0] if replicated.mesh_dim_names else "replicate"
+        # An axis of one rank shards, so that replication only needs no code of its own elsewhere.
+        return DataMesh(unflatten_mesh(replicated, (replicated.size(), 1), (name, f"{name}_shard")), axes)
+    sharded = _one_axis(mesh, dims.shard_names)
+    if not dims.replicate_names:
+        return DataMesh(sharded, axes)
+    return DataMesh(concatenate_meshes(_one_axis(mesh, dims.replicate_names), sharded), axes)
+
+
+def _spmd_axes(mesh: DeviceMesh, dims: Any) -> SpmdAxes:
+    if not isinstance(dims, DataParallelMeshDims):
+        raise PlacementError(
+            "dp_mesh_dims must name axes of the mesh.",
+            expected="torch.distributed.fsdp.DataParallelMeshDims(shard=..., replicate=...)",
+            got=repr(dims),
+        )
+    names = mesh.mesh_dim_names or ()
+    asked = (*dims.shard_names, *dims.replicate_names)
+    if not asked or any(name not in names for name in asked) or len(set(asked)) < len(asked):
+        raise PlacementError(
+            "dp_mesh_dims does not match the mesh.",
+            expected=f"at least one of the axes {names}, each once",
+            got=f"shard={dims.shard_names}, replicate={dims.replicate_names}",
+            where=str(mesh),
+            todo="give the full mesh, made with mesh_dim_names, and names of its axes",
+        )
+    shard, replicate = (
+        tuple(names.index(name) for name in kind) for kind in (dims.shard_names, dims.replicate_names)
+    )
+    return SpmdAxes(mesh, shard, replicate)
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """A 1-D mesh of the named axes, in this order."""
+    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
+
+
+def mesh_of_info(info: Any) -> DataMesh:
+    """The data-parallel axes of a parameter's own ``mesh_info`` (torch's FSDPMeshInfo, HSDPMeshInfo).
+
+    Raises:
+        PlacementError: for another class, or axes in another order than (replicate, shard).
+    """
+    axes = (None, 0) if isinstance(info, FSDPMeshInfo) and info.mesh.ndim == 1 else (0, 1)
+    if not isinstance(info, FSDPMeshInfo) or (info.replicate_mesh_dim, info.shard_mesh_dim) != axes:
+        raise PlacementError(
+            "A parameter's own mesh needs one axis that shards.",
+            expected="FSDPMeshInfo of a 1-D mesh, or HSDPMeshInfo of a 2-D mesh (replicate, shard)",
+            got=info,
+            todo="FSDPMeshInfo(mesh, shard_mesh_dim=0), HSDPMeshInfo(mesh, 1, replicate_mesh_dim=0)",
+        )
+    full_mesh = spmd_mesh_of(info)
+    return DataMesh(info.mesh, None if full_mesh is None else _spmd_axes(full_mesh, info.dp_mesh_dims))
+
+
+@dataclass(frozen=True)
+class PriorSharding:
+    """How other parallelisms have cut a parameter, and the specs of its shards and gradients that follow.
+
+    Args:
+        data: the mesh over which the parameter is sharded in addition.
+        spec: of the parameter as the module's code sees it; None for a plain tensor, which is not cut yet.
+    """
+
+    data: DataMesh
+    spec: DTensorSpec | None
+
+    @staticmethod
+    def of(fqn: str, param: nn.Parameter, data: DataMesh) -> PriorSharding:
+        """The prior sharding of a parameter, after a check that its mesh axes are compatible with ``data``.
+
+        Raises:
+            PlacementError: if it is sharded already, has Partial placements, or the axes are not compatible.
+        """
+        spmd = data.spmd
+        problem = _problem_on_full_mesh(param, spmd) if spmd is not None else _problem(param, data.mesh)
+        if problem is not None:
+            raise _refusal(problem, fqn, param, data)
+        return PriorSharding(data, spec_of(param) if isinstance(param, DTensor) else None)
+
+    def sharded_spec(self, ragged: RaggedShard, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+        """The spec of the sharded parameter, on the data-parallel axes and its own.
+
+        Args:
+            ragged: the cut of its local part.
+            shape: global shape.
+            dtype: of the shard.
+        """
+        mesh = self.data.mesh
+        own = (*(Replicate() for _ in range(mesh.ndim - 1)), ragged)
+        if self.spec is None:
+            return make_spec(mesh, own, shape, dtype)
+        if self.data.spmd is None:
+            joint = concatenate_meshes(mesh, self.spec.mesh)
+            return make_spec(joint, (*own, *self.spec.placements), shape, dtype)
+        joint, placements = _on_full_mesh(mesh, self.data.spmd, own, self.spec.placements)
+        return make_spec(joint, placements, shape, dtype)
+
+    def full_parameter(self, view: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """The unsharded parameter over a view of the full buffer, as the module's parallel code expects it."""
+        if self.spec is None:
+            return nn.Parameter(view, requires_grad)
+        tensor = DTensor(view, spec_with(self.spec, dtype=view.dtype), requires_grad=False)  # type: ignore[call-arg]
+        return nn.Parameter(tensor, requires_grad)
+
+    def own_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's part of an unsharded gradient, summed over the axes of other parallelisms."""
+        if self.spec is None or not isinstance(grad, DTensor):
+            return grad
+        # The reduction sums over the data-parallel axes of the same mesh.
+        data_axes = self.data.spmd.data if self.data.spmd is not None else ()
+        wanted = [
+            now if axis in data_axes else own
+            for axis, (now, own) in enumerate(zip(grad.placements, self.spec.placements, strict=True))
+        ]
+        return local_of(grad if wanted == list(grad.placements) else grad.redistribute(placements=wanted))
+
+
+_SHARDED = "it is sharded already, with a module further out or by hand"
+
+
+def local_part(param: nn.Parameter) -> torch.Tensor:
+    """The part of a parameter that other parallelisms have left on this rank, ND, detached."""
+    return local_of(param).detach()
+
+
+def _refusal(problem: str, fqn: str, param: nn.Parameter, data: DataMesh) -> PlacementError:
+    if isinstance(param, RaggedDTensor):
+        expected = "a module whose parameters no fully_shard call has taken"
+        todo = "go from the inside out: shard the blocks first and the root last, each module once; modules with tied "
+        todo += "parameters belong in one unit: tie first, then fully_shard([a, b])"
+    elif data.spmd is None:
+        expected = "Shard or Replicate on other axes of one named mesh"
+        todo = 'make one mesh with names, and pass mesh["dp"] here and mesh["tp"] there'
+    else:
+        expected = "a DTensor on the same mesh object as mesh=, Replicate on its data-parallel axes"
+        todo = "put parameters on the full mesh first: torch.distributed.tensor.distribute_module"
+    got = "a plain tensor"
+    if isinstance(param, DTensor):
+        got = f"placements {param.placements} on {param.device_mesh}"
+    return PlacementError(
+        f"This parameter cannot be sharded: {problem}.",
+        expected=expected,
+        got=got,
+        where=f"{fqn}, to be sharded over {data.mesh}",
+        todo=todo,
+    )
+
+
+def _problem(param: nn.Parameter, mesh: DeviceMesh) -> str | None:
+    """Why a parameter on a mesh of its own is not supported, or None."""
+    if not isinstance(param, DTensor):
+        return None
+    if isinstance(param, RaggedDTensor):
+        return _SHARDED
+    if not all(_is_plain(placement) for placement in param.placements):
+        return "only Shard and Replicate can be combined with a ragged cut"
+    if not mesh.mesh_dim_names or not param.device_mesh.mesh_dim_names:
+        return "the axes of both meshes need names, to distinguish them"
+    if set(mesh.mesh_dim_names) & set(param.device_mesh.mesh_dim_names):
+        return "it lives on an axis that it is to be sharded over"
+    return None
+
+
+def _problem_on_full_mesh(param: nn.Parameter, spmd: SpmdAxes) -> str | None:
+    """Why a parameter under ``dp_mesh_dims`` is not supported, or None."""
+    if not isinstance(param, DTensor):
+        return "with dp_mesh_dims all parameters must be DTensors"
+    if isinstance(param, RaggedDTensor):
+        return _SHARDED
+    if param.device_mesh is not spmd.mesh:
+        return "it is on another mesh object"
+    names = spmd.mesh.mesh_dim_names or ()
+    cut = [names[axis] for axis in sorted(spmd.data) if not param.placements[axis].is_replicate()]
+    if cut:
+        return f"it is not Replicate on {', '.join(cut)}"
+    if not all(_is_plain(placement) for placement in param.placements):
+        return "only Shard and Replicate can be combined with a ragged cut"
+    return None
+
+
+def _is_plain(placement: Placement) -> bool:
+    return placement.is_replicate() or type(placement) is Shard
+
+
+def _on_full_mesh(
+    mesh: DeviceMesh, spmd: SpmdAxes, own: Sequence[Placement], given: Sequence[Placement]
+) -> tuple[DeviceMesh, list[Placement]]:
+    """The full mesh and its placements, with a ragged cut on its sharding axis.
+
+    Several sharding axes become one, and a mesh that only replicates gets one; both as in ``mesh``, which takes the
+    position of the first data-parallel axis.
+    """
+    if len(spmd.shard) == 1:
+        return spmd.mesh, [own[-1] if axis in spmd.shard else p for axis, p in enumerate(given)]
+    names = spmd.mesh.mesh_dim_names
+    assert names is not None
+    others = [axis for axis in range(spmd.mesh.ndim) if axis not in spmd.data]
+    before = [axis for axis in others if axis < min(spmd.data)]
+    after = others[len(before) :]
+    meshes = [*(spmd.mesh[names[i]] for i in before), mesh, *(spmd.mesh[names[i]] for i in after)]
+    placements = [*(given[i] for i in before), *own, *(given[i] for i in after)]
+    return concatenate_meshes(*meshes), placements

@@ -1,0 +1,458 @@
+"""GroupPlan: which parameters form a group, over which ranks, and with which layout.
+
+Planning changes nothing: if a call of `fully_shard` is refused, the model is as it was before. Only once every group of
+a unit has its plan are the groups built (`ParamGroup`) and set on the modules.
+
+Answers of ``shard_placement_fn``, per parameter:
+
+    None, Shard(dim)                        no effect: users choose the dim to save padding or copies, and a planned
+                                            layout has neither
+    RaggedShard(dims, units)                a unit stays whole; the planner chooses how many units each rank gets, as
+                                            with ``granularity=``
+    ShardPlacementResult(placement, info)   one of the above, over a mesh of the parameter's own: one group per set of
+                                            ranks (torch 2.13, ``FS/_fsdp_init.py:478-533``)
+
+torch's policies are read field by field. A newer torch may add fields and classes: those that are not known here are
+refused by name, unless they have their default. ``param_dtype_override_fn`` (torch 2.15) is followed: parameters that
+compute in different dtypes form groups of their own, each with a policy that says so.
+
+An optimizer built before `fully_shard` keeps the original parameters. They never get a gradient, so torch's optimizers
+skip them and train nothing, without a word. Here the optimizer's first step raises: torch calls a global hook before
+every step, which is set only while such parameters are alive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, check_grad_dtype
+from vescale_fsdp.errors import (
+    ArgumentError,
+    LayoutError,
+    LifecycleError,
+    MisuseError,
+    PlacementError,
+    UnsupportedOpError,
+)
+from vescale_fsdp.layout.granularity import Element, GranularityRule, resolve_granularity
+from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.padding import PaddingPolicy, check_padding
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_buffers, plan_by_rows
+from vescale_fsdp.runtime.all_gather_hooks import check_hooks, has_hooks
+from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
+from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding, local_part, mesh_of_info
+from vescale_fsdp.torch_modes import is_fake
+from vescale_fsdp.torch_private import ShardPlacementResult, grad_dtype_of
+
+
+@dataclass(frozen=True)
+class PlanRules:
+    """The arguments of `fully_shard` that decide layouts, by their names there."""
+
+    ignored_params: frozenset[nn.Parameter]
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    granularity: GranularityRule
+    padding_policy: PaddingPolicy
+    mp_policy: MixedPrecisionPolicy
+
+
+class OriginalParam(NamedTuple):
+    """A parameter to be sharded."""
+
+    param: nn.Parameter
+    owners: list[tuple[nn.Module, str]]  # every module attribute that is this parameter
+    prior: PriorSharding  # by other parallelisms
+    block_numel: int  # elements that stay whole
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The plan of one group.
+
+    Args:
+        params: the original parameters by name, in the order of ``layout.slots``.
+        layout: their layout.
+        data: the ranks that share them.
+        part_size: ranks of the smaller groups that keep full parameters between forward and backward, or None.
+        is_hooked: whether the parameters are of tensor subclasses that gather themselves.
+        param_dtype: dtype of compute; None: the parameters' own.
+        scatter, wanted_part_size: the user's choices, for a later plan for other ranks.
+        together: all names that were planned with these, in definition order: more than ``params`` if their blocks do
+            not fit together and the rest is in another buffer, so in another group.
+    """
+
+    params: dict[str, OriginalParam]
+    layout: GroupLayout
+    data: DataMesh
+    part_size: int | None
+    is_hooked: bool
+    param_dtype: torch.dtype | None
+    scatter: Scatter
+    wanted_part_size: int | None = None
+    together: tuple[str, ...] = ()
+
+
+class _GroupKey(NamedTuple):
+    """The properties that the parameters of a group share."""
+
+    dtype: torch.dtype
+    requires_grad: bool
+    data: DataMesh
+    is_hooked: bool
+    param_dtype: torch.dtype | None
+
+
+def plan_groups(
+    managed: Iterable[tuple[str, nn.Module]], data: DataMesh, rules: PlanRules
+) -> list[GroupPlan]:
+    """Plan the groups of one unit: one per dtype (stored and computed in), trainability and mesh.
+
+    Two, where the blocks of such parameters do not fit together in one buffer.
+
+    Args:
+        managed: the modules whose own parameters the unit takes, with the prefix of their names.
+        data: the mesh of parameters for which ``shard_placement_fn`` names no other.
+        rules: the user's.
+
+    Raises:
+        LayoutError, MisuseError, PlacementError, UnsupportedOpError: for a parameter that cannot be sharded so.
+    """
+    groups: dict[_GroupKey, dict[str, OriginalParam]] = {}
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    wishes = _PlacementWishes(rules.shard_placement_fn, data)
+    for prefix, module in managed:
+        for name, param in module._parameters.items():
+            if param is None or param in rules.ignored_params:
+                continue
+            if param in owners:  # shared
+                owners[param].append((module, name))
+                continue
+            fqn = prefix + name
+            _check_param(fqn, param)
+            wanted_data, ragged = wishes.of(fqn, param)
+            prior = PriorSharding.of(fqn, param, wanted_data)
+            is_hooked = has_hooks(local_part(param))
+            param_dtype = param_dtype_of(rules.mp_policy, fqn, param)
+            key = _GroupKey(param.dtype, param.requires_grad, wanted_data, is_hooked, param_dtype)
+            owners[param] = [(module, name)]
+            block_numel = _block_numel(fqn, param, ragged, rules)
+            original = OriginalParam(param, owners[param], prior, block_numel)
+            groups.setdefault(key, {})[fqn] = original
+    return [plan for key, params in groups.items() for plan in _plans(key, params, rules)]
+
+
+def _plans(key: _GroupKey, params: dict[str, OriginalParam], rules: PlanRules) -> Iterator[GroupPlan]:
+    specs = [
+        TensorSpec(
+            fqn,
+            tuple(local_part(original.param).shape),
+            str(key.dtype).removeprefix("torch."),
+            original.block_numel,
+        )
+        for fqn, original in params.items()
+    ]
+    num_shards = key.data.num_shards
+    part_size = _part_size(rules.reshard_after_forward, num_shards)
+    layouts: Iterable[GroupLayout]
+    if key.is_hooked:
+        _check_hooked(key.data, params, part_size)
+        layouts = (plan_by_rows(specs, num_shards),)
+    else:
+        layouts = plan_buffers(specs, num_shards, scatter=rules.padding_policy.scatter)
+        for layout in layouts:
+            check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
+    wanted = rules.reshard_after_forward
+    for layout in layouts:
+        yield GroupPlan(
+            params={slot.fqn: params[slot.fqn] for slot in layout.slots},
+            layout=layout,
+            data=key.data,
+            part_size=part_size,
+            is_hooked=key.is_hooked,
+            param_dtype=key.param_dtype,
+            scatter=rules.padding_policy.scatter,
+            wanted_part_size=None if isinstance(wanted, bool) else wanted,
+            together=tuple(params),
+        )
+
+
+def _block_numel(fqn: str, param: nn.Parameter, ragged: RaggedShard | None, rules: PlanRules) -> int:
+    """Elements that stay whole, of the part of the parameter that other parallelisms have left on this rank."""
+    shape = tuple(local_part(param).shape)
+    granularity = resolve_granularity(rules.granularity, fqn, param)
+    if ragged is None:
+        return granularity.block_numel(shape)
+    if granularity != Element():
+        raise LayoutError(
+            "Two rules give different blocks for one parameter.",
+            expected="granularity= or a RaggedShard of shard_placement_fn",
+            got=f"{granularity} and {ragged}",
+            where=fqn,
+            todo="leave one of them out",
+        )
+    return max(1, ragged.unit_numel(shape))
+
+
+class _PlacementWishes:
+    """The answers of a ``shard_placement_fn`` for one unit.
+
+    Args:
+        function: the user's, or None.
+        default: the mesh of parameters for which it names no other.
+
+    Raises:
+        PlacementError: if ``default`` only replicates, so that no axis shards.
+    """
+
+    def __init__(self, function: Callable[[nn.Parameter], Any] | None, default: DataMesh) -> None:
+        if function is not None and default.is_replicated_only:
+            raise PlacementError(
+                "shard_placement_fn needs an axis that shards.",
+                expected="dp_mesh_dims with shard=",
+                got=f"replication only, over {default.mesh}",
+                todo="leave shard_placement_fn out",
+            )
+        self._function = function
+        self._default = default
+        # By process groups: the user's mesh info for these ranks, and its mesh.
+        self._known: dict[tuple[dist.ProcessGroup, ...], tuple[Any, DataMesh]] = {}
+
+    def of(self, fqn: str, param: nn.Parameter) -> tuple[DataMesh, RaggedShard | None]:
+        """The mesh of a parameter, and the placement whose units stay whole (None: as ``granularity`` says).
+
+        Raises:
+            MisuseError: for an answer of another kind.
+            PlacementError: for another mesh of the same ranks.
+        """
+        wanted = self._function(param) if self._function is not None else None
+        info, placement = None, wanted
+        if isinstance(wanted, ShardPlacementResult):
+            info, placement = wanted.mesh_info, wanted.placement
+        data = self._default if info is None else mesh_of_info(info)
+        ranks = tuple(data.mesh.get_group(axis) for axis in range(data.mesh.ndim))
+        given, known = self._known.setdefault(ranks, (info, data))
+        if given is not info and known.mesh is not data.mesh:
+            raise PlacementError(
+                "Two meshes of a unit have the same ranks.",
+                expected="the same mesh_info object for all parameters of these ranks",
+                got=f"{data.mesh} and {known.mesh}",
+                where=fqn,
+                todo="make each FSDPMeshInfo once and return that object",
+            )
+        if isinstance(placement, RaggedShard) and placement.num_shards == known.num_shards:
+            return known, placement
+        if placement is None or (isinstance(placement, Shard) and -param.ndim <= placement.dim < param.ndim):
+            return known, None
+        raise MisuseError(
+            "shard_placement_fn returned a placement that cannot be used.",
+            expected=f"None, Shard of one of the {param.ndim} dims, RaggedShard with {known.num_shards} units, "
+            "or a ShardPlacementResult of one of them",
+            got=wanted,
+            where=fqn,
+            todo="say what must stay whole with granularity=",
+        )
+
+
+def _check_hooked(data: DataMesh, names: Iterable[str], part_size: int | None) -> None:
+    """Refuse settings that parameters with all-gather hooks of their own do not support."""
+    problem = None
+    if part_size is not None:
+        problem = f"reshard_after_forward={part_size}: their hooks gather all rows or none"
+    elif data.mesh.ndim == 2 and not data.mesh.mesh_dim_names:
+        problem = "a mesh without names: their hooks are given the axis that shards"
+    if problem is not None:
+        raise UnsupportedOpError(
+            "Parameters with all-gather hooks of their own cannot be sharded so.",
+            expected="reshard_after_forward True, False or None, and names for the axes of a 2-D mesh",
+            got=problem,
+            where=", ".join(names),
+        )
+
+
+def _part_size(wanted: bool | int | None, num_shards: int) -> int | None:
+    """``reshard_after_forward`` as a number, if that is a smaller group than all ranks that shard."""
+    if wanted is None or isinstance(wanted, bool):
+        return None
+    if wanted < 1 or num_shards % wanted:
+        raise ArgumentError(
+            "reshard_after_forward as a number is the size of a smaller group of ranks.",
+            expected=f"a divisor of {num_shards}, the ranks that shard",
+            got=wanted,
+            todo="give the number of accelerators per node",
+        )
+    return wanted if 1 < wanted < num_shards else None
+
+
+def _check_param(fqn: str, param: nn.Parameter) -> None:
+    taken_by = _replaced.name_of(param)
+    if taken_by is not None:
+        raise LayoutError(
+            "A parameter is shared by modules of two units; each would train its own copy.",
+            expected="all modules that share a parameter in one unit",
+            got=f"one that fully_shard has already taken as {taken_by!r}",
+            where=fqn,
+            todo="pass those modules as a list, fully_shard([a, b]), or leave both to their parent",
+        )
+    local = local_part(param)
+    if has_hooks(local):
+        check_hooks(fqn, local)
+    elif type(local) is not torch.Tensor and not isinstance(param, RaggedDTensor) and not is_fake(local):
+        raise UnsupportedOpError(
+            "A parameter of a tensor subclass cannot be sharded: its pieces would be plain tensors.",
+            expected="plain tensors, DTensors of other parallelisms, or a subclass with all-gather hooks",
+            got=f"{type(local).__name__} without fsdp_pre_all_gather and fsdp_post_all_gather",
+            where=fqn,
+            todo="shard first and convert after, or gather 8-bit codes with vescale_fsdp.quantize",
+        )
+    check_grad_dtype(grad_dtype_of(param), param.dtype, fqn)
+    if param.ndim == 0:
+        raise LayoutError(
+            "A parameter without dims cannot be sharded.",
+            expected="at least one dim",
+            got="shape ()",
+            where=fqn,
+            todo="make it a 1-D tensor of one element",
+        )
+    if not param.is_contiguous():
+        raise UnsupportedOpError(
+            "A parameter must be contiguous: its rows are cut in memory order.",
+            expected="row-major strides",
+            got=f"shape {tuple(param.shape)}, strides {param.stride()}",
+            where=fqn,
+            todo="replace it by param.contiguous() before fully_shard",
+        )
+
+
+_OVERRIDE = "param_dtype_override_fn"
+_FOLLOWED: dict[type, set[str]] = {
+    MixedPrecisionPolicy: {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", _OVERRIDE},
+    CPUOffloadPolicy: {"pin_memory"},
+    OffloadPolicy: set(),
+}
+
+
+def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:
+    """Refuse policies that this library does not follow.
+
+    Raises:
+        UnsupportedOpError: for another kind of policy, an unknown field with another value than its default, or
+            policies that exclude each other.
+    """
+    offload = CPUOffloadPolicy if isinstance(offload_policy, CPUOffloadPolicy) else OffloadPolicy
+    if offload is OffloadPolicy and type(offload_policy) is not OffloadPolicy:
+        raise UnsupportedOpError(
+            "This offload_policy is of a kind that is not supported.",
+            expected="OffloadPolicy or CPUOffloadPolicy",
+            got=f"{type(offload_policy).__module__}.{type(offload_policy).__name__}",
+        )
+    if offload is CPUOffloadPolicy and isinstance(mp_policy, GatherPolicy):
+        raise UnsupportedOpError(
+            "A gather policy reads shards on the device that computes with them.",
+            expected="no CPU offload (cpu_offload, offload_policy), or torch's own MixedPrecisionPolicy",
+            got=f"{offload_policy} and {mp_policy}",
+            todo="leave one of them out",
+        )
+    _check_fields("mp_policy", mp_policy, MixedPrecisionPolicy)
+    _check_fields("offload_policy", offload_policy, offload)
+
+
+def _check_fields(argument: str, policy: Any, kind: type) -> None:
+    """Check the fields of torch's class only: the fields of a subclass are the subclass's own."""
+    for each in dataclasses.fields(kind):
+        value = vars(policy).get(each.name, each.default)
+        if each.name not in _FOLLOWED[kind] and value != each.default:
+            raise UnsupportedOpError(
+                f"{kind.__name__}.{each.name} is not supported.",
+                expected=f"{each.name}={each.default!r}",
+                got=f"{each.name}={value!r}",
+                where=argument,
+                todo="leave it out",
+            )
+
+
+def param_dtype_of(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) -> torch.dtype | None:
+    """The dtype of a parameter's compute; None: its own.
+
+    Raises:
+        ValueError: if ``param_dtype_override_fn`` returns another dtype than ``param_dtype`` or its own.
+    """
+    override = vars(policy).get(_OVERRIDE)
+    wanted = override(param) if override is not None else None
+    if wanted is None:
+        return policy.param_dtype
+    if wanted not in (policy.param_dtype, param.dtype):
+        raise ArgumentError(
+            f"{_OVERRIDE} returned a dtype that is not allowed.",
+            expected=f"None, {policy.param_dtype} (param_dtype) or {param.dtype} (its own)",
+            got=repr(wanted),
+            where=fqn,
+        )
+    return policy.param_dtype if wanted is (policy.param_dtype or param.dtype) else param.dtype
+
+
+def policy_of_group(policy: MixedPrecisionPolicy, param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """The policy of a group whose parameters all compute in ``param_dtype``."""
+    if vars(policy).get(_OVERRIDE) is None:
+        return policy
+    changes: dict[str, Any] = {"param_dtype": param_dtype, _OVERRIDE: None}
+    return dataclasses.replace(policy, **changes)
+
+
+class _Replaced:
+    """Original parameters that are still alive after `fully_shard`, each with its name in the unit that took it."""
+
+    def __init__(self) -> None:
+        # By id; an entry is removed with its tensor.
+        self._alive: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._hook: RemovableHandle | None = None
+
+    def add(self, param: torch.Tensor, fqn: str) -> None:
+        """Record that a sharded parameter has replaced this one."""
+        key = id(param)
+        self._alive[key] = (weakref.ref(param, lambda _: self._remove(key)), fqn)
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(_check_step)
+
+    def _remove(self, key: int) -> None:
+        self._alive.pop(key, None)
+        if not self._alive and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def name_of(self, param: torch.Tensor) -> str | None:
+        """The name under which a unit took this parameter, or None."""
+        entry = self._alive.get(id(param))
+        return entry[1] if entry is not None and entry[0]() is param else None
+
+
+_replaced = _Replaced()
+note_replaced = _replaced.add
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Called by torch before every optimizer's step."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    stale = [name for param in params if (name := _replaced.name_of(param)) is not None]
+    if stale:
+        raise LifecycleError(
+            "The optimizer has parameters that the model no longer has: its step would train nothing.",
+            expected="an optimizer of the sharded parameters",
+            got=f"{len(stale)} of {len(params)} replaced since it was built: {', '.join(stale[:4])}",
+            where=type(optimizer).__name__,
+            todo="build the optimizer after fully_shard (and after tensors were assigned to the model), from "
+            "model.parameters()",
+        )
