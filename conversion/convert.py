@@ -333,8 +333,7 @@ def _require_model(source: Source) -> None:
 def _merged(state: CarriedState, url: str, config: dict[str, Any]) -> CarriedState:
     """The state with an adapter in its weights."""
     from vescale_fsdp.conversion.adapters.merged_weights import merged_state
-    from vescale_fsdp.conversion.adapters.peft_config import PeftConfig
-    from vescale_fsdp.conversion.adapters.peft_folder import require_adapter
+    from vescale_fsdp.conversion.adapters.peft_folder import PeftConfig, require_adapter
     from vescale_fsdp.conversion.formats.detect import open_source
 
     require_adapter(url)

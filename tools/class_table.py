@@ -24,8 +24,8 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from vescale_fsdp.conversion.formats.huggingface import class_table
-from vescale_fsdp.conversion.formats.huggingface.class_table import ClassForm, expected_by
+from vescale_fsdp.conversion.formats.huggingface import model_class
+from vescale_fsdp.conversion.formats.huggingface.model_class import ClassForm, expected_by
 
 Settings = dict[str, Any]
 Row = dict[str, Any]
@@ -70,7 +70,7 @@ HARMLESS = re.compile(
     r"|transformers_version|_name_or_path|problem_type|.*attn_implementation|sliding_window.*|max_window_layers|task_specific"
     r"|use_cache|return_dict|output_.*|position_embedding_type|no_rope_layers|_sliding_window_pattern|initializer.*"
 )
-FILE = Path(class_table.__file__).with_name("class_table.json")
+FILE = Path(model_class.__file__).with_name("class_table.json")
 
 
 def sizes(keys: Mapping[str, Any], seed: int) -> Settings:
@@ -272,7 +272,7 @@ def _candidates(fields: list[str]) -> Iterator[str]:
 
 def _expression(values: list[int], bases: list[Settings], fields: list[str], where: str) -> str:
     for text in _candidates(fields):
-        if all(class_table.size(text, base) == value for value, base in zip(values, bases, strict=True)):
+        if all(model_class.size(text, base) == value for value, base in zip(values, bases, strict=True)):
             return text
     raise Unfit(f"no expression for {values} in {where}")
 
@@ -294,7 +294,7 @@ def _value_for(
     except Exception:  # noqa: BLE001  of whatever kind the model's code raises
         return None
     for text in candidates:
-        tried = [{**base, field: class_table.size(str(text), base)} for base in without]
+        tried = [{**base, field: model_class.size(str(text), base)} for base in without]
         if all(list(_forms(row, one)) == forms for one, forms in zip(tried, wanted, strict=True)):
             return text
     return None

@@ -1,12 +1,23 @@
-"""peft's folders: an adapter alone, as a source and as a target.
+"""peft's adapters: the folder as a source and as a target, its config, and the names of its tensors.
 
-adapter_model.safetensors    its matrices        adapter_config.json    rank, alpha, and what it is an adapter of
+    adapter_model.safetensors    the matrices
+    adapter_config.json          rank, alpha, and the base model
+
+    in training   base_model.model.h.0.q.lora_A.default.weight          ..q.modules_to_save.default.weight
+    in a folder   base_model.model.h.0.q.lora_A.weight                  ..q.weight
+    of the base   h.0.q.base_layer.weight                               ..q.original_module.weight
+
+The state of a training run may contain several adapters.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from vescale_fsdp.checkpoint.moves.carried_state import CarriedState, model_state
 from vescale_fsdp.checkpoint.moves.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
@@ -14,10 +25,187 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
-from vescale_fsdp.conversion.adapters.peft_config import ADAPTER_CONFIG, PeftConfig
-from vescale_fsdp.conversion.adapters.peft_names import ROOT, one_adapter, trained_biases, trained_names
-from vescale_fsdp.conversion.formats.huggingface.safetensors import make_header, read_tensors
+from vescale_fsdp.conversion.formats.huggingface.read import read_tensors
+from vescale_fsdp.conversion.formats.huggingface.repository import refuse_pointers
+from vescale_fsdp.conversion.formats.huggingface.write import make_header
 from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.layout.foreign_json import parse_json
+
+ROOT = "base_model.model."
+_PARTS = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|ia3_l|modules_to_save"
+_TRAINED = re.compile(rf"(?P<module>.+)\.(?P<part>{_PARTS})\.(?P<adapter>[^.]+)(?P<rest>\..+)?")
+
+
+class TrainedName(NamedTuple):
+    """A tensor of an adapter in training: which adapter's, and its name in a folder."""
+
+    adapter: str
+    saved: str
+
+
+def trained_names(names: Iterable[str]) -> dict[str, TrainedName]:
+    """Those that are an adapter's; models without peft's wrapper (transformers' ``add_adapter``) get its prefix."""
+    found = {}
+    for name in names:
+        match = _TRAINED.fullmatch(name)
+        if match is None:
+            continue
+        part, rest = match["part"], match["rest"] or ""
+        ends = {"modules_to_save": rest, "lora_magnitude_vector": ".lora_magnitude_vector"}
+        short = match["module"].removeprefix(ROOT) + ends.get(part, f".{part}{rest}")
+        found[name] = TrainedName(match["adapter"], ROOT + short)
+    return found
+
+
+def trained_biases(names: Iterable[str], adapter: Collection[str], which: str) -> dict[str, str]:
+    """The base's biases that were trained beside an adapter: name in training -> name in a folder."""
+    modules = {match["module"] for match in map(_TRAINED.fullmatch, adapter) if match}
+    found = {}
+    for name in names:
+        module = name.removesuffix(".bias").removesuffix(".base_layer")
+        if name.endswith("bias") and name not in adapter and (which == "all" or module in modules):
+            found[name] = ROOT + name.removeprefix(ROOT)
+    return found if which != "none" else {}
+
+
+def one_adapter(found: dict[str, TrainedName], wanted: str | None, where: str) -> dict[str, str]:
+    """Name in training -> name in a folder, of the adapter that is meant.
+
+    Raises:
+        ConversionError: if there is none, or several and nobody says which.
+    """
+    adapters = sorted({name.adapter for name in found.values()})
+    chosen = wanted if wanted is not None else adapters[0] if len(adapters) == 1 else None
+    if chosen not in adapters:
+        raise ConversionError(
+            "The source holds several adapters."
+            if adapters and wanted is None
+            else "There is no such adapter.",
+            expected=f"one of {some(adapters, 8)}"
+            if adapters
+            else "tensors such as q_proj.lora_A.default.weight",
+            got=wanted or (some(adapters, 8) if adapters else "a state without an adapter"),
+            where=where,
+            todo=f"pass --adapter-name {adapters[0]}"
+            if adapters
+            else "leave out --adapter, or pass another source",
+        )
+    return {name: each.saved for name, each in found.items() if each.adapter == chosen}
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+_TYPES = ("LORA", "IA3")
+# Settings under which a merge is another one, or starts from another base, than what is computed here.
+_OTHER_MERGES = (
+    "use_bdlora",
+    "use_qalora",
+    "arrow_config",
+    "alora_invocation_tokens",
+    "velora_config",
+    "monteclora_config",
+    "kasa_config",
+    "eva_config",
+    "corda_config",
+    "loftq_config",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "megatron_config",
+)
+_PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")  # others change the base before training
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """What matters for merging.
+
+    Args:
+        kind: ``LORA`` or ``IA3``.
+        rank, alpha: of LoRA, for all modules but those with a pattern.
+        rank_patterns, alpha_patterns: a module's name or its end (a regular expression) -> its own.
+        is_rank_stabilised: whether alpha is divided by the root of the rank.
+        is_dora: whether rows have magnitudes of their own.
+        biases: which of the base's were trained too: ``none``, ``all`` or ``lora_only``.
+    """
+
+    kind: str
+    rank: int = 0
+    alpha: float = 0.0
+    rank_patterns: Mapping[str, int] = field(default_factory=dict)
+    alpha_patterns: Mapping[str, float] = field(default_factory=dict)
+    is_rank_stabilised: bool = False
+    is_dora: bool = False
+    biases: str = "none"
+
+    @classmethod
+    def read(cls, store: Storage, todo: str) -> PeftConfig:
+        """Of a folder; ``todo`` is what to do if it has none.
+
+        Raises:
+            ConversionError: if there is none, or it is of a kind whose merge is not known.
+        """
+        where = f"{store.where}/{ADAPTER_CONFIG}"
+        if store.size(ADAPTER_CONFIG) is None:
+            raise ConversionError(
+                "There is no adapter_config.json.",
+                expected=f"a file {ADAPTER_CONFIG}, which says rank and alpha",
+                got="none there",
+                where=store.where,
+                todo=todo,
+            )
+        try:
+            data = parse_json(store.read(ADAPTER_CONFIG), is_text=True)
+            _refuse_others(data, where)
+            return cls(
+                data["peft_type"],
+                int(data.get("r") or 0),
+                float(data.get("lora_alpha") or 0),
+                {str(k): int(v) for k, v in (data.get("rank_pattern") or {}).items()},
+                {str(k): float(v) for k, v in (data.get("alpha_pattern") or {}).items()},
+                bool(data.get("use_rslora")),
+                bool(data.get("use_dora")),
+                str(data.get("bias") or "none"),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            refuse_pointers(store, [ADAPTER_CONFIG], error)
+            raise ConversionError(
+                "An adapter_config.json cannot be read.",
+                expected="JSON as peft's save_pretrained writes it",
+                got=f"{type(error).__name__}: {error}",
+                where=where,
+                todo="copy the file again from where it was made",
+            ) from error
+
+    def rank_of(self, module: str) -> int:
+        """Of LoRA in a module."""
+        return _of_pattern(self.rank_patterns, module, self.rank)
+
+    def scaling_of(self, module: str) -> float:
+        """What the product of its two matrices is multiplied by."""
+        rank, alpha = self.rank_of(module), _of_pattern(self.alpha_patterns, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.is_rank_stabilised else alpha / rank
+
+
+def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def _refuse_others(data: Mapping[str, Any], where: str) -> None:
+    start = data.get("init_lora_weights")
+    other = next((f"{key} {data[key]!r:.60}" for key in _OTHER_MERGES if data.get(key)), None)
+    if data["peft_type"] not in _TYPES:
+        other = f"peft_type {data['peft_type']}"
+    elif start not in _PLAIN_STARTS:
+        other = f"init_lora_weights {start!r}, which changed the base before training"
+    if other is not None:
+        raise ConversionError(
+            "How this kind of adapter changes its base is not known here.",
+            expected="LoRA (rslora, DoRA, patterns of rank and alpha) or IA3",
+            got=other,
+            where=where,
+            todo="merge it with peft itself: PeftModel.from_pretrained(base, adapter).merge_and_unload()",
+        )
+
 
 ADAPTER_FILE = "adapter_model.safetensors"
 

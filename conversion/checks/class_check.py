@@ -19,8 +19,7 @@ from typing import Any, Literal
 from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, QUANTIZATION_KEYS, config_class
-from vescale_fsdp.conversion.formats.huggingface.class_table import known_class
-from vescale_fsdp.conversion.formats.huggingface.model_class import ask_child, class_asked_before
+from vescale_fsdp.conversion.formats.huggingface.model_class import ask_child, class_asked_before, known_class
 from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.foreign_json import parse_json

@@ -1,9 +1,20 @@
-"""Finding out what a path or URL holds, and opening it."""
+"""Detect what a path or URL contains, choose the step of a run, and open it.
+
+    run/step-00000010/manifest.json        CheckpointManager        run/step-10/.metadata     torchtitan
+    run/checkpoint-500/model.safetensors   transformers' Trainer    run/step-00000020/        unfinished: no step
+    run/500/default/_METADATA              Orbax's manager
+
+A run folder is refused without a step: "newest" may name another step each time the command runs. DeepSpeed's file
+``latest`` is an exception, since its own tools read it. Incomplete checkpoints (pointers of git-lfs, unfinished saves
+and downloads) are reported as such, not as damaged files.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -13,15 +24,13 @@ from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
-from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file
-from vescale_fsdp.conversion.formats.incomplete import refuse_incomplete
-from vescale_fsdp.conversion.formats.run_steps import says_which, step_url, steps_in
+from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file, refuse_pointers
 from vescale_fsdp.conversion.formats.table import TRAINED
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, some
 from vescale_fsdp.formats import DCP_INSIDE, FORMATS, all_formats
 from vescale_fsdp.lazy import lazy_function
 
-_with_side_files = lazy_function("vescale_fsdp.conversion.formats.trainers.side_files", "with_side_files")
+_with_side_files = lazy_function("vescale_fsdp.conversion.formats.side_files", "with_side_files")
 
 
 def open_source(
@@ -195,4 +204,144 @@ def _unreadable(url: str, files: list[str], got: str) -> ConversionError:
         got=got,
         where=url,
         todo=todo,
+    )
+
+
+# A file that is left by what did not end; the file that would say that it did; what did not end; what to do.
+_UNFINISHED = (
+    (
+        r"(.*/)?__\d+_\d+\.distcp",
+        r"(.*/)?\.metadata",
+        "a save with torch.distributed.checkpoint that did not end: its .metadata, written last, is not there",
+        "take an older checkpoint, or save again",
+    ),
+    (
+        r"(.*/)?\d{5,}-of-\d{5,}\.safetensors",
+        rf"(.*/)?{re.escape(MANIFEST_NAME)}",
+        f"a native save that did not end: its {MANIFEST_NAME}, written last, is not there",
+        "take an older step, or save again",
+    ),
+    (
+        r"(.*/)?\.?[^/]*\.(vescale-convert\.jsonl|partial)",
+        None,
+        "a conversion that did not end",
+        "run its command again with --resume",
+    ),
+    (r"(.*/)?[^/]*\.(incomplete|crdownload|part)", None, "a download that did not end", "download it again"),
+)
+_NEVER_EMPTY = re.compile(
+    rf"\.(safetensors(\.index\.json)?|bin|pth?|ckpt)$|(^|/)(\.metadata|zarr\.json|{re.escape(MANIFEST_NAME)})$"
+)
+_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
+
+
+def refuse_incomplete(store: Storage, files: Iterable[str], error: VescaleError | None = None) -> None:
+    """Say so if what could not be read as a checkpoint is what something unfinished has left.
+
+    Args:
+        error: why it could not be read.
+
+    Raises:
+        ConversionError: naming what it is and what to do.
+        CorruptCheckpointError: if files are empty that never are.
+    """
+    found = sorted(files)
+    refuse_pointers(store, found, error)
+    if empty := [file for file in found if _NEVER_EMPTY.search(file) and store.size(file) == 0]:
+        raise CorruptCheckpointError(
+            "A file of the checkpoint is empty.",
+            expected="files with something in them",
+            got=some(empty),
+            where=store.where,
+            todo="copy or download it again, or take an older checkpoint",
+        ) from error
+    for left, deciding, what, todo in _UNFINISHED:
+        files_left = [file for file in found if re.fullmatch(left, file)]
+        if files_left and not (deciding and any(re.fullmatch(deciding, file) for file in found)):
+            raise _unfinished(store, some(files_left), what, todo) from error
+    if missing := _missing_numbers(found):
+        what = "a copy or download that did not end"
+        raise _unfinished(store, f"no {some(missing)}", what, "copy or download the folder again") from error
+
+
+def _unfinished(store: Storage, got: str, what: str, todo: str) -> ConversionError:
+    return ConversionError(
+        f"This is {what}.", expected="a finished checkpoint", got=got, where=store.where, todo=todo
+    )
+
+
+def _missing_numbers(files: Iterable[str]) -> list[str]:
+    """Files that the numbers in others' names count and that are not there."""
+    known = set(files)
+    missing: dict[str, None] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, sorted(known))):
+        stem, _, count, end = match.groups()
+        names = (f"{stem}-{number:05d}-of-{count}{end}" for number in range(1, min(int(count), 10_000) + 1))
+        missing |= dict.fromkeys(name for name in names if name not in known)
+    return list(missing)
+
+
+_STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
+_log = logging.getLogger(__name__)
+_MOST = 8  # that an error lists
+
+
+def steps_in(files: Collection[str]) -> dict[int, str]:
+    """Step -> its folder, of the checkpoints beside each other under a folder with these files; finished ones alone."""
+    patterns = [form.file for form in FORMATS.values() if not form.is_file]
+    deciding = re.compile("|".join(f"(?:{pattern})" for pattern in (*patterns, DCP_INSIDE)))
+    found: dict[int, str] = {}
+    for file in files:
+        folder, _, inner = file.partition("/")
+        match = _STEP.fullmatch(folder)
+        if not inner and deciding.fullmatch(file):
+            return {}  # the folder is a checkpoint itself
+        if match and inner and deciding.fullmatch(inner):
+            found[int(match[2])] = folder
+    return dict(sorted(found.items()))
+
+
+def says_which(files: Collection[str]) -> bool:
+    """Whether a file beside the steps says which is meant, as DeepSpeed leaves it; its reader goes by it."""
+    return "latest" in files
+
+
+def step_url(
+    url: str, steps: Mapping[int, str], abandoned: Collection[int], step: int | Literal["newest"] | None
+) -> str:
+    """The folder of the step that is meant, of those in ``url``.
+
+    Args:
+        abandoned: steps that a rollback has left behind: never the newest, but there for who names one.
+
+    Raises:
+        ConversionError: if nobody says which, or there is no such step.
+    """
+    # As `CheckpointManager.restore` and `latest` pick it. All abandoned: then nobody can say which is meant.
+    newest = max((number for number in steps if number not in abandoned), default=None)
+    wanted = newest if step == "newest" else step
+    if isinstance(wanted, int) and wanted in steps:
+        later = [number for number in steps if number > wanted and number in abandoned]
+        if step == "newest" and later:
+            _log.warning(
+                "%s: step %d is the newest; a rollback has abandoned %s",
+                url,
+                wanted,
+                ", ".join(map(str, later)),
+            )
+        return f"{url}/{steps[wanted]}"
+    there = ", ".join(map(str, list(steps)[-_MOST:]))
+    todo = (
+        f"pass --step {newest}, which is the newest, or the folder of one checkpoint"
+        if newest is not None
+        else "pass --step to go back to one of them: a rollback has abandoned all"
+        if steps
+        else None
+    )
+    raise ConversionError(
+        "This folder holds the steps of a run." if wanted is None else "There is no such step.",
+        expected=f"one of the steps {there}" if steps else "a folder around the steps of a run",
+        got="no step was named" if wanted is None else wanted,
+        where=url,
+        todo=todo or "leave out --step",
     )

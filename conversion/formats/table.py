@@ -110,7 +110,7 @@ def open_native(store: Storage, file: str, trust_pickle: bool) -> Source:
 
 
 def open_megatron(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.conversion.formats.megatron.read import open_megatron
+    from vescale_fsdp.conversion.formats.megatron import open_megatron
 
     return open_megatron(store, trust_pickle=trust_pickle)
 
@@ -128,7 +128,7 @@ def open_zarr(store: Storage, file: str, trust_pickle: bool) -> Source:
 
 
 def open_orbax(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.conversion.formats.orbax.read import open_orbax
+    from vescale_fsdp.conversion.formats.orbax import open_orbax
 
     return open_orbax(store)
 
@@ -152,7 +152,7 @@ def open_hf(store: Storage, file: str, trust_pickle: bool) -> Source:
 
 
 def open_bin(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.conversion.formats.huggingface.read_bin import open_bin_folder
+    from vescale_fsdp.conversion.formats.huggingface.read import open_bin_folder
 
     return open_bin_folder(store, lambda name: open_torch(store, name, trust_pickle))
 
@@ -164,7 +164,7 @@ def open_deepspeed(store: Storage, file: str, trust_pickle: bool) -> Source:
 
 
 def open_ranks(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.checkpoint.formats.torch_save.rank_files import open_ranks
+    from vescale_fsdp.checkpoint.formats.torch_save.read import open_ranks
 
     return open_ranks(store, trust_pickle=trust_pickle)
 

@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
 from vescale_fsdp.checkpoint.state.match import Match, match
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
-from vescale_fsdp.conversion.adapters.peft_names import one_adapter, trained_names
+from vescale_fsdp.conversion.adapters.peft_folder import one_adapter, trained_names
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets, own_config
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.conversion.live.live_state import LiveState

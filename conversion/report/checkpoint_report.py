@@ -1,12 +1,14 @@
-"""What the page shows, as plain values: one entry per tensor, read once, a few MiB at a time.
+"""The page of `vescale-convert report`, and its contents as plain values: one entry per tensor.
 
-A tensor that is far more than what is stored of it (a stride of zero can repeat one item for terabytes) is sampled: its
-summary says of how many values it is.
+Each tensor is read once, a few MiB at a time. A tensor that is far larger than its stored bytes (a stride of zero can
+repeat one item for terabytes) is sampled, and its summary says how many values were read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -14,16 +16,15 @@ import numpy as np
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.moves.copying import Progress
 from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.checkpoint.moves.stored_tensor import is_inflated
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, is_inflated
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, read_range
 from vescale_fsdp.checkpoint.steps.retention import read_record
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.checks.diff import Views, matched_views
 from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
-from vescale_fsdp.conversion.report.holders import FileNumbers, holders_of, layout_to_json
-from vescale_fsdp.conversion.report.value_distance import ValueDistance
-from vescale_fsdp.conversion.report.value_summary import ValueSummary, values_of
+from vescale_fsdp.conversion.report.tensor_values import ValueDistance, ValueSummary, values_of
+from vescale_fsdp.layout.group_layout import GroupLayout
 
 _PIECE_BYTES = 4 * 2**20  # 4 MiB, of either side
 _SAMPLED_PIECES = 4  # of a tensor that is not read whole
@@ -149,3 +150,69 @@ def _history(source: Source) -> list[dict[str, Any]]:
         {"step": r.step, "bytes": r.num_bytes, "seconds": r.seconds, "metric": r.metric, "pinned": r.pinned}
         for r in records
     ]
+
+
+_MOST_RUNS = 64  # of a tensor; more could not be told apart on a page
+
+
+class FileNumbers:
+    """Numbers of files, in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def of(self, name: str) -> int:
+        """The file's number."""
+        return self._numbers.setdefault(name, len(self._numbers))
+
+    @property
+    def names(self) -> list[str]:
+        """All files, by number."""
+        return list(self._numbers)
+
+
+def holders_of(tensor: StoredTensor, files: FileNumbers) -> list[list[int]]:
+    """Runs of chunks; those behind the last that is shown are left out."""
+    runs: list[list[int]] = []
+    items: list[list[int]] = []  # per file, boxes of one piece joined
+    for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.box.offsets):
+        number = files.of(chunk.file) if chunk.file else -1
+        if items and items[-1][0] == number:
+            items[-1][1] += chunk.box.numel
+        else:
+            items.append([number, chunk.box.numel])
+    for number, numel in items:
+        last = runs[-1] if runs else None
+        if last and last[2] == numel and last[0] + last[1] == number:
+            last[1] += 1
+        else:
+            runs.append([number, 1, numel])
+    return runs[:_MOST_RUNS]
+
+
+def layout_to_json(layout: GroupLayout) -> dict[str, object]:
+    """What the page draws lanes from: for each slot its place in the buffer, or its pieces where it is scattered."""
+    slots = [
+        [slot.fqn, slot.offset, slot.numel, slot.block_numel, [list(run) for run in slot.runs]]
+        for slot in layout.slots
+    ]
+    return {"shards": layout.num_shards, "size": layout.shard_numel, "slots": slots}
+
+
+_PLACE = "REPORT_DATA"
+
+
+def report_page(report: Mapping[str, Any]) -> str:
+    """One HTML document.
+
+    Args:
+        report: what `checkpoint_report` gives.
+    """
+    files = resources.files(__package__)
+    page = files.joinpath("page.html").read_text(encoding="utf-8")
+    for name in ("page.css", "page.js"):
+        page = page.replace(f"/* {name} */", files.joinpath(name).read_text(encoding="utf-8"))
+    # Names come from a file: none may end the script element, whatever it is called.
+    data = json.dumps(report, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    before, _, after = page.partition(_PLACE)
+    return f"{before}{data}{after}"

@@ -56,7 +56,7 @@ LEVELS = (
         "conversion.formats.huggingface",
     ),
     (
-        "conversion.formats.trainers",
+        "conversion.formats.side_files",
         "conversion.formats.orbax",
         "conversion.formats.deepspeed",
         "conversion.checks",

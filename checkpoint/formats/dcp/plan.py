@@ -13,13 +13,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from vescale_fsdp.checkpoint.formats.dcp.source import METADATA_FILE
-from vescale_fsdp.checkpoint.formats.torch_save.archive_plan import plan_archive
-from vescale_fsdp.checkpoint.formats.torch_save.pickle_writer import (
+from vescale_fsdp.checkpoint.formats.torch_save.write import (
     Call,
     Global,
     New,
     TensorOut,
     dump_pickle,
+    plan_archive,
     torch_dtype,
     torch_size,
 )

@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
-from vescale_fsdp.checkpoint.formats.torch_save.archive_reader import TorchArchive
+from vescale_fsdp.checkpoint.formats.torch_save.archive_reader import TorchArchive, load_torch_bytes
 from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import Record, TensorRef, load_dcp_metadata
-from vescale_fsdp.checkpoint.formats.torch_save.values import load_torch_bytes
 from vescale_fsdp.checkpoint.moves.source import Source, StoredValue
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex

@@ -1,26 +1,32 @@
-"""Finding tensors inside a torch.save archive (a zip of stored, uncompressed records) by byte ranges.
+"""Read a torch.save archive (a zip of stored, uncompressed records) by byte ranges.
 
     archive/data.pkl      the object, with references to storages
-    archive/data/KEY      one storage's bytes, each
-    central directory     where every record begins; at the very end
+    archive/data/KEY      the bytes of one storage
+    central directory     offset, size and CRC-32 of every record; at the end of the file
 
-Only the directory, ``data.pkl`` and the bytes asked for are read, so an archive of any size, on disk,
-inside a ``.distcp`` file or behind a URL, costs a few small reads to open.
+Only the directory, ``data.pkl`` and the requested bytes are read. Opening an archive of any size, on disk, inside a
+``.distcp`` file or behind a URL, costs a few small reads.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef, load_tensor_pickle
+from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import (
+    TensorRef,
+    load_plain_pickle,
+    load_tensor_pickle,
+)
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk
 from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
 from vescale_fsdp.checkpoint.storage.checksums import CRC32
-from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box
 
 ReadRange = Callable[[int, int], bytes]  # (offset, nbytes) -> exactly those bytes
@@ -234,3 +240,29 @@ def _zip64_values(extra: bytes) -> list[int]:
             return [v for (v,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
         position += 4 + size
     return []
+
+
+def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
+    """The object in ``data``, a torch.save archive; ``weights_only`` unless trusted.
+
+    Raises:
+        ConversionError: if the archive is damaged or holds more than plain values.
+    """
+    try:
+        archive = TorchArchive(lambda offset, nbytes: data[offset : offset + nbytes], len(data), where=where)
+        return load_plain_pickle(archive.pickle, where=where)
+    except (LookupError, CorruptCheckpointError):
+        pass  # torch knows more types and older forms, and judges what is damaged
+    import torch
+
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ConversionError(
+            "A stored value cannot be read safely.",
+            expected="numbers, strings, lists and dicts",
+            got=f"{type(error).__name__}: {first_line}",
+            where=where,
+            todo="pass --trust-pickle if you trust whoever made the file: that runs code from it",
+        ) from error

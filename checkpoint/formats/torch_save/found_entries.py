@@ -11,10 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.formats.torch_save.archive_reader import TorchArchive
-from vescale_fsdp.checkpoint.formats.torch_save.held_tensors import HeldTensor, is_tensor_ref, stored_tensor
-from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.checkpoint.formats.torch_save.read import open_archive
-from vescale_fsdp.checkpoint.formats.torch_save.unread_objects import is_plain
+from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef, is_plain
+from vescale_fsdp.checkpoint.formats.torch_save.read import (
+    HeldTensor,
+    is_tensor_ref,
+    open_archive,
+    stored_tensor,
+)
 from vescale_fsdp.checkpoint.moves.source import BoxReader, StoredValue, constant
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of

@@ -1,27 +1,162 @@
-"""Reading pickles without running what they name.
+"""Read pickles without running what they name.
 
-A pickle is a program that may call anything importable. Checkpoints need very little of that: a few record
-types, sizes, dtypes, and the two functions that rebuild a tensor. Both unpicklers here know those names only,
-and put plain stand-ins in their place, so opening an unknown checkpoint runs none of its code (and does not
-import torch). Everything else is refused by name; ``trust=True`` imports it instead, as torch itself would.
+A pickle is a program that may call anything importable. Checkpoints need little of that: a few record types, sizes,
+dtypes, numpy's numbers and arrays, and the functions that rebuild a tensor. The unpicklers here know those names only
+and put plain stand-ins in their place, so opening an unknown checkpoint runs none of its code and imports neither torch
+nor numpy. Any other name is refused; ``trust=True`` imports it instead, as torch would, and ``stand_ins=True`` puts an
+`UnreadObject` in its place. Trainers pickle loss scalers and arguments together with the weights: refusing those
+would refuse the weights.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
+import struct
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.checkpoint.formats.torch_save.numpy_values import (
-    ARRAY_NAMES,
-    NUMBER_NAMES,
-    UnheldArrayError,
-)
-from vescale_fsdp.checkpoint.formats.torch_save.unread_objects import UnreadObject, unread_type
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
-from vescale_fsdp.layout.dtypes import DTYPES, DType, dtype_from_torch
+from vescale_fsdp.layout.dtypes import DTYPES, DType, dtype_from_numpy, dtype_from_torch
+from vescale_fsdp.layout.geometry import Box
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class UnheldArrayError(Exception):
+    """The pickle holds an array of what no format here can, such as objects and texts."""
+
+
+class NumpyType:
+    """Stand-in for numpy's dtype: the code of a number, and the order of its bytes."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        self.code, self.order = code, "<"
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = ">" if state[1] == ">" else "<"
+
+
+class ArrayRef:
+    """A numpy array, which a pickle holds in itself."""
+
+    def __init__(self) -> None:
+        self.dtype, self.shape = dtype_from_torch("uint8"), (0,)  # as numpy makes it before it is filled
+        self._code, self._order, self.data = "u1", "C", b""
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, is_fortran, data = state
+        self.fill(data, kind, shape, "F" if is_fortran else "C")
+
+    def fill(self, data: Any, kind: Any, shape: Any, order: str) -> None:
+        """Become what a pickle says: bytes, a `NumpyType`, a shape, rows or columns first."""
+        code = kind.code if isinstance(kind, NumpyType) else str(kind)
+        dtype = dtype_from_numpy(code)
+        if dtype is None:
+            raise UnheldArrayError(f"a numpy array of type {code!r}")
+        self.dtype, self.shape = dtype, tuple(shape)
+        self._code, self._order, self.data = kind.order + code, order, bytes(data)
+        if len(self.data) != math.prod(self.shape) * self.dtype.itemsize:
+            raise pickle.UnpicklingError(f"{len(self.data)} bytes of an array of shape {self.shape}")
+
+    def read(self, box: Box) -> np.ndarray:
+        """A box of its items, little-endian, as raw bits."""
+        import numpy as np
+
+        values = np.frombuffer(self.data, dtype=self._code).reshape(self.shape, order=self._order)  # type: ignore[call-overload]
+        part = values[box.slices()].astype(np.dtype(self._code).newbyteorder("<"))
+        raw: np.ndarray = np.ascontiguousarray(part).reshape(box.sizes or (1,)).view(self.dtype.raw)
+        return raw.reshape(box.sizes)
+
+
+def _empty_array(*_: Any) -> ArrayRef:
+    return ArrayRef()
+
+
+def _array_of_buffer(data: Any, kind: Any, shape: Any, order: str) -> ArrayRef:
+    """How protocol 5 writes an array."""
+    found = ArrayRef()
+    found.fill(data, kind, shape, order)
+    return found
+
+
+def _numpy_scalar(kind: Any, data: bytes) -> int | float | complex | bool:
+    """A number of numpy's as one of Python's, with the same value."""
+    letters = _NUMPY_NUMBERS.get(kind.code) if isinstance(kind, NumpyType) else None
+    if letters is None:
+        raise pickle.UnpicklingError(f"a numpy scalar of type {getattr(kind, 'code', kind)!r}")
+    found: tuple[Any, ...] = struct.unpack(kind.order + letters, data)
+    return complex(*found) if len(found) > 1 else found[0]
+
+
+_NUMPY_NUMBERS = {  # numpy's code -> the struct module's
+    "f2": "e",
+    "f4": "f",
+    "f8": "d",
+    "c8": "ff",
+    "c16": "dd",
+    "b1": "?",
+    **{
+        f"{sign}{size}": letter
+        for sign in "iu"
+        for size, letter in zip("1248", "bhiq" if sign == "i" else "BHIQ", strict=True)
+    },
+}
+_MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
+NUMBER_NAMES: dict[tuple[str, str], Any] = {
+    ("numpy", "dtype"): NumpyType,
+    **{(module, "scalar"): _numpy_scalar for module in _MULTIARRAY},
+}
+ARRAY_NAMES: dict[tuple[str, str], Any] = {
+    ("numpy", "ndarray"): ArrayRef,
+    **{(module, "_reconstruct"): _empty_array for module in _MULTIARRAY},
+    **{(module, "_frombuffer"): _array_of_buffer for module in ("numpy.core.numeric", "numpy._core.numeric")},
+}
+
+
+class UnreadObject:
+    """Takes whatever its pickle tells it, and keeps attributes alone."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        for part in state if isinstance(state, tuple) else (state,):  # (attributes, slots)
+            self.__dict__.update(part if isinstance(part, dict) else {})
+
+    def __call__(self, *args: Any, **options: Any) -> UnreadObject:
+        return UnreadObject()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Of a kind of dict."""
+
+    def append(self, item: Any) -> None:
+        """Of a kind of list."""
+
+    def extend(self, items: Any) -> None:
+        """Of a kind of list."""
+
+    def add(self, item: Any) -> None:
+        """Of a kind of set."""
+
+
+def unread_type(module: str, name: str) -> type[UnreadObject]:
+    """A stand-in for a class, or for a function, which becomes what it would have returned."""
+    return type(f"{module}.{name}", (UnreadObject,), {})  # never taken for one that is known
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is made of numbers, texts and containers of them alone."""
+    if isinstance(value, Mapping):
+        return all(is_plain(key) and is_plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+
 
 # What a damaged pickle may raise from inside the unpickler, by trial with flipped and missing bytes.
 _DAMAGE = (

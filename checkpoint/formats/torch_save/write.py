@@ -1,15 +1,429 @@
-"""Planning one torch.save file that holds a whole state, nested as it was."""
+"""Write torch.save files without torch: a pickle as opcodes, in a zip archive whose tensor bytes are streamed.
+
+    local header | data.pkl | ... | local header, padded | storage 0 | descriptor | ... | directory | end
+
+The pickle contains plain values, torch's records by name, and tensors as references to storage records of the archive
+(protocol 2, as torch.save writes; see `pickletools`). Sizes are known before the data is copied, checksums only
+afterwards. So a descriptor with the CRC-32 follows each storage (zip's way of streaming, and torch's), and the
+directory is computed last. Storages begin at multiples of 64 bytes, as torch writes them, so that
+``torch.load(mmap=True)`` gets aligned tensors. Format: PKWARE's APPNOTE, sections 4.3 and 4.5.3 (zip64).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
 
-from vescale_fsdp.checkpoint.formats.torch_save.archive_plan import plan_archive
-from vescale_fsdp.checkpoint.formats.torch_save.pickle_writer import TensorOut, dump_pickle
+from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import STORAGE_TYPES
 from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
-from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan, TensorItems, whole
+from vescale_fsdp.checkpoint.moves.plan import (
+    ComputedBytes,
+    Content,
+    CrcOf,
+    FilePlan,
+    FixedBytes,
+    OutputPlan,
+    TensorItems,
+    whole,
+)
 from vescale_fsdp.checkpoint.moves.tensor_view import repeated_dims, without_repeats
 from vescale_fsdp.checkpoint.state.nesting import Path, nest
+from vescale_fsdp.checkpoint.storage.checksums import CRC32
+from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.layout.dtypes import DType
+from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
+
+
+class Global(NamedTuple):
+    """Something importable, by name."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """What ``func(*args)`` returns when the pickle is read."""
+
+    func: Global
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class New:
+    """An instance of a record type, made without calling it, with this state (a dict, or what it takes)."""
+
+    cls: Global
+    state: Any
+
+
+@dataclass(frozen=True)
+class TensorOut:
+    """A row-major tensor that is the whole of one storage record, whose items may be repeated along some dims."""
+
+    storage_key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    repeated: tuple[int, ...] = ()
+
+
+_INT, _UINT = struct.Struct("<i").pack, struct.Struct("<I").pack
+_STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_TYPES.items()}
+
+
+def torch_dtype(dtype: DType) -> Global:
+    """torch's object for a type; raises ConversionError if torch has no such type."""
+    return Global("torch", dtype.required_torch_name)
+
+
+def torch_size(sizes: tuple[int, ...]) -> Call:
+    """A torch.Size."""
+    return Call(Global("torch", "Size"), (tuple(sizes),))
+
+
+def dump_pickle(value: Any, *, where: str) -> bytes:
+    """The pickle of a value made of plain Python data and the classes of this module.
+
+    Raises:
+        ConversionError: for anything else.
+    """
+    writer = _Writer(where)
+    writer.put(value)
+    return bytes(writer.out + b".")
+
+
+class _Writer:
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self.out = bytearray(b"\x80\x02")
+        self._memo: dict[Global | str, int] = {}
+        self._written: dict[object, bytes] = {}
+
+    def put(self, value: Any) -> None:
+        kind = type(value)
+        if kind not in _OPCODES_OF:
+            known = next((base for base in _OPCODES_OF if issubclass(kind, base)), None)
+            if known is None and not isinstance(value, Mapping):
+                raise self._refused(kind)
+            _OPCODES_OF[kind] = _OPCODES_OF[known or dict]
+        _OPCODES_OF[kind](self, value)
+
+    def _refused(self, kind: type) -> ConversionError:
+        return ConversionError(
+            "A value cannot be written in this format.",
+            expected="numbers, strings, bytes, lists, tuples, sets and dicts",
+            got=f"{kind.__module__}.{kind.__qualname__}",
+            where=self._where,
+            todo="leave the value out with --exclude",
+        )
+
+    def _put_constant(self, value: bool | None) -> None:
+        self.out += b"N" if value is None else b"\x88" if value else b"\x89"
+
+    def _put_int(self, value: int) -> None:
+        if -(2**31) <= value < 2**31:
+            self.out += b"J" + _INT(value)
+        else:
+            value = int(value)
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            self.out += b"\x8a" + bytes([len(data)]) + data
+
+    def _put_float(self, value: float) -> None:
+        self.out += b"G" + struct.pack(">d", value)
+
+    def _put_bytes(self, value: bytes) -> None:
+        self.put(Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
+
+    def _put_tuple(self, items: Iterable[Any]) -> None:
+        self.out += b"("
+        for item in items:
+            self.put(item)
+        self.out += b"t"
+
+    def _put_list(self, items: Iterable[Any]) -> None:
+        self.out += b"]("
+        for item in items:
+            self.put(item)
+        self.out += b"e"
+
+    def _put_complex(self, value: complex) -> None:
+        self.put(Call(Global("builtins", "complex"), (value.real, value.imag)))
+
+    def _put_set(self, items: Set[Any]) -> None:
+        # Sorted: the same bytes in every process, so that an interrupted conversion goes on.
+        self.put(Call(Global("builtins", type(items).__name__), (tuple(sorted(items, key=repr)),)))
+
+    def _put_mapping(self, mapping: Mapping[Any, Any]) -> None:
+        self.out += b"}("
+        for key, item in mapping.items():
+            self.put(key)
+            self.put(item)
+        self.out += b"u"
+
+    # Names repeat thousands of times in metadata: the second time a reference will do.
+
+    def _put_str(self, value: str) -> None:
+        if not self._put_reference(value):
+            data = value.encode("utf-8", "surrogatepass")
+            self._put_new(value, b"X" + _UINT(len(data)) + data)
+
+    def _put_global(self, value: Global) -> None:
+        if not self._put_reference(value):
+            self._put_new(value, f"c{value.module}\n{value.name}\n".encode())
+
+    def _put_reference(self, value: Global | str) -> bool:
+        place = self._memo.get(value)
+        if place is None:
+            return False
+        self.out += b"j" + _UINT(place)
+        return True
+
+    def _put_new(self, value: Global | str, opcodes: bytes) -> None:
+        self.out += opcodes + b"r" + _UINT(len(self._memo))
+        self._memo[value] = len(self._memo)
+
+    # So do sizes and types, which are written of nothing but references and numbers the second time.
+
+    def _put_again(self, key: object, write: Callable[[], None]) -> None:
+        """What ``write`` writes, from what it wrote before for the same key if that can be said again."""
+        known = self._written.get(key)
+        if known is not None:
+            self.out += known
+            return
+        start, names = len(self.out), len(self._memo)
+        write()
+        if len(self._memo) == names:
+            self._written[key] = bytes(self.out[start:])
+
+    def _put_call(self, value: Call) -> None:
+        def write() -> None:
+            self.put(value.func)
+            self.put(value.args)
+            self.out += b"R"
+
+        self._put_again(value, write)
+
+    def _put_instance(self, value: New) -> None:
+        def write() -> None:
+            self.put(value.cls)
+            self.out += b")\x81"
+            self.put(value.state)
+            self.out += b"b"
+
+        if type(value.state) is tuple:
+            self._put_again(value, write)
+        else:
+            write()
+
+    # A tensor is torch's call, whose first argument is a persistent id: only the key of the storage in it is new.
+
+    def _put_tensor(self, value: TensorOut) -> None:
+        dtype, shape = value.dtype, value.shape
+        kept = tuple(1 if dim in value.repeated else size for dim, size in enumerate(shape))
+        strides = tuple(
+            0 if dim in value.repeated else stride for dim, stride in enumerate(contiguous_strides(kept))
+        )
+        typed = _STORAGE_CLASSES.get(dtype.name)
+
+        def write_before() -> None:
+            self.put(Global("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3"))
+            self.out += b"(("
+            self.put("storage")
+            self.put(Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage"))
+
+        def write_after() -> None:
+            self.put("cpu")
+            self.put(numel_of(kept) * (1 if typed else dtype.itemsize))
+            self.out += b"tQ"
+            hooks = Call(Global("collections", "OrderedDict"), ())
+            for argument in (0, shape, strides, False, hooks):
+                self.put(argument)
+            if not typed:
+                self.put(torch_dtype(dtype))
+            self.out += b"tR"
+
+        self._put_again(dtype, write_before)
+        self.put(value.storage_key)
+        self._put_again((dtype, shape, value.repeated), write_after)
+
+
+# How the values of a type are written, and those of types made from it; the first that fits.
+_OPCODES_OF: dict[type, Callable[[_Writer, Any], None]] = {
+    type(None): _Writer._put_constant,
+    bool: _Writer._put_constant,
+    int: _Writer._put_int,
+    float: _Writer._put_float,
+    complex: _Writer._put_complex,
+    Global: _Writer._put_global,
+    str: _Writer._put_str,
+    bytes: _Writer._put_bytes,
+    tuple: _Writer._put_tuple,
+    list: _Writer._put_list,
+    dict: _Writer._put_mapping,
+    set: _Writer._put_set,
+    frozenset: _Writer._put_set,
+    Call: _Writer._put_call,
+    New: _Writer._put_instance,
+    TensorOut: _Writer._put_tensor,
+}
+
+
+_ALIGNMENT_BYTES = 64
+_MAX_32 = 0xFFFFFFFF
+_UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
+_VERSION_NEEDED = 45  # zip64
+_PADDING_TAG = b"FB"
+
+
+class _PlannedRecord(NamedTuple):
+    name: bytes
+    nbytes: int
+    offset: int  # of the local header, in the archive
+    crc: int  # 0 for a storage, whose stream tells
+    storage: int | None = None
+
+    @property
+    def is_wide(self) -> bool:
+        return self.nbytes >= _MAX_32
+
+    @property
+    def flags(self) -> int:
+        return _UTF8 | (_HAS_DESCRIPTOR if self.storage is not None else 0)
+
+
+def plan_archive(pickle: bytes, storages: Sequence[TensorItems], first_index: int) -> list[Content]:
+    """Contents of one archive; storage i is record ``data/i`` and content ``first_index + 2 * i + 1``.
+
+    Args:
+        pickle: the content of ``data.pkl``.
+        storages: the bytes of each storage.
+        first_index: number of contents before the archive in its file.
+    """
+    sizes = tuple(items.nbytes for items in storages)
+    # A checkpoint holds thousands of archives of one tensor, and few that differ in more than its items.
+    plan = (_small_archive if len(sizes) < 2 else _ArchivePlan)(pickle, sizes)
+    contents: list[Content] = [FixedBytes(plan.head)]
+    for number, items in enumerate(storages):
+        contents.append(TensorItems(items.view, items.start, items.stop, crc=CRC32))
+        nbytes = plan.nbytes_after(number)
+        contents.append(ComputedBytes(nbytes, partial(plan.after, number, first_index)))
+    return contents
+
+
+class _ArchivePlan:
+    """One archive: the bytes before its first storage, and those between a storage and the next, or the end."""
+
+    def __init__(self, pickle: bytes, sizes: tuple[int, ...]) -> None:
+        self._sizes = sizes
+        self._records: list[_PlannedRecord] = []
+        self._position = 0
+        self._fixed = [b""]  # before the first storage, behind its descriptor, behind that of the second, ...
+        self._add("data.pkl", pickle)
+        self._add(".format_version", b"1")
+        self._add(".storage_alignment", str(_ALIGNMENT_BYTES).encode())
+        self._add("byteorder", b"little")
+        for number, nbytes in enumerate(sizes):
+            self._add_storage(number, nbytes)
+        self._add("version", b"3\n")
+
+    def _add(self, name: str, data: bytes) -> None:
+        record = _PlannedRecord(f"archive/{name}".encode(), len(data), self._position, CRC32.of(data))
+        self._append(record, _local_header(record) + data)
+
+    def _add_storage(self, number: int, nbytes: int) -> None:
+        record = _PlannedRecord(f"archive/data/{number}".encode(), nbytes, self._position, 0, number)
+        self._append(record, _local_header(record))
+        self._position += nbytes + _descriptor_bytes(nbytes)
+        self._fixed.append(b"")
+
+    def _append(self, record: _PlannedRecord, data: bytes) -> None:
+        self._records.append(record)
+        self._fixed[-1] += data
+        self._position += len(data)
+
+    @property
+    def head(self) -> bytes:
+        """What comes before the first storage: everything, if there is none."""
+        return self._fixed[0] if self._sizes else self._fixed[0] + self._directory(lambda _: 0)
+
+    def nbytes_after(self, number: int) -> int:
+        """Bytes between a storage and the next, or the end."""
+        is_last = number == len(self._sizes) - 1
+        known = _descriptor_bytes(self._sizes[number]) + len(self._fixed[number + 1])
+        return known + (self._directory_bytes if is_last else 0)
+
+    def after(self, number: int, first_index: int, crc_of: CrcOf) -> bytes:
+        """Those bytes; the archive's first content is number ``first_index`` of its file."""
+
+        def crc_of_storage(storage: int) -> int:
+            return crc_of(first_index + 2 * storage + 1)
+
+        data = _descriptor(crc_of_storage(number), self._sizes[number]) + self._fixed[number + 1]
+        return data + self._directory(crc_of_storage) if number == len(self._sizes) - 1 else data
+
+    @cached_property
+    def _directory_bytes(self) -> int:
+        return len(self._directory(lambda _: 0))
+
+    def _directory(self, crc_of_storage: CrcOf) -> bytes:
+        entries = b"".join(
+            _directory_entry(record, record.crc if record.storage is None else crc_of_storage(record.storage))
+            for record in self._records
+        )
+        return entries + _end(len(self._records), len(entries), self._position)
+
+
+_small_archive = lru_cache(maxsize=256)(_ArchivePlan)
+
+
+def _local_header(record: _PlannedRecord) -> bytes:
+    """The header, padded so that the data begins at a multiple of the alignment."""
+    wide = struct.pack("<HHQQ", 1, 16, 0, 0) if record.is_wide else b""
+    fixed = 30 + len(record.name) + len(wide)
+    padding = -(record.offset + fixed + 4) % _ALIGNMENT_BYTES
+    extra = wide + _PADDING_TAG + struct.pack("<H", padding) + b"Z" * padding
+    known = record.nbytes if record.storage is None else _MAX_32 if record.is_wide else 0
+    fields = _shared_fields(record, record.crc, known, extra)
+    return struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", *fields) + record.name + extra
+
+
+def _shared_fields(record: _PlannedRecord, crc: int, nbytes: int, extra: bytes) -> tuple[int, ...]:
+    """What local header and directory say alike: version, flags, method, time, date, checksum, sizes, lengths."""
+    date = 0x21  # 1 January 1980: results do not depend on when they were made
+    lengths = (len(record.name), len(extra))
+    return (_VERSION_NEEDED, record.flags, 0, 0, date, crc, nbytes, nbytes, *lengths)
+
+
+def _descriptor(crc: int, nbytes: int) -> bytes:
+    form = "<4sIQQ" if nbytes >= _MAX_32 else "<4sIII"
+    return struct.pack(form, b"PK\x07\x08", crc, nbytes, nbytes)
+
+
+def _descriptor_bytes(nbytes: int) -> int:
+    return 24 if nbytes >= _MAX_32 else 16
+
+
+def _directory_entry(record: _PlannedRecord, crc: int) -> bytes:
+    wide = [record.nbytes, record.nbytes] if record.is_wide else []
+    far = record.offset >= _MAX_32
+    values = [*wide, *([record.offset] if far else [])]
+    extra = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+    fields = _shared_fields(record, crc, _MAX_32 if record.is_wide else record.nbytes, extra)
+    ends = (0, 0, 0, 0, _MAX_32 if far else record.offset)
+    head = struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", _VERSION_NEEDED, *fields, *ends)
+    return head + record.name + extra
+
+
+def _end(count: int, nbytes: int, start: int) -> bytes:
+    wide = b""
+    if count >= 0xFFFF or nbytes >= _MAX_32 or start >= _MAX_32:
+        wide = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, nbytes, start)
+        wide += struct.pack("<4sIQI", b"PK\x06\x07", 0, start + nbytes, 1)
+    short = (min(count, 0xFFFF), min(count, 0xFFFF), min(nbytes, _MAX_32), min(start, _MAX_32))
+    return wide + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, *short, 0)
 
 
 def plan_torch(state: CarriedState, file: str) -> OutputPlan:

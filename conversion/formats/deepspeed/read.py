@@ -1,29 +1,109 @@
-"""Reading the checkpoints of DeepSpeed's ZeRO-1, 2 and 3, and its universal ones, by range and without DeepSpeed.
+"""Read checkpoints of DeepSpeed's ZeRO-1, 2 and 3, and its universal ones, by range and without DeepSpeed.
 
-The model is what DeepSpeed's own ``zero_to_fp32.py`` makes of a checkpoint, and more: of parameters that are trained
-the fp32 masters (their 16-bit copies, which differ by rounding alone, are not read); buffers, and parameters that are
-not trained, in the type in which they were saved; ties as ties. The optimizer's moments, steps and options are named
-after the parameters, as torch names them.
+The model is what DeepSpeed's ``zero_to_fp32.py`` produces, and more. Trained parameters are their fp32 masters; the
+16-bit copies, which are their rounding, are not read. Buffers and frozen parameters keep the saved type. Ties stay.
+The optimizer's moments, steps and options are named after the parameters, as torch names them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from vescale_fsdp.checkpoint.formats.torch_save.found_entries import FoundEntries
+from vescale_fsdp.checkpoint.formats.torch_save.found_entries import FoundEntries, OpenedFile
 from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef
+from vescale_fsdp.checkpoint.formats.torch_save.read import HeldTensor, differing_files, is_tensor_ref
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor
-from vescale_fsdp.checkpoint.state.nesting import Path
+from vescale_fsdp.checkpoint.state.nesting import Path, flatten
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.deepspeed.flat_partitions import runs_of_parameters
-from vescale_fsdp.conversion.formats.deepspeed.model_file import ModelFile
-from vescale_fsdp.conversion.formats.deepspeed.universal_folder import UniversalFolder
 from vescale_fsdp.conversion.formats.deepspeed.zero_files import ZeroFiles
-from vescale_fsdp.conversion.formats.deepspeed.zero_shards import Shapes, ZeroShards, tensor_of_runs
+from vescale_fsdp.conversion.formats.deepspeed.zero_shards import (
+    Shapes,
+    UniversalFolder,
+    ZeroShards,
+    runs_of_parameters,
+    tensor_of_runs,
+)
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
+
+# What is read here, or is true of the run that saved alone.
+_OWN = {
+    *("module", "optimizer", "param_shapes", "buffer_names", "shared_params", "frozen_param_shapes"),
+    *("frozen_param_fragments", "ds_config", "ds_version", "dp_world_size", "mp_world_size", "num_experts"),
+    *("universal_checkpoint_info", "checkpoint_parallel_dimensions", "ds_autoep_layers", "autoep_layers"),
+}
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """One such file.
+
+    Args:
+        opened: the file.
+        module: its state dict: tensors, empty ones where ZeRO-3 has cut them.
+        shapes: of trained parameters by group; None without ZeRO.
+        frozen: of the others; of ZeRO-2 and 3.
+        fragments: a rank's part of each of these, flat.
+        shared: names that are tied to another -> that one.
+    """
+
+    opened: OpenedFile
+    module: Mapping[str, Any]
+    shapes: list[dict[str, Shape]] | None
+    frozen: Mapping[str, Shape]
+    fragments: Mapping[str, Any]
+    shared: Mapping[str, str]
+
+    @classmethod
+    def read(cls, store: Storage, file: str) -> ModelFile:
+        """One of a store.
+
+        Raises:
+            CorruptCheckpointError: if it is none of DeepSpeed's.
+        """
+        opened = OpenedFile.open(store, file)
+        content = opened.content
+        module, shapes = content.get("module"), content.get("param_shapes")
+        if not isinstance(module, Mapping):
+            raise opened.damaged("a state dict under module", type(module).__name__)
+        if shapes is not None:
+            shapes = [dict(group) for group in ([shapes] if isinstance(shapes, Mapping) else shapes)]
+        return cls(
+            opened,
+            module,
+            shapes,
+            content.get("frozen_param_shapes") or {},
+            content.get("frozen_param_fragments") or {},
+            content.get("shared_params") or {},
+        )
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Worth telling people."""
+        content = self.opened.content
+        return {"deepspeed": str(content.get("ds_version")), "global steps": str(content.get("global_steps"))}
+
+    @cached_property
+    def rest(self) -> dict[Path, Any]:
+        """Everything that is not DeepSpeed's own: counters, schedulers, what the user handed in."""
+        found = {k: v for k, v in self.opened.content.items() if k not in _OWN and v is not None}
+        return flatten(found, is_tensor_ref)
+
+    def differs(self, path: Path, others: list[ModelFile]) -> bool:
+        """Whether ranks have other values than this one at a path of `rest`."""
+        leaf = self.rest[path]
+        theirs = [other.rest.get(path) for other in others]
+        if not is_tensor_ref(leaf):
+            return any(is_tensor_ref(other) or other != leaf for other in theirs)
+        held = [HeldTensor(m.opened.file, m.opened.archive, m.rest.get(path)) for m in (self, *others)]
+        return not all(map(is_tensor_ref, theirs)) or bool(differing_files(held))
+
 
 # What a file that lacks a key, or has another thing there, may raise while it is read.
 _DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)

@@ -1,34 +1,127 @@
-"""Masters and moments of ZeRO-1, 2 and 3, put together from what each rank holds of them.
+"""Whole parameters and moments of ZeRO-1, 2 and 3 from the ranks' flat tensors, or from a universal checkpoint.
 
     single_partition_of_fp32_groups | fp32_flat_groups     masters: flat tensors, one per group of parameters
-    base_optimizer_state | optimizer_state_dict            torch's state of those: moments as flat, steps, options
+    base_optimizer_state | optimizer_state_dict            torch's state of those: flat moments, steps, options
 
-Names and shapes come from the file of the model. That all fits is proven: the parts' sizes, and what the ranks
-themselves say of where parameters lie.
+    ZeRO-1, 2   one row of all parameters of a group, cut into a part per rank; parts may end inside a parameter
+                a a a a|a b b b|b c . .          ranks 0, 1, 2; the padding at the end is not stored
+
+    ZeRO-3      each parameter is cut into equal parts, one per rank, the last ones padded; a rank's parts make its row,
+                which is stored in several tensors
+                rank 0  a a a b b c      rank 1  a a . b b c      rank 2  . . . b . .
+
+    universal   zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt     a tensor, or a dict with `param`; flat after ZeRO-3
+                zero/NAME/step.pt                                a number
+                zero/optimizer_state.pt                          the optimizer's groups
+
+Names and shapes come from the model file. Sizes of the parts are checked against them, and so are the addresses that
+ranks record for their parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from vescale_fsdp.checkpoint.formats.torch_save.found_entries import FlatTensor, FoundEntries, OpenedFile
 from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.deepspeed.flat_partitions import (
-    FlatRun,
-    padded_ends,
-    runs_of_groups,
-    runs_of_parameters,
-)
 from vescale_fsdp.conversion.formats.deepspeed.zero_files import ZeroFiles
 from vescale_fsdp.errors import ConversionError
-from vescale_fsdp.layout.geometry import boxes_of_range
+from vescale_fsdp.layout.geometry import boxes_of_range, whole_box
+
+
+class FlatRun(NamedTuple):
+    """Elements of a parameter, one after the other, in one of a rank's flat tensors.
+
+    Args:
+        first: the run's first element, in the flattened parameter.
+        numel: how many.
+        rank: whose.
+        part: which of the rank's tensors.
+        start: where in it.
+    """
+
+    first: int
+    numel: int
+    rank: int
+    part: int
+    start: int
+
+
+def runs_of_groups(
+    numels: Sequence[int], paddings: Sequence[int], group: int, parts: Sequence[int]
+) -> list[list[FlatRun]]:
+    """Runs of each parameter of one group of ZeRO-1 or 2.
+
+    Args:
+        numels: of its parameters, in their order in the row.
+        paddings: elements behind each.
+        group: its number, which is that of the ranks' tensors.
+        parts: elements that each rank holds.
+
+    >>> runs_of_groups([5, 4], [0, 0], 0, [4, 4, 1])[1]
+    [FlatRun(first=0, numel=3, rank=1, part=0, start=1), FlatRun(first=3, numel=1, rank=2, part=0, start=0)]
+    """
+    found, at, ends = [], 0, list(accumulate(parts))
+    for numel, padding in zip(numels, paddings, strict=True):
+        cut = _cut(ends, at, at + numel)
+        found.append(
+            [FlatRun(low - at, high - low, rank, group, low - start) for rank, start, low, high in cut]
+        )
+        at += numel + padding
+    return found
+
+
+def runs_of_parameters(numels: Sequence[int], ranks: int, parts: Sequence[int]) -> list[list[FlatRun]]:
+    """Runs of each parameter of ZeRO-3.
+
+    Args:
+        numels: of all parameters, in their order in the rows.
+        ranks: how many share each.
+        parts: elements of each tensor that a rank's row is stored in.
+
+    >>> runs_of_parameters([5, 5], 3, [4])[1][2]
+    FlatRun(first=4, numel=1, rank=2, part=0, start=2)
+    """
+    found, at, ends = [], 0, list(accumulate(parts))
+    for numel in numels:
+        share = -(-numel // ranks)
+        runs: list[FlatRun] = []
+        for rank in range(ranks):
+            first, held = rank * share, min(share, numel - rank * share)
+            cut = _cut(ends, at, at + held)
+            runs += [
+                FlatRun(first + low - at, high - low, rank, n, low - start) for n, start, low, high in cut
+            ]
+        found.append(runs)
+        at += share
+    return found
+
+
+def padded_ends(numel: int, align: int) -> int:
+    """A number of elements with padding at the end.
+
+    >>> padded_ends(9, 4)
+    12
+    """
+    return -(-numel // align) * align
+
+
+def _cut(ends: Sequence[int], low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
+    """A range of tensors that lie one after the other and end there: (number, where it begins, from, to) of each."""
+    number = bisect_right(ends, low)
+    while low < high and number < len(ends):
+        yield number, ends[number - 1] if number else 0, low, min(high, ends[number])
+        low, number = ends[number], bisect_right(ends, ends[number])
+
 
 Shapes = list[dict[str, tuple[int, ...]]]  # of the parameters of each group, in order
 
@@ -264,3 +357,69 @@ def add_param_groups(
             if option == "params":
                 value = [name for part in value for name in shapes[part]]
             entries.add_all((*path, option), value, opened)
+
+
+_WEIGHT, _STEP = "fp32", "step"
+
+
+class UniversalFolder:
+    """Parameters of a universal checkpoint.
+
+    Args:
+        store: where the files are.
+        files: which.
+        shapes: of the parameters that are trained, as the file of the model knows them.
+    """
+
+    def __init__(self, store: Storage, files: ZeroFiles, shapes: Shapes) -> None:
+        self._store, self._files, self._shapes = store, files, shapes
+        self._shape = {name: shape for group in shapes for name, shape in group.items()}
+        common = f"{files.folder}zero/optimizer_state.pt"
+        self._common = OpenedFile.open(store, common) if store.size(common) is not None else None
+
+    def weight(self, name: str, path: Path) -> StoredTensor:
+        """A parameter's masters.
+
+        Raises:
+            CorruptCheckpointError: if its folder is not there.
+        """
+        return self._tensor(name, _WEIGHT, path)
+
+    def _tensor(self, name: str, kind: str, path: Path) -> StoredTensor:
+        opened = OpenedFile.open(self._store, f"{self._files.folder}zero/{name}/{kind}.pt")
+        content = opened.archive.content
+        ref = content.get("param") if isinstance(content, Mapping) else content
+        if not isinstance(ref, TensorRef):
+            raise opened.damaged("a tensor", type(ref).__name__)
+        shape = self._shape[name]
+        if len(ref.shape) == len(shape):  # in its own shape, which may be less than was padded
+            return opened.tensor(path, ref)
+        if ref.shape != (math.prod(shape),):
+            raise opened.damaged(f"{math.prod(shape)} elements, of shape {shape}", f"shape {ref.shape}")
+        flat = opened.flat(ref)
+        return StoredTensor(TensorInfo(name_of(path), shape, flat.dtype), (flat.chunk(whole_box(shape), 0),))
+
+    def add_optimizer(self, entries: FoundEntries) -> None:
+        """The optimizer's state by parameter."""
+        common = self._common.content if self._common is not None else {}
+        states = (common.get("optimizer_state_dict") or {}).get("state") or {}
+        groups = common.get("param_groups") or ()
+        for number, group in enumerate(self._shapes):
+            options: Mapping[str, Any] = next((g for g in groups if number in g["params"]), {})
+            step = states.get(number, {}).get(_STEP, options.get(_STEP))
+            for name in group:
+                self._add_state(entries, name, step)
+        if self._common is not None:
+            add_param_groups(entries, groups, self._shapes, self._common)
+
+    def _add_state(self, entries: FoundEntries, name: str, step: Any) -> None:
+        found = [file.rpartition("/")[2].removesuffix(".pt") for file in self._files.parameters[name]]
+        moments = [kind for kind in found if kind not in (_WEIGHT, _STEP)]
+        for kind in moments:
+            path = ("optimizer", "state", name, kind)
+            entries.add_tensor(path, self._tensor(name, kind, path))
+        if _STEP in found:
+            opened = OpenedFile.open(self._store, f"{self._files.folder}zero/{name}/{_STEP}.pt")
+            entries.add_step(("optimizer", "state", name, _STEP), opened.archive.content, opened)
+        elif moments and step is not None and self._common is not None:
+            entries.add_step(("optimizer", "state", name, _STEP), step, self._common)

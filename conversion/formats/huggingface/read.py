@@ -1,4 +1,9 @@
-"""Reading Hugging Face folders and single safetensors files."""
+"""Read Hugging Face folders and single safetensors files.
+
+model.safetensors, or an index and its files      transformers, diffusers
+shard-0000R-model-0000I-of-0000N.safetensors      one file per rank: transformers 5, torch's HuggingFaceStorageWriter
+pytorch_model.bin, pytorch_model_fsdp.bin         torch.save files: before safetensors, and what accelerate gathers
+"""
 
 from __future__ import annotations
 
@@ -19,12 +24,64 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
     single_of,
     stem_in,
 )
-from vescale_fsdp.conversion.formats.huggingface.safetensors import joined_metadata, read_tensors
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import equal_bytes
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
-from vescale_fsdp.layout.geometry import Box
+from vescale_fsdp.layout.geometry import Box, whole_box
+from vescale_fsdp.layout.safetensors_header import read_header
+
+
+def joined_metadata(files: Mapping[str, Mapping[str, str]], where: str) -> dict[str, str]:
+    """The ``__metadata__`` of a model's files as one: equal values once, lists of JSON (torchao's ``tensor_names``) one
+    after the other.
+
+    Raises:
+        ConversionError: if files say different things under one key.
+    """
+    found: dict[str, str] = {}
+    for file, metadata in files.items():
+        for key, value in metadata.items():
+            before = found.setdefault(key, value)
+            if before == value:
+                continue
+            lists = [_json_list(before), _json_list(value)]
+            if lists[0] is None or lists[1] is None:
+                raise ConversionError(
+                    "The __metadata__ of a model's files disagree.",
+                    expected=f"{key}: {before:.100}",
+                    got=f"{value:.100}",
+                    where=f"{where}/{file}",
+                    todo="convert the files one by one, or copy the folder again from where it was made",
+                )
+            found[key] = json.dumps(list(dict.fromkeys([*lists[0], *lists[1]])))
+    return found
+
+
+def _json_list(text: str) -> list[str] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, list) and all(isinstance(item, str) for item in value) else None
+
+
+def read_tensors(store: Storage, file: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors of a file, and its ``__metadata__``; checks that they tile the file exactly.
+
+    Raises:
+        CorruptCheckpointError: if the file is truncated or not a safetensors file.
+    """
+    entries, metadata = read_header(
+        partial(store.read, file), store.required_info(file).size_bytes, f"{store.where}/{file}"
+    )
+    tensors = {}
+    for name, entry in entries.items():
+        info = TensorInfo(name, entry.shape, entry.dtype)
+        chunk = StoredChunk(whole_box(entry.shape), file, entry.start_bytes, entry.nbytes)
+        tensors[name] = StoredTensor(info, (chunk,) if info.numel else ())
+    return tensors, metadata
+
 
 # One rank's part of a model, as torch's safetensors writer names them.
 _SHARD_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -269,3 +326,25 @@ def _disagree(store: Storage, index_file: str, name: str, expected: str, got: st
         where=f"{store.where}/{index_file}",
         todo="copy the folder again from where it was made, or convert it again",
     )
+
+
+_STEMS = ("pytorch_model", "diffusion_pytorch_model", "pytorch_model_fsdp")
+
+
+def open_bin_folder(store: Storage, open_file: Callable[[str], Source]) -> Source:
+    """Open a folder with ``pytorch_model.bin``, ``pytorch_model_fsdp.bin``, or an index and its shards; ``open_file``
+    opens one of them.
+
+    Raises:
+        ConversionError: if a file holds no dict of tensors, or its pickle names more than tensors need.
+        CorruptCheckpointError: if index and files disagree or a file is damaged.
+    """
+    indices = [f"{stem}.bin.index.json" for stem in _STEMS]
+    index = next((file for file in indices if store.size(file) is not None), None)
+    mapped = None if index is None else weight_map(store, index)
+    alone = next(
+        (f"{stem}.bin" for stem in _STEMS if store.size(f"{stem}.bin") is not None), f"{_STEMS[0]}.bin"
+    )
+    files = [alone] if mapped is None else sorted(set(mapped.values()))
+    tensors, notes = joined_files(store, files, mapped, lambda file: open_file(file).tensors, index or alone)
+    return Source("bin", store, tensors, facts={"weight files": str(len(files))}, warnings=notes)

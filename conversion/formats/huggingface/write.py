@@ -1,25 +1,176 @@
-"""Planning a Hugging Face model repository from any source.
+"""Write a Hugging Face model repository: the files, their headers and the index.
 
-What goes in: the model's tensors under their own names, an index if there are several files, and every
-file of ``assets`` that goes along (config, tokenizer, code, licence). What stays out, always reported: optimizer
-state, other training state, and the twin of a tied weight.
+    u64 little-endian N | N bytes of JSON, padded with spaces to a multiple of 8 | data, tensor after tensor
+
+A file is written front to back: shapes and types are known before any data is read, so the header comes first and
+names every offset. The order of the data is that of the safetensors library (widest type first, then by name), so the
+files are the same byte for byte. Format: README of huggingface/safetensors.
+
+The result contains the model's tensors under their own names, an index if there are several files, and the files of
+``assets`` (config, tokenizer, code, licence). Optimizer state, other training state and the second name of a tied
+weight are left out and reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from vescale_fsdp.checkpoint.moves.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets
 from vescale_fsdp.conversion.formats.huggingface.repository import (
-    index_bytes,
     index_of,
     is_weight_file,
-    plan_shards,
+    natural_key,
+    single_of,
     stem_of,
 )
-from vescale_fsdp.conversion.formats.huggingface.safetensors import make_header
+from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.layout.dtypes import DTYPES
+from vescale_fsdp.layout.safetensors_header import MAX_HEADER_BYTES
+
+_ALIGNMENT_BYTES = 8
+
+
+_RANK_OF_DTYPE = {dtype: rank for rank, dtype in enumerate(DTYPES)}
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """A finished header and where each tensor's bytes go.
+
+    Args:
+        data: everything before the tensors: length, JSON, padding.
+        offsets: byte offset in the file of each tensor, in file order.
+        nbytes: size of the whole file.
+    """
+
+    data: bytes
+    offsets: Mapping[str, int]
+    nbytes: int
+
+
+def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None = None) -> SafetensorsHeader:
+    """Header of a file with these tensors; ``metadata`` defaults to what Hugging Face loaders expect.
+
+    Raises:
+        ConversionError: for a type the format lacks, a shape it cannot record, a name of the format's own, or too many
+            tensors.
+    """
+    ordered = sorted(infos, key=lambda info: (-_RANK_OF_DTYPE[info.dtype], info.name))
+    table: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    starts: dict[str, int] = {}
+    position = 0
+    for info in ordered:
+        if info.name in table:
+            raise ConversionError(
+                "A tensor has a name that safetensors files keep for themselves.",
+                expected="names other than __metadata__, each once",
+                got=info.name,
+                todo=f"leave it out with --exclude {info.name!r}, or convert to another format",
+            )
+        if info.dtype.code is None:
+            raise ConversionError(
+                "The safetensors format has no such element type.",
+                expected="a type of the safetensors format",
+                got=info.dtype.name,
+                where=f"tensor {info.name}",
+                todo=f"leave it out with --exclude {info.name!r}, or convert to another format",
+            )
+        table[info.name] = {
+            "dtype": info.dtype.code,
+            "shape": list(info.dtype.to_header_shape(info.shape)),
+            "data_offsets": [position, position + info.nbytes],
+        }
+        starts[info.name] = position
+        position += info.nbytes
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ConversionError(
+            "There are too many tensors for one safetensors file.",
+            expected=f"a header of at most {MAX_HEADER_BYTES} bytes",
+            got=f"{len(text)} bytes for {len(starts)} tensors",
+            todo="choose a smaller --max-shard-size",
+        )
+    data = len(text).to_bytes(8, "little") + text
+    return SafetensorsHeader(
+        data, {name: len(data) + start for name, start in starts.items()}, len(data) + position
+    )
+
+
+MAX_INDEX_BYTES = 10 * 2**20  # huggingface_hub refuses a larger index
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One weight file: its name and what it holds."""
+
+    file: str
+    infos: tuple[TensorInfo, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors, without the header."""
+        return sum(info.nbytes for info in self.infos)
+
+
+def plan_shards(
+    infos: Iterable[TensorInfo], max_shard_bytes: int, stem: str = "model"
+) -> tuple[ShardPlan, ...]:
+    """Spread tensors over files of at most ``max_shard_bytes`` bytes; a larger tensor gets its own.
+
+    Raises:
+        ConversionError: if the limit is not positive.
+    """
+    if max_shard_bytes <= 0:
+        raise ConversionError(
+            "The shard size limit cannot be met.",
+            expected="a positive number of bytes",
+            got=max_shard_bytes,
+            todo="pass a --max-shard-size such as 5GB",
+        )
+    groups: list[list[TensorInfo]] = [[]]
+    filled = 0
+    for info in sorted(infos, key=lambda info: natural_key(info.name)):
+        if groups[-1] and filled + info.nbytes > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(info)
+        filled += info.nbytes
+    if len(groups) == 1:
+        return (ShardPlan(single_of(stem), tuple(groups[0])),)
+    count = len(groups)
+    return tuple(
+        ShardPlan(f"{stem}-{i:05d}-of-{count:05d}.safetensors", tuple(group))
+        for i, group in enumerate(groups, 1)
+    )
+
+
+def index_bytes(shards: Sequence[ShardPlan]) -> bytes:
+    """The index file of several shards.
+
+    Raises:
+        ConversionError: if loaders would refuse it for its size.
+    """
+    weight_map = {info.name: shard.file for shard in shards for info in shard.infos}
+    index = {
+        "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    if len(data) > MAX_INDEX_BYTES:
+        raise ConversionError(
+            "The index of this model would be too large for Hugging Face loaders.",
+            expected=f"at most {MAX_INDEX_BYTES} bytes",
+            got=f"{len(data)} bytes for {len(weight_map)} tensors",
+            todo="use one file: --max-shard-size 1000GB",
+        )
+    return data
 
 
 def plan_hf(

@@ -90,7 +90,6 @@ OF_HELP = {
     "vescale_fsdp.conversion.cli.commands",
     "vescale_fsdp.conversion.cli.main",
     "vescale_fsdp.conversion.cli.options",
-    "vescale_fsdp.conversion.cli.summary",
     "vescale_fsdp.conversion.formats.table",
     "vescale_fsdp.errors",
     "vescale_fsdp.formats",

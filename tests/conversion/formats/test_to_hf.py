@@ -26,7 +26,7 @@ from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets
-from vescale_fsdp.conversion.formats.huggingface.repository import plan_shards
+from vescale_fsdp.conversion.formats.huggingface.write import plan_shards
 from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch

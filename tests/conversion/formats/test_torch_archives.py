@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from vescale_fsdp.checkpoint.formats.torch_save.archive_plan import plan_archive
 from vescale_fsdp.checkpoint.formats.torch_save.archive_reader import TorchArchive
+from vescale_fsdp.checkpoint.formats.torch_save.write import plan_archive
 from vescale_fsdp.checkpoint.moves.plan import ComputedBytes, FilePlan, FixedBytes, TensorItems, whole
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo

@@ -23,7 +23,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion import diff
-from vescale_fsdp.conversion.cli.summary import summary
+from vescale_fsdp.conversion.cli.commands import summary
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert, plan_conversion
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.journal import Journal

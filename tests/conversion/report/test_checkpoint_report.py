@@ -16,9 +16,8 @@ from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, save
 from vescale_fsdp.conversion import open_source
 from vescale_fsdp.conversion.cli.commands import cli
-from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report
-from vescale_fsdp.conversion.report.report_page import report_page
-from vescale_fsdp.conversion.report.value_summary import ValueSummary, values_of
+from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report, report_page
+from vescale_fsdp.conversion.report.tensor_values import ValueSummary, values_of
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vescale_fsdp.conversion.report.report_page import report_page
+from vescale_fsdp.conversion.report.checkpoint_report import report_page
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(

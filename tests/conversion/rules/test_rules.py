@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from tests.support.dtype_zoo import same_bytes
 from tests.support.rule_cases import RULES, STACKED, convert_in_parts, deepseek, experts, hf_folder, llama
+from vescale_fsdp.conversion.rules.apply_to_tensors import evaluate
 from vescale_fsdp.conversion.rules.rule_file import Pattern, load_rules, shipped_rules
-from vescale_fsdp.conversion.rules.size_expressions import evaluate
 from vescale_fsdp.errors import ConversionError
 
 

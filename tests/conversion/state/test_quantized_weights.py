@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.dtype_zoo import same_bytes
-from vescale_fsdp.conversion.cli.summary import summary
+from vescale_fsdp.conversion.cli.commands import summary
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 

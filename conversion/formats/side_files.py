@@ -19,13 +19,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from vescale_fsdp.checkpoint.formats.torch_save.held_tensors import (
+from vescale_fsdp.checkpoint.formats.torch_save.read import (
     HeldTensor,
     box_reader,
     is_tensor_ref,
+    open_state_file,
     stored_tensor,
 )
-from vescale_fsdp.checkpoint.formats.torch_save.read import open_state_file
 from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of

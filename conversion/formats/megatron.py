@@ -1,19 +1,19 @@
-"""Reading Megatron's ``torch_dist`` checkpoints: torch.distributed.checkpoint with Megatron's own names.
+"""Read Megatron's ``torch_dist`` checkpoints: torch.distributed.checkpoint with Megatron's own names.
 
     .metadata, __0_0.distcp ..    decoder.layers.mlp.linear_fc1.weight                        [layers, ..]
                                   optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight
                                   decoder.layers.mlp.linear_fc1._extra_state/shard_0_4         pickled objects
     common.pt                     arguments, iteration, groups of the optimizer
 
-Names come out with layers one by one, as Megatron has them in memory, and norms in front of a projection under the name
-that Transformer Engine gives them, which Megatron mostly stores for its own too. As of DeepSpeed's checkpoints, fp32
-masters are the model where there are any: what is stored in 16 bits is their rounding.
+Megatron stacks layers that are alike in one tensor; they become one tensor per layer, as in memory. Norms in front of a
+projection get Transformer Engine's name, under which Megatron mostly stores its own too. fp32 masters, where there are
+any, are the model: the stored 16-bit weights are their rounding.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,8 +25,62 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.megatron.layer_stacks import LayerStacks
 from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.layout.geometry import Box
+
+_STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")
+
+
+@dataclass
+class LayerStacks:
+    """Takes stacks apart, and remembers where their layers came from.
+
+    Args:
+        locate: finds a stack's chunk in its file.
+    """
+
+    locate: Callable[[TensorInfo, StoredChunk], StoredChunk]
+    _origins: dict[tuple[str, int], tuple[TensorInfo, StoredChunk, int]] = field(default_factory=dict)
+
+    def layers(self, name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+        """The tensor by name, or each layer of it."""
+        match = _STACKED.fullmatch(name)
+        if match is None or not tensor.info.shape:
+            yield name, tensor
+            return
+        for layer in range(tensor.info.shape[0]):
+            info = TensorInfo(name, tensor.info.shape[1:], tensor.info.dtype)
+            chunks = (self._slice(tensor.info, chunk, layer) for chunk in tensor.chunks)
+            stored = StoredTensor(info, tuple(chunk for chunk in chunks if chunk is not None))
+            yield f"{match[1]}.{layer}.{match[2]}", stored
+
+    def _slice(self, stack: TensorInfo, chunk: StoredChunk, layer: int) -> StoredChunk | None:
+        """What a chunk of a stack holds of a layer."""
+        place = layer - chunk.box.offsets[0]
+        if not 0 <= place < chunk.box.sizes[0]:
+            return None
+        # A chunk is told by its file and offset, until it is located: layers in one chunk must differ there.
+        key = (chunk.file, chunk.offset + place)
+        self._origins[key] = (stack, chunk, place)
+        return replace(chunk, box=Box(chunk.box.offsets[1:], chunk.box.sizes[1:]), offset=key[1])
+
+    def located(self, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
+        """Where a chunk of a layer, or of what is no stack, lies in its file: for `Source.locate`."""
+        origin = self._origins.get((chunk.file, chunk.offset))
+        if origin is None:
+            return self.locate(info, chunk)
+        stack, whole, place = origin
+        found = self.locate(stack, whole)
+        first, *steps = found.steps
+        size = info.dtype.itemsize
+        return replace(
+            found,
+            box=chunk.box,
+            offset=found.offset + place * first * size,
+            nbytes=chunk.box.numel * size,
+            strides=tuple(steps),
+        )
+
 
 _COMMON_FILE = "common.pt"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+)\.(.+))?")

@@ -1,6 +1,6 @@
-"""What the values of a tensor are like, found piece by piece.
+"""Statistics of a tensor's values, and the distance between two tensors, added up piece by piece.
 
-The histogram counts magnitudes: a bin is two powers of two wide, so that one pass suffices whatever the range.
+The histogram counts magnitudes. A bin covers two powers of two, so one pass is enough for any range.
 
     bin 0    |x| < 2^-62        bin 31    2^-2 <= |x| < 2^0        bin 63    |x| >= 2^62
 """
@@ -83,4 +83,35 @@ class ValueSummary:
                 "norm": math.sqrt(self.squares),
                 "bins": [[[int(i), int(row[i])] for i in np.flatnonzero(row)] for row in self.bins],
             }
+        return found
+
+
+class ValueDistance:
+    """Distance of the pairs of values that were added; pairs of NaN are equal.
+
+    Attributes:
+        differing: values that are not equal.
+        largest: the largest distance of finite values.
+        squares, reference: sums of squared distances, and of squares of the other's values.
+    """
+
+    def __init__(self) -> None:
+        self.differing = 0
+        self.largest = self.squares = self.reference = 0.0
+
+    def add(self, ours: np.ndarray, others: np.ndarray) -> None:
+        """Compare a piece of each."""
+        a, b = ours.astype(np.float64), others.astype(np.float64)
+        self.differing += int(np.count_nonzero((a != b) & ~(np.isnan(a) & np.isnan(b))))
+        finite = np.isfinite(a) & np.isfinite(b)
+        distance = np.abs(a[finite] - b[finite])
+        self.largest = max(self.largest, float(distance.max(initial=0.0)))
+        self.squares += float(np.dot(distance, distance))
+        self.reference += float(np.dot(b[finite], b[finite]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; the relative distance is that of the norms, absent where the other is all zeros."""
+        found: dict[str, Any] = {"differing": self.differing, "max": self.largest}
+        if self.reference:
+            found["relative"] = math.sqrt(self.squares / self.reference)
         return found
