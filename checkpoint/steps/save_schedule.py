@@ -55,7 +55,7 @@ class Decision(NamedTuple):
     metric: float | None = None
 
 
-class _Round(NamedTuple):
+class _Announcement(NamedTuple):
     """An all-reduce in flight.
 
     Attributes:
@@ -99,7 +99,7 @@ class SaveSchedule:
         self._metrics: list[float] | None = None
         self._last_save_s = clock()
         self._last_step: int | None = None
-        self._pending: _Round | None = None
+        self._pending: _Announcement | None = None
         self._has_begun = False
         self._answered: tuple[int, float | None, _Answers] | None = None  # step, metric
         self._decided: Decision | None = None  # not saved yet
@@ -237,7 +237,7 @@ class SaveSchedule:
         error: BaseException | None = None,
         *,
         all_wait: bool = False,
-    ) -> _Round:
+    ) -> _Announcement:
         rank = self._coordinator.rank
         number = min(step, _LARGEST_STEP)
         steps = [(number << _RANK_BITS) + rank, (-number << _RANK_BITS) + rank]  # the newest and the oldest
@@ -249,9 +249,9 @@ class SaveSchedule:
             for wanted in (True, False)
         ]
         numbers = [(failed << _RANK_BITS) + rank if failed else 0, *steps, *both_ways(alike), *votes]
-        return _Round(step, all_wait, error, self._coordinator.begin_largest(numbers))
+        return _Announcement(step, all_wait, error, self._coordinator.begin_largest(numbers))
 
-    def _answers_of(self, current: _Round) -> dict[int, bool]:
+    def _answers_of(self, current: _Announcement) -> dict[int, bool]:
         """Each policy's answers of all ranks, combined by "any"; waits for them."""
         numbers = current.finish()
         (failed, newest, oldest), rest = numbers[:_HEAD], numbers[_HEAD:]
@@ -275,7 +275,7 @@ class SaveSchedule:
                 )
         return answers
 
-    def _raise_failed(self, current: _Round, kind: int, rank: int) -> NoReturn:
+    def _raise_failed(self, current: _Announcement, kind: int, rank: int) -> NoReturn:
         """Raise, after a policy has failed on a rank."""
         doing = f"asking the save policy about step {current.step}"
         try:
