@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from vescale_fsdp.checkpoint.manifest.structure import dump_json
+from vescale_fsdp.checkpoint.storage.checksums import hex_digest_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard
@@ -132,3 +134,9 @@ def assert_equal(expected: Any, found: Any, name: str = "") -> int:
         )
     assert expected == found, name
     return 0
+
+
+def sealed_manifest(data: dict[str, Any]) -> bytes:
+    """A manifest's file with a checksum that fits."""
+    content = dump_json({key: value for key, value in data.items() if key != "checksum"})
+    return content[:-1] + f',"checksum":"{hex_digest_of(content)}"}}'.encode()

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.support.checkpoint_states import erase
+from tests.support.checkpoint_states import erase, sealed_manifest
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import load, read_state, save, verify
 from vescale_fsdp.checkpoint.load import Verify
-from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, _checksum
+from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION
 from vescale_fsdp.checkpoint.save import Format
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, DamagedLoadError, PartialLoadError
@@ -150,9 +150,7 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], None], *, seal: bool = 
     file = path / "manifest.json"
     data = json.loads(file.read_text())
     change(data)
-    if seal:
-        data["checksum"] = _checksum(data)
-    file.write_text(json.dumps(data))
+    file.write_bytes(sealed_manifest(data) if seal else json.dumps(data).encode())
 
 
 def test_unsealed_edit_of_the_manifest(saved: Path) -> None:

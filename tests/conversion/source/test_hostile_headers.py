@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.checkpoint_states import sealed_manifest
 from vescale_fsdp.checkpoint import load, read_state, save
 from vescale_fsdp.checkpoint import verify as verify_native
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
-from vescale_fsdp.checkpoint.manifest.structure import dump_json
-from vescale_fsdp.checkpoint.storage.checksums import hex_digest_of
 from vescale_fsdp.conversion.cli import main as cli_main
 from vescale_fsdp.conversion.convert import convert
 from vescale_fsdp.conversion.formats.detect import open_source
@@ -50,12 +49,6 @@ def _safetensors(folder: Path, shape: str) -> Path:
     return file
 
 
-def _sealed(data: dict[str, Any]) -> bytes:
-    """A manifest's file with a checksum that fits."""
-    content = dump_json({key: value for key, value in data.items() if key != "checksum"})
-    return content[:-1] + f',"checksum":"{hex_digest_of(content)}"}}'.encode()
-
-
 def _native(folder: Path, shape: str) -> Path:
     """A checkpoint whose manifest has another shape, and a checksum that fits where one can be computed."""
     save(folder / "native", {"w": torch.zeros(1)})
@@ -63,7 +56,7 @@ def _native(folder: Path, shape: str) -> Path:
     text = re.sub(r'"shape":\[1\]', lambda _: f'"shape":{shape}', file.read_text())
     with suppress(ValueError, RecursionError):  # what is no JSON is refused whatever its checksum
         data = json.loads(text)
-        text = _sealed(data).decode()
+        text = sealed_manifest(data).decode()
     file.write_text(text)
     return folder / "native"
 
@@ -128,7 +121,7 @@ def test_ranks_that_no_job_has(tmp_path: Path) -> None:
     file = tmp_path / "c" / MANIFEST_NAME
     for ranks in (2**20, 2**24):
         data = json.loads(file.read_text()) | {"world_size": ranks}
-        file.write_bytes(_sealed(data))
+        file.write_bytes(sealed_manifest(data))
         with pytest.raises(CorruptCheckpointError):
             open_source(tmp_path / "c")
 

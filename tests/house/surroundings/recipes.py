@@ -25,8 +25,8 @@ from tests.support.distributed import cpu_mesh
 from vescale_fsdp import RaggedDTensor, RaggedShard, Rows, fully_shard, integrations, optim, quantize
 from vescale_fsdp import checkpoint as ck
 from vescale_fsdp import conversion as conv
+from vescale_fsdp import transfer as links_of
 from vescale_fsdp.checkpoint import DCP
-from vescale_fsdp.checkpoint import transfer as links_of
 from vescale_fsdp.transfer import Transfer, TransferPlan, describe_states, plan_transfer
 
 Call = Callable[[], Any]
