@@ -94,7 +94,10 @@ def exchange(
     free: list[torch.Tensor] = []  # memory is used again: fresh pages cost as much as a copy
 
     def memory() -> torch.Tensor:
-        return free.pop() if free else torch.empty(most_bytes + 1, dtype=torch.uint8, device="cpu")
+        try:
+            return free.pop()
+        except IndexError:  # asked for by the reading threads too: a look at the length may be outdated
+            return torch.empty(most_bytes + 1, dtype=torch.uint8, device="cpu")
 
     def bytes_of(turn: T, data: torch.Tensor) -> memoryview:
         return data.numpy().data.cast("B")[: size_of(turn)]
