@@ -139,7 +139,13 @@ def verify(
     except (CheckpointError, OSError) as error:
         return VerifyReport((Problem(MANIFEST_NAME, str(error)),))
     if not deep:
-        return verify(open_foreign(path), deep=False)
+        from vescale_fsdp.checkpoint.formats.source import open_native  # numpy
+
+        try:
+            source = open_native(storage)
+        except VescaleError as error:
+            return VerifyReport((Problem(MANIFEST_NAME, str(error)),))
+        return _verify_source(source, deep, progress)
     return _verify_own(storage, manifest, progress)
 
 

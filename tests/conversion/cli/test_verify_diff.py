@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from tests.support.dtype_zoo import zoo
-from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.checkpoint import save, verify
 from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.checks.diff import Tolerance, diff
 from vescale_fsdp.conversion.cli.main import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
@@ -39,6 +41,16 @@ def test_verify_accepts_what_torch_and_we_write(tmp_path: Path) -> None:
         assert (report.num_checksums > 80) == (name != "hf"), name
         assert verify(tmp_path / name) == report, name
         assert verify(tmp_path / name, deep=False).num_bytes == 0, name
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_verify_of_an_open_storage(tmp_path: Path, deep: bool) -> None:
+    """A good checkpoint has tensors and no problem; one that lacks a file has a problem, and nothing is raised."""
+    save(tmp_path / "c", {"w": torch.ones(4)})
+    assert verify(LocalStorage(tmp_path / "c"), deep=deep).num_tensors == 1
+    assert verify(LocalStorage(tmp_path / "c"), deep=deep).ok
+    next((tmp_path / "c").glob("data-*/*")).unlink()
+    assert len(verify(LocalStorage(tmp_path / "c"), deep=deep).problems) == 1
 
 
 def test_verify_reports_what_cannot_be_opened(tmp_path: Path) -> None:
