@@ -194,10 +194,10 @@ class _ViewLoader:
 
 
 def _share(pieces: Sequence[Sequence[SeenPieces]], rank: int) -> Iterator[SeenPieces]:
-    """What ranks have read, in parts, of ranges with one checksum: of those that this rank is to prove.
+    """The partially read checksum ranges that this rank verifies.
 
-    A record of a file, such as a whole matrix, has one checksum, and no rank wants all of it. One of those that read
-    some of it joins the checksums of all parts; what nobody wanted it reads.
+    A record of a file, such as a whole matrix, has one checksum, and each rank reads only some of it. One of these
+    ranks joins the checksums of all parts, and reads the bytes that no rank has read.
     """
     seen: dict[tuple[str, int], dict[int, SeenPieces]] = {}
     for reader, found in enumerate(pieces):
