@@ -1,4 +1,4 @@
-"""An FSDP runtime for PyTorch whose layout is data.
+"""An FSDP runtime for PyTorch with an explicit, serializable sharding layout.
 
 Use `fully_shard` in place of ``torch.distributed.fsdp.fully_shard``. Parameters are cut into equal shards
 without ever cutting a block, gathered and reduced without copies, and saved with their layout, so that any

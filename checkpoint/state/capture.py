@@ -364,7 +364,7 @@ class _LeafTaker(TreeSink):
         # A load gives an object what was stored for it without asking what it holds now: a data loader would start.
         if self._inside:
             raise CheckpointError(
-                "An object lies in the state of another one, inside a PerRank.",
+                "A Stateful object is nested in another one's state, inside a PerRank.",
                 expected="a state_dict() of plain values, tensors and containers",
                 got=f"a {type(value).__qualname__}",
                 where=dotted_name(name),

@@ -195,7 +195,7 @@ TARGET_OPTIONS = {
     ),
     "adapter_name": click.option("--adapter-name", help="Which adapter, if SRC holds several."),
     "no_assets": click.option(
-        "--no-assets", is_flag=True, help="Take no settings files along, of SRC's own neither."
+        "--no-assets", is_flag=True, help="Do not copy config or tokenizer files, not even SRC's own."
     ),
     "require_check": click.option(
         "--require-check",

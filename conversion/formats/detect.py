@@ -150,7 +150,7 @@ def _detect(folder: Storage, url: str) -> str:
 
 
 def _what_is_there(url: str) -> str:
-    """In the place of a checkpoint whose files are none that can be opened."""
+    """Describe a path that contains no readable checkpoint."""
     path = Path(url)
     if path.is_dir():
         lost = [each.name for each in path.iterdir() if each.is_symlink() and not os.path.exists(each)]
