@@ -7,14 +7,13 @@ are never cast; the scales of quantised weights only by a pattern that names the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
-from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, WrapperView
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
@@ -137,14 +136,13 @@ def _bad(expected: str, got: str) -> ConversionError:
 
 
 @dataclass(frozen=True)
-class CastView(TensorView):
+class CastView(WrapperView):
     """A float tensor in another float type.
 
     Args:
         lost: gets, by box, how many finite values of a box that was read became infinite.
     """
 
-    inner: TensorView
     dtype: DType
     lost: dict[Box, int] = field(default_factory=dict, compare=False, repr=False)
 
@@ -163,19 +161,6 @@ class CastView(TensorView):
         self.inner.read_into(box, raw)
         if lost := cast_into(raw, source, out, self.dtype):
             self.lost[box] = lost
-
-    def sources(self) -> Iterator[tuple[Source, str]]:
-        return self.inner.sources()
-
-    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
-        return self.inner.parts(box)
-
-    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
-        return self.inner.over(leaf)
-
-    @property
-    def stored(self) -> SourceView | None:
-        return self.inner.stored
 
     @property
     def overflows(self) -> int:

@@ -209,18 +209,10 @@ def _strided(flat: np.ndarray, piece: InputPiece, sizes: tuple[int, ...]) -> np.
 
 
 @dataclass(frozen=True)
-class RenamedView(TensorView):
-    """The same tensor under another name."""
+class WrapperView(TensorView):
+    """The items of one other view, each in its place."""
 
     inner: TensorView
-    name: str
-
-    @cached_property
-    def info(self) -> TensorInfo:
-        return TensorInfo(self.name, self.inner.info.shape, self.inner.info.dtype)
-
-    def read_into(self, box: Box, out: np.ndarray) -> None:
-        self.inner.read_into(box, out)
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         return self.inner.sources()
@@ -234,6 +226,20 @@ class RenamedView(TensorView):
     @property
     def stored(self) -> SourceView | None:
         return self.inner.stored
+
+
+@dataclass(frozen=True)
+class RenamedView(WrapperView):
+    """The same tensor under another name."""
+
+    name: str
+
+    @cached_property
+    def info(self) -> TensorInfo:
+        return TensorInfo(self.name, self.inner.info.shape, self.inner.info.dtype)
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        self.inner.read_into(box, out)
 
     @property
     def sameness(self) -> Hashable:
