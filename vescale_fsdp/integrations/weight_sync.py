@@ -249,7 +249,7 @@ class WholeTensors:
 
 
 def _every(source: StateDescription) -> dict[str, str]:
-    return {name: name for name in source.places_by_name}
+    return {name: name for name in source.numbers_by_name}
 
 
 def _prove_ranks(receivers: Sequence[int], world_size: int) -> None:

@@ -241,12 +241,12 @@ class Origin:
         for (name, codec), source in _coded_sources(plan).items():
             position = source.holders.position(rank)
             if position is not None:
-                region, flat = source.stored_region(position[0]), self._flats[source.place]
+                region, flat = source.stored_region(position[0]), self._flats[source.number]
                 self.coded[name, codec] = CodedTensor(codec, region, source.stored_shape, flat)
 
     def run(self, share: Share, numel: int) -> torch.Tensor:
         """The bytes of ``numel`` contiguous items that begin with a share's first item."""
-        flat = self._flats[self._plan.leaves[share.leaf].source.place]
+        flat = self._flats[self._plan.leaves[share.leaf].source.number]
         return flat[share.source : share.source + numel].view(torch.uint8)
 
     def pack(self, share: Share, out: torch.Tensor) -> None:
@@ -257,7 +257,7 @@ class Origin:
             coded = self.coded[placed.source.name, codec]
             coded.encode(out.view(share.sizes), share.sizes, share.source_strides, share.source)
             return
-        flat = self._flats[placed.source.place] if codec is None else self._scales_of(placed.source, codec)
+        flat = self._flats[placed.source.number] if codec is None else self._scales_of(placed.source, codec)
         if placed.narrowed:
             wire = out.view(dtype_named(placed.wire_dtype))
         else:

@@ -151,7 +151,7 @@ class Transfer:
             packed = [message.nbytes for message in self._messages if not message.is_in_place]
             self._buffer_bytes = max([*packed, plan.message_bytes if self._kept else 0])
             self._cut_blocks = CutBlocks(plan)
-            self._read_parts = parts_of(plan.source, (leaf.source.place for leaf in plan.leaves), own.rank)
+            self._read_parts = parts_of(plan.source, (leaf.source.number for leaf in plan.leaves), own.rank)
             self._filled_parts = parts_of(plan.target, (leaf.target for leaf in plan.leaves), own.rank)
         self._name = own.new_name()
         self._copies: dict[int, torch.Tensor] = {}
