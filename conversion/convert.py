@@ -14,6 +14,7 @@ from typing import Any
 from vescale_fsdp.checkpoint.moves.carried_state import CarriedState, model_state, whole_state
 from vescale_fsdp.checkpoint.moves.copying import Progress
 from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
+from vescale_fsdp.checkpoint.moves.run_plan import Outcome, run_plan
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, repeated_dims, without_repeats
@@ -28,7 +29,7 @@ from vescale_fsdp.conversion.formats.huggingface.assets import (
     own_settings,
 )
 from vescale_fsdp.conversion.formats.table import TARGETS
-from vescale_fsdp.conversion.run_plan import Execution, Outcome, Part
+from vescale_fsdp.conversion.run_plan import Part
 from vescale_fsdp.errors import ConversionError, some
 
 _ORDER_LOST = (
@@ -154,17 +155,20 @@ def convert(
             keep(check_written(report.plan, read))
 
         keep(check_planned(report.plan, asks="always" if chosen.run.dry_run else "doubt"))
-        announce(report.plan.tensor_nbytes)
-
-        execution = Execution(
+        run = chosen.run
+        outcome = run_plan(
             replace(report.plan, when_written=check_files),
+            source,
             target,
-            source_url=source.url,
-            options=chosen.run,
+            limits=run.limits,
+            overwrite=run.overwrite,
+            resume=run.resume,
+            dry_run=run.dry_run,
+            part=(run.part.index, run.part.count),
+            requested=chosen.asked(),
             progress=progress,
-            asked={"SRC": source.url, "files of SRC": source.fingerprint, **chosen.asked()},
+            announce=announce,
         )
-        outcome = execution.run()
         if outcome.published and not checked:  # by another part, or by a run before this one
             keep(check_planned(report.plan))
     warnings = (*report.warnings, *_overflows(report.state))

@@ -31,7 +31,6 @@ LEVELS = (
         "quantize",
         "checkpoint.ranks",
         "checkpoint.state",
-        "conversion.journal",
     ),
     ("checkpoint.moves",),
     (
