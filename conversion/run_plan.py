@@ -17,11 +17,9 @@ any time.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits, Progress, verify_rest, written_digest
@@ -30,87 +28,9 @@ from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, StagedFile, Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
+from vescale_fsdp.conversion.convert_options import ConvertOptions
 from vescale_fsdp.conversion.journal import Journal, is_journal, parts_of
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
-
-_MAX_PARTS = 65_536  # each part has a journal, which all others look for
-
-
-@dataclass(frozen=True)
-class Part:
-    """Which share of the files this process writes: ``index`` of ``count``, from 0.
-
-    Examples:
-        >>> Part.parse("2/8")
-        Part(index=2, count=8)
-    """
-
-    index: int = 0
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count <= _MAX_PARTS:
-            raise ConversionError(
-                "There is no such part.",
-                expected=f"--part I/N with 0 <= I < N, and N at most {_MAX_PARTS:,}",
-                got=f"{self.index}/{self.count}",
-                todo="number the parts from 0",
-            )
-
-    @classmethod
-    def parse(cls, text: str) -> Part:
-        """From ``i/n``, or ``env`` for the numbers that torchrun gives its processes.
-
-        Raises:
-            ConversionError: for any other text, and for an environment without those numbers.
-        """
-        if text.strip() == "env":
-            return cls._from_environment()
-        match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
-        if match is None:
-            raise ConversionError(
-                "This is not a valid part.",
-                expected="I/N, or env",
-                got=repr(text),
-                todo="write 0/4, for example",
-            )
-        return cls(int(match[1]), int(match[2]))
-
-    @classmethod
-    def _from_environment(cls) -> Part:
-        rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-        if not (rank.isdecimal() and count.isdecimal()):
-            raise ConversionError(
-                "The environment does not say which part is wanted.",
-                expected="RANK and WORLD_SIZE, numbers, as torchrun sets them",
-                got=f"RANK={rank!r}, WORLD_SIZE={count!r}",
-                where="--part env",
-                todo="start the command with torchrun, or pass --part I/N",
-            )
-        return cls(int(rank), int(count))
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """How a plan is carried out.
-
-    Args:
-        overwrite: replace what is in the target.
-        resume: go on where an interrupted run of the same plan stopped; start if there was none.
-        dry_run: check the target, write nothing.
-        part: this process's share.
-        limits: memory and threads.
-
-    Examples:
-        >>> RunOptions(resume=True, part=Part(0, 4)).dry_run
-        False
-    """
-
-    overwrite: bool = False
-    resume: bool = False
-    dry_run: bool = False
-    part: Part = field(default_factory=Part)
-    limits: CopyLimits = field(default_factory=CopyLimits)
 
 
 @dataclass(frozen=True)
@@ -129,9 +49,9 @@ def _may_be_result(plan: OutputPlan, store: Storage) -> bool:
     )
 
 
-def _require_shares(files: Sequence[str], part: Part, url: str) -> None:
+def _require_shares(files: Sequence[str], part: tuple[int, int], url: str) -> None:
     """Refuse to share files out in another way than a run that may still be at it: two would write the same one."""
-    counts = {parts_of(file) for file in files} - {None, part.count}
+    counts = {parts_of(file) for file in files} - {None, part[1]}
     if counts:
         others = (
             "no --part" if count == 1 else f"--part I/{count}" for count in sorted(filter(None, counts))
@@ -139,7 +59,7 @@ def _require_shares(files: Sequence[str], part: Part, url: str) -> None:
         raise ConversionError(
             "The interrupted conversion was shared out in another way.",
             expected=" or ".join(others),
-            got=f"part {part.index} of {part.count}",
+            got=f"part {part[0]} of {part[1]}",
             where=url,
             todo="resume with as many parts as it had, or start over with --overwrite",
         )
@@ -152,7 +72,8 @@ class Execution:
         plan: what is to be written.
         url: where to.
         source_url: what must not be written to.
-        options: how.
+        options: whether to overwrite and to resume, and this process's part.
+        limits: memory and threads.
         progress: called with bytes written since the last call, from several threads.
         asked: what the plan follows from, by the names that people know.
 
@@ -166,7 +87,8 @@ class Execution:
         url: str,
         *,
         source_url: str,
-        options: RunOptions,
+        options: ConvertOptions,
+        limits: CopyLimits,
         progress: Progress,
         asked: Mapping[str, str],
     ) -> None:
@@ -175,18 +97,18 @@ class Execution:
             source_url=source_url,
             single_file=plan.single_file,
             overwrite=options.overwrite,
-            resume=options.resume or options.part.count > 1,
+            resume=options.resume or options.part[1] > 1,
             is_result=lambda store: options.resume and _may_be_result(plan, store),
         )
         if not options.overwrite:
             _require_shares(self._old_files, options.part, url)
         self._url = url
-        self._plan, self._options, self._progress = plan, options, progress
-        count, fingerprint = options.part.count, plan.fingerprint()
-        stems = [stem] if count == 1 else [f"{stem}part-{index}-of-{count}" for index in range(count)]
+        self._plan, self._options, self._limits, self._progress = plan, options, limits, progress
+        (index, count), fingerprint = options.part, plan.fingerprint()
+        stems = [stem] if count == 1 else [f"{stem}part-{each}-of-{count}" for each in range(count)]
         self._journals = [Journal(self._store, each, fingerprint, asked) for each in stems]
-        self._mine = self._journals[options.part.index]
-        self._files = plan.files[options.part.index :: count]
+        self._mine = self._journals[index]
+        self._files = plan.files[index::count]
         self._outputs: dict[str, FileWriter] = {}
 
     def run(self) -> Outcome:
@@ -211,7 +133,7 @@ class Execution:
 
     def _write(self) -> Outcome:
         """`run`, from the moment that this process may write."""
-        kept, limits = self._keep_finished(), self._options.limits
+        kept, limits = self._keep_finished(), self._limits
         todo = [file for file in self._files if file.name not in kept]
         self._prove_room(todo)
         is_new = not self._mine.is_started
@@ -255,7 +177,7 @@ class Execution:
         except BaseException:
             self._store.folders.remove_empty()
             raise
-        if self._options.part.count > 1 or self._plan.single_file:
+        if self._options.part[1] > 1 or self._plan.single_file:
             return  # other parts write there; and one file is replaced whole
         listed = [name for name in self._store.list_files() if name != self._mine.name]
         new = [name for name in listed if name not in self._old_files and not is_leftover(name)]
@@ -280,7 +202,7 @@ class Execution:
             out = ComparedFile(self._store, file.name)
             return self._plan.wrap(file.name, out) if self._plan.wrap else out
 
-        limits = self._options.limits
+        limits = self._limits
         copier = Copier(limits, create, self._store.retrying, lambda _: None, lambda *_: None)
         try:
             copier.copy(self._files, in_order=self._in_order)
@@ -324,7 +246,7 @@ class Execution:
         def check(files: Shared[FilePlan]) -> None:
             intact.update(file.name for file in files if self._is_intact(file))
 
-        in_threads(self._options.limits.usable_threads, check, self._files)
+        in_threads(self._limits.usable_threads, check, self._files)
         return [file.name for file in self._files if file.name in intact]
 
     def _is_intact(self, file: FilePlan) -> bool:
@@ -362,7 +284,7 @@ class Execution:
         for journal in self._journals:
             if journal is not self._mine and not (journal.load() and journal.is_complete):
                 return self._is_published()
-        part = self._options.part
+        index, count = self._options.part
         staged: dict[str, StagedFile] = {}
         committed: list[str] = []
         try:
@@ -370,7 +292,7 @@ class Execution:
                 self._mine.require_mine()
             self._plan.when_written(self._read_written)
             for closing in self._plan.closing:  # what may fail comes before the first final name
-                staged[closing.name] = self._store.stage(closing.name, closing.pieces, str(part.index))
+                staged[closing.name] = self._store.stage(closing.name, closing.pieces, str(index))
             self._remove_old(leftovers=True)
             for file in self._plan.files:
                 self._store.rename(self._store.working_name(file.name), file.name)
@@ -380,7 +302,7 @@ class Execution:
         except BaseException:
             for ready in staged.values():
                 ready.abort()
-            for name in committed if part.count == 1 else ():  # another part may have committed the same
+            for name in committed if count == 1 else ():  # another part may have committed the same
                 self._store.remove(name)
             raise
         for name in self._staged_names.intersection(self._old_files):  # of a part that was killed here
@@ -398,7 +320,7 @@ class Execution:
     @cached_property
     def _staged_names(self) -> set[str]:
         """The names that closing files have, in any part, before their final ones."""
-        owners = () if self._store.in_order else range(self._options.part.count)
+        owners = () if self._store.in_order else range(self._options.part[1])
         closing = [file.name for file in self._plan.closing]
         return {self._store.working_name(name, str(owner)) for name in closing for owner in owners}
 
