@@ -38,7 +38,7 @@ LEVELS = (
         "checkpoint.formats.form",
         "checkpoint.steps",
         "conversion.state",
-        "conversion.run_plan",
+        "conversion.convert_options",
     ),
     ("checkpoint.formats.native",),
     ("checkpoint.formats.zarr", "checkpoint.formats.torch_save"),
