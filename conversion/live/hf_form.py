@@ -33,7 +33,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
 from vescale_fsdp.conversion.checks.class_check import check_planned
 from vescale_fsdp.conversion.convert import ConvertReport, plan_conversion
-from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
+from vescale_fsdp.conversion.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets, is_setting
 from vescale_fsdp.conversion.formats.huggingface.repository import BEING_WRITTEN, is_weight_file
 from vescale_fsdp.conversion.live.joint_files import MIN_BUDGET_BYTES, JointFiles
