@@ -474,7 +474,7 @@ def open_target(
         ConversionError: if the target is over, inside or around the source, of the wrong kind, or not empty
             (leftovers of an interrupted run do not count when resuming): where writing could harm anything.
     """
-    target, source = open_store(url).place, open_store(source_url).place
+    target, source = open_store(url).location, open_store(source_url).location
     shared = min(len(target), len(source))
     # A single file has nothing inside it, so only being inside the source, or the source, is harmful.
     if target[:shared] == source[:shared] and not (single_file and len(target) < len(source)):
