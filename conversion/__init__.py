@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
     from vescale_fsdp.conversion.formats.detect import open_source
     from vescale_fsdp.conversion.formats.table import KINDS, TARGETS
-    from vescale_fsdp.conversion.live.hf_form import HuggingFace
+    from vescale_fsdp.conversion.huggingface import HuggingFace
     from vescale_fsdp.conversion.rules.rule_file import RuleSet, load_rules, shipped_rules
     from vescale_fsdp.conversion.run_plan import Part, RunOptions
 
@@ -49,7 +49,7 @@ lazily_export(
         "vescale_fsdp.conversion.convert": "ConvertReport convert",
         "vescale_fsdp.checkpoint.moves.copying": "CopyLimits",
         "vescale_fsdp.conversion.checks.diff": "Difference Tolerance diff",
-        "vescale_fsdp.conversion.live.hf_form": "HuggingFace",
+        "vescale_fsdp.conversion.huggingface": "HuggingFace",
         "vescale_fsdp.conversion.run_plan": "Part RunOptions",
         "vescale_fsdp.conversion.rules.rule_file": "RuleSet load_rules shipped_rules",
         "vescale_fsdp.conversion.formats.convert_options": "ConvertOptions",
