@@ -1,8 +1,8 @@
 """Totals of all ranks: the bytes that each rank of a target takes from each set of ranks of a source.
 
-A *set* is ranks of the source that store the same part of a tensor. A *place* is the number of a part: its coordinates
-on the axes that cut the tensor, flattened, the first axis slowest. `Distribution.region` gives the region of one place.
-Totals over thousands of ranks need the regions of all places, and the number of items that each pair of places shares.
+A *set* is ranks of the source that store the same part of a tensor. A *cell* is the number of a part: its coordinates
+on the axes that cut the tensor, flattened, the first axis slowest. `Distribution.region` gives the region of one cell.
+Totals over thousands of ranks need the regions of all cells, and the number of items that each pair of cells shares.
 Closed formulas give both, and numpy evaluates them without a loop over ranks.
 """
 
@@ -24,9 +24,8 @@ from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.transfer.links import Leaf, PlacedLeaf
 
 Ints = npt.NDArray[np.int64]
-Overlaps = tuple[
-    Ints, Ints, Ints
-]  # 1D [pairs]: places of the source and of the target, and the items they share
+# 1D [pairs]: cells of the source and of the target, and how many items they share.
+Overlaps = tuple[Ints, Ints, Ints]
 _NO_INTS: Ints = np.zeros(0, np.int64)
 _MAX_PAIRS = 1 << 21  # pairs of boxes that are compared at once: some 16 MiB per column
 
@@ -66,8 +65,8 @@ class Demand:
 def demand_of(source: StateDescription, target: StateDescription, leaves: Sequence[PlacedLeaf]) -> Demand:
     """What every rank of a target takes from every set of a source."""
     overlaps = _OverlapCache(source, target)
-    ranks_at: dict[Holders, list[tuple[int, ...]]] = {}  # by place
-    # Bytes by places of the source and of the target, summed over tensors whose places are the same ranks.
+    ranks_at: dict[Holders, list[tuple[int, ...]]] = {}  # by cell
+    # Bytes by cells of the source and of the target, summed over tensors whose cells are the same ranks.
     sums: dict[tuple[Holders, Holders], Ints] = {}
     for leaf in leaves:
         key = leaf.source.holders, target.holders_of(leaf.target)
@@ -75,8 +74,8 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
             cuts = leaf.source.distribution, target.distributions[leaf.target]
             for holders, cut in zip(key, cuts, strict=True):
                 if holders not in ranks_at:
-                    places = np.ndindex(*(axis.size for axis in cut.axes))
-                    ranks_at[holders] = [tuple(holders.ranks_at(at)) for at in places]
+                    cells = np.ndindex(*(axis.size for axis in cut.axes))
+                    ranks_at[holders] = [tuple(holders.ranks_at(at)) for at in cells]
             sums[key] = np.zeros([len(ranks_at[holders]) for holders in key], np.int64)
         stored_at, wanted_at, numels = overlaps.of(leaf)
         pairs = stored_at * sums[key].shape[1] + wanted_at
@@ -87,13 +86,13 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
     rows: dict[tuple[int, ...], Ints] = {}
     kept = np.zeros(len(targets), np.int64)
     for (owners, takers), matrix in sums.items():
-        place_of = np.full(len(targets), -1)  # by column
-        for place, ranks in enumerate(ranks_at[takers]):
-            place_of[[columns[rank] for rank in ranks]] = place
-        for place, ranks in enumerate(ranks_at[owners]):
-            if not ranks or not matrix[place].any():
+        cell_of = np.full(len(targets), -1)  # by column
+        for cell, ranks in enumerate(ranks_at[takers]):
+            cell_of[[columns[rank] for rank in ranks]] = cell
+        for cell, ranks in enumerate(ranks_at[owners]):
+            if not ranks or not matrix[cell].any():
                 continue
-            taken = np.where(place_of >= 0, matrix[place][place_of], 0)
+            taken = np.where(cell_of >= 0, matrix[cell][cell_of], 0)
             own = [columns[rank] for rank in ranks if rank in columns]
             kept[own] += taken[own]
             taken[own] = 0
@@ -114,7 +113,7 @@ class _OverlapCache:
         self._tables: dict[tuple[Any, ...], RegionTable] = {}
 
     def of(self, placed: PlacedLeaf) -> Overlaps:
-        """Items that each place of the leaf's source shares with each place of its target."""
+        """Items that each cell of the leaf's source shares with each cell of its target."""
         source, leaf = placed.source, placed.leaf
         shape = self._target.entries[placed.target].shape
         cut, layouts = self._target.distributions[placed.target], self._layouts
@@ -124,8 +123,8 @@ class _OverlapCache:
         if key in self._overlaps:
             return self._overlaps[key]
         if source_key not in self._tables and source.is_scales:
-            places = enumerate(source.all_coordinates())
-            regions = [(place, region) for place, at in places for region, _ in source.regions(at)]
+            cells = enumerate(source.all_coordinates())
+            regions = [(cell, region) for cell, at in cells for region, _ in source.regions(at)]
             self._tables[source_key] = RegionTable.of(regions, len(source.shape))
         elif source_key not in self._tables:
             self._tables[source_key] = region_table(source.distribution, source.shape, layouts[0])
@@ -153,12 +152,12 @@ class RegionTable(NamedTuple):
     """Regions, one per row: flat ranges of boxes.
 
     Attributes:
-        places: 1D [rows], the place of each row; a place with several boxes has several rows.
+        cells: 1D [rows], the cell of each row; a cell with several boxes has several rows.
         offsets, sizes: 2D [rows, dims], the boxes.
         starts, stops: 1D [rows], ranges of the boxes' items.
     """
 
-    places: Ints
+    cells: Ints
     offsets: Ints
     sizes: Ints
     starts: Ints
@@ -166,12 +165,12 @@ class RegionTable(NamedTuple):
 
     @classmethod
     def of(cls, items: Sequence[tuple[int, Region]], num_dims: int) -> RegionTable:
-        """A table of regions, each with its place."""
-        rows = [(place, region.box.offsets, region.box.sizes, *region.span) for place, region in items]
+        """A table of regions, each with its cell."""
+        rows = [(cell, region.box.offsets, region.box.sizes, *region.span) for cell, region in items]
         columns = zip(*rows, strict=True) if rows else [()] * 5
-        places, offsets, sizes, starts, stops = (np.array(column, dtype=np.int64) for column in columns)
+        cells, offsets, sizes, starts, stops = (np.array(column, dtype=np.int64) for column in columns)
         shape = (len(rows), num_dims)
-        return cls(places, offsets.reshape(shape), sizes.reshape(shape), starts, stops)
+        return cls(cells, offsets.reshape(shape), sizes.reshape(shape), starts, stops)
 
     def chosen(self, rows: Any) -> RegionTable:
         """Some of the rows."""
@@ -190,7 +189,7 @@ class RegionTable(NamedTuple):
         for row in np.flatnonzero(~whole & (self.starts < self.stops)).tolist():
             region = Region(self.box(row), FlatRange(int(self.starts[row]), int(self.stops[row])))
             for piece, _ in region.pieces():
-                pieces.append((int(self.places[row]), Region(piece, FlatRange(0, piece.numel))))
+                pieces.append((int(self.cells[row]), Region(piece, FlatRange(0, piece.numel))))
         cut = RegionTable.of(pieces, self.offsets.shape[1])
         parts = zip(self.chosen(whole), cut, strict=True)
         return RegionTable(*(np.concatenate(pair) for pair in parts))
@@ -202,19 +201,19 @@ class RegionTable(NamedTuple):
         first = self.offsets[:, 0] * numel_of(shape[1:]) if shape else np.zeros_like(self.starts)
         numels = self.stops - self.starts
         offsets, sizes = (first + self.starts)[:, None], numels[:, None]
-        return RegionTable(self.places, offsets, sizes, np.zeros_like(numels), numels)
+        return RegionTable(self.cells, offsets, sizes, np.zeros_like(numels), numels)
 
 
 def region_table(
     distribution: Distribution, shape: tuple[int, ...], layouts: Sequence[GroupLayout]
 ) -> RegionTable:
-    """The regions of all places."""
+    """The regions of all cells."""
     table = RegionTable.of([(0, whole_region(shape))], len(shape))
     for axis, cut in zip(distribution.axes, distribution.cuts, strict=True):
-        rows = np.repeat(np.arange(len(table.places)), axis.size)
-        coordinates = np.tile(np.arange(axis.size), len(table.places))
+        rows = np.repeat(np.arange(len(table.cells)), axis.size)
+        coordinates = np.tile(np.arange(axis.size), len(table.cells))
         table = table.chosen(rows)
-        table = table._replace(places=table.places * axis.size + coordinates)
+        table = table._replace(cells=table.cells * axis.size + coordinates)
         table = _narrowed(table, cut, coordinates, axis.size, layouts)
     return table
 
@@ -252,9 +251,9 @@ def overlaps_of_tables(
     shape: tuple[int, ...],
     target_shape: tuple[int, ...],
 ) -> Overlaps:
-    """All pairs of places that share items of a leaf, whose tensors have ``shape`` and ``target_shape``.
+    """All pairs of cells that share items of a leaf, whose tensors have ``shape`` and ``target_shape``.
 
-    A pair of places may occur several times.
+    A pair of cells may occur several times.
     """
     source = source.chosen(source.starts < source.stops)
     target = target.chosen(target.starts < target.stops)
@@ -270,7 +269,7 @@ def overlaps_of_tables(
 
 def _mapped(target: RegionTable, leaf: Leaf) -> RegionTable:
     """Boxes of the target as the boxes of the source that fill them; boxes that the leaf does not fill are dropped."""
-    rows, dims = len(target.places), len(leaf.box.sizes)
+    rows, dims = len(target.cells), len(leaf.box.sizes)
     offsets = np.tile(np.array(leaf.box.offsets, np.int64).reshape(1, dims), (rows, 1))
     sizes = np.ones((rows, dims), np.int64)
     meets = np.ones(rows, bool)
@@ -284,7 +283,7 @@ def _mapped(target: RegionTable, leaf: Leaf) -> RegionTable:
             offsets[:, dim] += low - filled.offsets[target_dim]
             sizes[:, dim] = high - low
     numels = sizes.prod(1)
-    return RegionTable(target.places, offsets, sizes, np.zeros_like(numels), numels).chosen(meets)
+    return RegionTable(target.cells, offsets, sizes, np.zeros_like(numels), numels).chosen(meets)
 
 
 def _shared(source: RegionTable, wanted: RegionTable) -> Overlaps:
@@ -293,17 +292,17 @@ def _shared(source: RegionTable, wanted: RegionTable) -> Overlaps:
     for row, wanted_row in _candidates(source, wanted):
         numels = shared_numels(source.chosen(row), wanted.offsets[wanted_row], wanted.sizes[wanted_row])
         some = numels > 0
-        parts.append((source.places[row][some], wanted.places[wanted_row][some], numels[some]))
+        parts.append((source.cells[row][some], wanted.cells[wanted_row][some], numels[some]))
     owners, takers, numels = (np.concatenate(column) for column in zip(*parts, strict=True))
     return owners, takers, numels
 
 
 def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints, Ints]]:
     """Rows of both tables whose extents along the first dim overlap, a bounded number at a time."""
-    if not len(source.places) or not len(wanted.places):
+    if not len(source.cells) or not len(wanted.cells):
         return
     if not source.offsets.shape[1]:  # scalars: all pairs overlap
-        row, wanted_row = np.indices((len(source.places), len(wanted.places))).reshape(2, -1)
+        row, wanted_row = np.indices((len(source.cells), len(wanted.cells))).reshape(2, -1)
         yield row, wanted_row
         return
     step = np.maximum(source.sizes[:, 1:].prod(1), 1)

@@ -356,7 +356,7 @@ class SourceTensor:
         return self._description.touching(self.number, region)
 
     def all_coordinates(self) -> Iterator[Shape]:
-        """The coordinates of all places, in order."""
+        """The coordinates of all cells, in order."""
         return np.ndindex(*(axis.size for axis in self.distribution.axes))
 
 
@@ -434,10 +434,10 @@ def resolve_links(
             casts = (is_cast and wire != item.dtype, is_cast and wire != entry.dtype)
             placed.append(PlacedLeaf(leaf, item, number, wire, *casts))
     for item in dict.fromkeys(leaf.source for leaf in placed):
-        missing_place = item.holders.missing_place()
-        if missing_place is not None:
+        missing_cell = item.holders.missing_cell()
+        if missing_cell is not None:
             sizes = [axis.size for axis in item.distribution.axes]
-            where = [int(at) for at in np.unravel_index(missing_place, sizes)] if sizes else []
+            where = [int(at) for at in np.unravel_index(missing_cell, sizes)] if sizes else []
             problems.append(f"{item.name!r}: no rank of the source has the part at {where} of {sizes}")
     if problems:
         shown = [f"{len(problems)} problems", *problems[:_MAX_SHOWN]]
