@@ -50,7 +50,7 @@ from vescale_fsdp.transfer.description import (
     transfer_ranks,
 )
 from vescale_fsdp.transfer.exchange import StagingPool
-from vescale_fsdp.transfer.links import Linkable, SourceTensor, as_link, leaves_of
+from vescale_fsdp.transfer.links import Link, SourceTensor, leaves_of
 from vescale_fsdp.transfer.plan import (
     BUDGET_BYTES,
     TransferPlan,
@@ -147,7 +147,7 @@ class WholeTensors:
         self,
         state: Any,
         *,
-        links: Mapping[str, Linkable] | None = None,
+        links: Mapping[str, Link] | None = None,
         dtype: torch.dtype | None = None,
         receivers: Sequence[int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -161,7 +161,7 @@ class WholeTensors:
         source, _ = describe_states(state, None, ranks=own)
         self._state = {} if state is None else dict(named_tensors(state))
         self._receivers = tuple(range(own.world_size)) if receivers is None else tuple(sorted(receivers))
-        self._links = {name: as_link(link) for name, link in (links or _every(source)).items()}
+        self._links = dict(links or _every(source))
         asked = {"receivers": self._receivers, "bucket_bytes": bucket_bytes, "links": repr(self._links)}
         with own.together("planning whole tensors", alike=asked):
             _prove_ranks(self._receivers, own.world_size)
@@ -204,7 +204,7 @@ class WholeTensors:
             DescribedTensor(tensor.name, dtype_name(tensor.dtype), tensor.shape, _WHOLE, held)
             for tensor in made
         )
-        links: dict[str, Linkable] = {tensor.name: self._links[tensor.name] for tensor in made}
+        links: dict[str, Link] = {tensor.name: self._links[tensor.name] for tensor in made}
         return plan_transfer(source, target, links=links, cast=cast, budget_bytes=budget_bytes)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

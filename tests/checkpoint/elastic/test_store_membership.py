@@ -16,10 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, bound_store, within
-from vescale_fsdp.elastic import presence
+from vescale_fsdp.elastic import store_membership
 from vescale_fsdp.elastic.membership import Quorum
-from vescale_fsdp.elastic.presence import Presence, is_present
-from vescale_fsdp.elastic.store_membership import StoreMembership
+from vescale_fsdp.elastic.store_membership import Presence, StoreMembership, is_present
 from vescale_fsdp.errors import LifecycleError, PlacementError
 
 
@@ -155,7 +154,7 @@ def test_a_key_that_does_not_come() -> None:
 
 def test_an_answer_that_comes_in_drops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody who answers a byte at a time holds nobody up."""
-    monkeypatch.setattr(presence, "ANSWER_S", 0.4)
+    monkeypatch.setattr(store_membership, "ANSWER_S", 0.4)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(is_present, f"127.0.0.1:{listener.getsockname()[1]}/x")
         with listener.accept()[0] as connection, contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.transfer import codes, concatenate, demand, rank_transfers, scales
 from vescale_fsdp.transfer.description import DescribedTensor, StateDescription, describe_states
-from vescale_fsdp.transfer.links import Linkable
+from vescale_fsdp.transfer.links import Link
 from vescale_fsdp.transfer.plan import TransferPlan, balanced_shares, plan_transfer
 from vescale_fsdp.transfer.rank_transfers import RankTransfers
 
@@ -91,7 +91,7 @@ def test_all_that_does_not_meet_is_listed_at_once() -> None:
             for name, shape in wanted.items()
         ]
     )
-    links: dict[str, Linkable] = {
+    links: dict[str, Link] = {
         "narrow": "b",
         "misfit": concatenate("a", "n"),
         "nowhere": "a",

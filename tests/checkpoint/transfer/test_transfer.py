@@ -36,10 +36,10 @@ class Case(NamedTuple):
     verify: bool
 
 
-def made_of(a: torch.Tensor, b: torch.Tensor, codec: Any) -> dict[str, tuple[Link | str, torch.Tensor]]:
+def made_of(a: torch.Tensor, b: torch.Tensor, codec: Any) -> dict[str, tuple[Link, torch.Tensor]]:
     """All that a target may want of two source tensors of one shape, and what it must get."""
     quantized = quantize(a.float(), codec) if a.dim() == 2 else None
-    found: dict[str, tuple[Link | str, torch.Tensor]] = {"same": ("a", a), "cast": ("a", a.bfloat16())}
+    found: dict[str, tuple[Link, torch.Tensor]] = {"same": ("a", a), "cast": ("a", a.bfloat16())}
     found["wide"] = ("half", a.bfloat16().float())
     if a.dim():
         found["fused"] = (concatenate("a", "b", dim=a.dim() - 1), torch.cat([a, b], a.dim() - 1))
