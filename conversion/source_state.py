@@ -6,13 +6,13 @@ from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vescale_fsdp.checkpoint.formats.huggingface.repository import Assets, own_config
+from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.checkpoint.formats.viewed_checkpoint import OpenedSource
 from vescale_fsdp.checkpoint.moves.carried_state import whole_state
 from vescale_fsdp.checkpoint.moves.casting import float_type
 from vescale_fsdp.conversion.adapters.peft_folder import one_adapter, trained_names
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.formats.huggingface.assets import Assets, own_config
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules
 from vescale_fsdp.conversion.state.quantized_weights import dequantized, find_quantized
