@@ -1,4 +1,4 @@
-"""A model and its optimizer, put on other ranks in place, are what they would be in a process of their own."""
+"""A model and its optimizer that are moved to other ranks are as they would be in a new process."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _fresh(
 
 
 def _renew_all() -> int:
-    """On 4 ranks: trained there, then on 3 of them, then on all again; each time equal to a model made there."""
+    """Trained on 4 ranks, then on 3 of them, then on all: each time equal to a model made on these ranks."""
     meshes = [cpu_mesh(), DeviceMesh("cpu", [0, 1, 2]), cpu_mesh()]
     num_cut = 0
     for make, options in CASES:
@@ -203,13 +203,13 @@ def _settings_renewed() -> None:
 
 
 def test_settings_are_taken_over_whole() -> None:
-    """What was set on one unit holds there on other ranks, and on no other unit."""
+    """Settings of one unit stay on that unit, and on no other, after a move to other ranks."""
     assert CHANGES.keys() == {each.name for each in fields(GroupSettings)}
     run_ranks(2, _settings_renewed)
 
 
 def _refused() -> list[str]:
-    """Models that cannot be renewed, and what is said of them."""
+    """Models that cannot be moved, and their errors."""
     mesh = cpu_mesh(2, 2, names=("dp", "tp"))
     cut = models.TensorParallelLayer()
     parallelize_module(cut, mesh["tp"], {"up": ColwiseParallel()})
