@@ -119,8 +119,8 @@ def _views(
     return wire.view(sizes), flat.as_strided(sizes, strides, flat.storage_offset() + start)
 
 
-_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()
-_watches_lock = Lock()
+_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()  # weak: a watch ends with its transfer
+_watches_lock = Lock()  # optimizers may step on another thread than that of a transfer
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
@@ -134,7 +134,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
             watch.is_stepped |= not stepped.isdisjoint(watch.storages)
 
 
-@lru_cache
+@lru_cache  # the hook is for all optimizers of the process
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_note_step)
 
@@ -209,7 +209,7 @@ class CutBlocks:
                     continue  # the planner cut no band, so regions need not be examined
             regions = map(source.stored_region, source.all_coordinates())
             cut = {block for region in regions for block in cut_blocks_of(region, source.stored_shape, grid)}
-            self.blocks[key] = sorted(cut)
+            self.blocks[key] = sorted(cut)  # ranks must reduce them in one order
         self.total = sum(map(len, self.blocks.values()))
 
     def agree(self, tensors: Mapping[CodedKey, CodedTensor], coordinator: Coordinator) -> None:

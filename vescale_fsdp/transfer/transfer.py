@@ -144,7 +144,9 @@ class Transfer:
             self._read_parts = parts_of(plan.source, (leaf.source.number for leaf in plan.leaves), own.rank)
             self._filled_parts = parts_of(plan.target, (leaf.target for leaf in plan.leaves), own.rank)
         self._name = own.new_name()
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copies: dict[
+            int, torch.Tensor
+        ] = {}  # the second copies of `keep_old`, used again by the next run
         self._busy = Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._version: int | None = None
@@ -196,7 +198,9 @@ class Transfer:
         try:
             read = self._read(state, snapshot=snapshot)
             if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer")
+                self._worker = ThreadPoolExecutor(
+                    1, thread_name_prefix="transfer"
+                )  # one: runs do not overlap
             future = self._worker.submit(self._run, read, into, version)
         except BaseException:
             self._busy.release()
@@ -236,7 +240,7 @@ class Transfer:
     def _run(self, read: _SourceRead, into: Any | None, version: int | None) -> None:
         own = self._coordinator
         self._num_runs += 1
-        error: BaseException | None = None
+        error: BaseException | None = None  # raised in the first collective, in which other ranks wait
         try:
             if isinstance(read, Exception):
                 raise read
