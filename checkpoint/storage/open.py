@@ -32,7 +32,11 @@ def open_storage(path: str | os.PathLike[str] | Storage, *, neighbours: int = 1)
 
 
 def open_store(url: str) -> Storage:
-    """The storage of a conversion: local files are read and written whole, and never synced. Raises as `open_storage`."""
+    """The storage of a conversion: local files are read and written whole, and never synced.
+
+    Raises:
+        StorageError: as `open_storage`.
+    """
     folder = _on_disk(url)
     if folder is None:
         return _open_url(url, explains=True)
