@@ -31,7 +31,6 @@ LEVELS = (
         "quantize",
         "checkpoint.ranks",
         "checkpoint.state",
-        "conversion.journal",
     ),
     ("checkpoint.moves",),
     (
@@ -39,7 +38,7 @@ LEVELS = (
         "checkpoint.formats.form",
         "checkpoint.steps",
         "conversion.state",
-        "conversion.run_plan",
+        "conversion.convert_options",
     ),
     ("checkpoint.formats.native",),
     ("checkpoint.formats.zarr", "checkpoint.formats.torch_save"),
@@ -50,10 +49,10 @@ LEVELS = (
     (
         "optim",
         "checkpoint.formats.dcp",
+        "checkpoint.formats.huggingface",
         "transfer",
         "checkpoint",
         "conversion.rules",
-        "conversion.formats.huggingface",
     ),
     (
         "conversion.formats.side_files",
