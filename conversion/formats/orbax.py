@@ -14,12 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vescale_fsdp.checkpoint.formats.zarr.arrays import DAMAGE, damaged, read_metadata
-from vescale_fsdp.checkpoint.formats.zarr.hierarchy import Array3
-from vescale_fsdp.checkpoint.formats.zarr.version_2 import ARRAY_FILE, Array2, LastChunk
-from vescale_fsdp.checkpoint.manifest.file_names import ZARR_NAME
-from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor
+from vescale_fsdp.checkpoint.formats.zarr.arrays import DAMAGE, Arrays, damaged
+from vescale_fsdp.checkpoint.moves.source import Source, StoredValue, constant
 from vescale_fsdp.checkpoint.state.nesting import Path
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError
@@ -48,30 +44,30 @@ def open_orbax(store: Storage) -> Source:
         )
     trees = sorted(file for file in files if file.rpartition("/")[2] == TREE_FILE and file.count("/") < 2)
     items = [tree.removesuffix(TREE_FILE) for tree in trees]
-    read = _Arrays(store, files)
+    read = _Leaves(store, files)
     for item in items:
         try:
             read.add_item(item, (item.rstrip("/"),) if len(items) > 1 else ())
         except DAMAGE as error:
             raise damaged(store, f"{item}{TREE_FILE}", error) from error
     facts = {
-        "arrays": str(len(read.tensors)),
+        "arrays": str(len(read.arrays.tensors)),
         "items": ", ".join(item.rstrip("/") for item in items) or "one",
     }
-    return Source("orbax", store, read.tensors, read.values, read.paths, facts, read.readers, read.decoded)
+    arrays = read.arrays
+    return Source(
+        "orbax", store, arrays.tensors, read.values, read.paths, facts, arrays.readers, arrays.decoded
+    )
 
 
-class _Arrays:
-    """What has been found so far, by name."""
+class _Leaves:
+    """The leaves of the trees so far, by name."""
 
     def __init__(self, store: Storage, files: set[str]) -> None:
         self._store, self._files = store, files
-        self.tensors: dict[str, StoredTensor] = {}
+        self.arrays = Arrays(store, files)
         self.values: dict[str, StoredValue] = {}
         self.paths: dict[str, Path] = {}
-        self.readers: dict[str, BoxReader] = {}
-        self.decoded: dict[str, int] = {}
-        self._last = LastChunk()
 
     def add_item(self, folder: str, container: Path) -> None:
         """All leaves of the tree in a folder, which ends in a slash or is empty."""
@@ -90,24 +86,11 @@ class _Arrays:
             elif kind == "string":
                 self.values[name] = constant(strings[node])
             else:
-                self._add_array(f"{folder}{node}", name)
+                self.arrays.add(f"{folder}{node}", name)
 
     def _strings(self, folder: str) -> Mapping[str, Any]:
         file = folder + _STRINGS_FILE
         return dict(parse_json(self._store.read(file))) if file in self._files else {}
-
-    def _add_array(self, node: str, name: str) -> None:
-        if f"{node}/{ARRAY_FILE}" in self._files:
-            metadata = read_metadata(self._store, f"{node}/{ARRAY_FILE}", 2)
-            old = Array2(self._store, node, metadata, name, self._last)
-            self.tensors[name] = old.stored(self._files)
-            if not old.is_plain:
-                self.readers[name], self.decoded[name] = old.read, old.decoded_bytes
-        else:
-            new = Array3(self._store, node, read_metadata(self._store, f"{node}/{ZARR_NAME}"), name)
-            self.tensors[name] = new.stored(self._files)
-            if not new.is_plain:
-                self.readers[name], self.decoded[name] = new.reader(), new.decoded_bytes
 
 
 def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
