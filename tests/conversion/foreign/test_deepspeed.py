@@ -16,7 +16,7 @@ from tests.conversion.foreign.zero_folders import ZeroState, some_state, write_u
 from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp.checkpoint import load, verify
 from vescale_fsdp.conversion import ConvertOptions, convert, diff, open_source
-from vescale_fsdp.conversion.formats.deepspeed.zero_shards import runs_of_groups, runs_of_parameters
+from vescale_fsdp.conversion.formats.deepspeed_zero import runs_of_groups, runs_of_parameters
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError
 
 FORMS = [(1, 1), (1, 3), (2, 2), (3, 1), (3, 2), (3, 4)]  # stage, ranks
