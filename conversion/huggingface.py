@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.formats.held_shards import HeldShards
 from vescale_fsdp.checkpoint.formats.huggingface.class_check import check_planned
-from vescale_fsdp.checkpoint.formats.huggingface.repository import CONFIG_FILE, Assets
+from vescale_fsdp.checkpoint.formats.huggingface.repository import (
+    CONFIG_FILE,
+    Assets,
+)
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import Compare
 from vescale_fsdp.checkpoint.formats.huggingface.write import (
     MIN_BUDGET_BYTES,
@@ -35,7 +38,7 @@ from vescale_fsdp.checkpoint.moves.plan import OutputPlan
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
 from vescale_fsdp.conversion.convert import plan_conversion
-from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
+from vescale_fsdp.conversion.convert_options import ConvertOptions
 from vescale_fsdp.conversion.rules.rule_file import load_rules
 from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 from vescale_fsdp.errors import ConversionError, some

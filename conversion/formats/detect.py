@@ -44,7 +44,7 @@ def open_source(
 
     Args:
         url: local path or fsspec URL of a folder, or of a file for single-file formats.
-        kind: one of `KINDS`; None to look.
+        kind: the format, by its name in `vescale_fsdp.formats.FORMATS`; None to detect it.
         trust_pickle: whether pickles may import and run what they name.
         step: which step of a run, if ``url`` is the folder around its steps; ``"newest"`` for the last one, and for
             what is no such folder.

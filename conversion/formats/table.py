@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from vescale_fsdp.formats import FORMATS
 from vescale_fsdp.lazy import lazy_function
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.moves.plan import OutputPlan
     from vescale_fsdp.checkpoint.moves.source import Source
     from vescale_fsdp.checkpoint.storage.base import Storage
-    from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
+    from vescale_fsdp.conversion.convert_options import ConvertOptions
 
     Plan = Callable[
         [CarriedState, ConvertOptions, Assets, str], OutputPlan
@@ -93,7 +92,6 @@ TARGETS = {
         keeps_repeats=True,
     ),
 }
-KINDS = tuple(FORMATS)
 TRAINED = (
     "dcp",
     "shards",

@@ -31,7 +31,6 @@ LEVELS = (
         "quantize",
         "checkpoint.ranks",
         "checkpoint.state",
-        "conversion.journal",
     ),
     ("checkpoint.moves",),
     (
@@ -40,7 +39,7 @@ LEVELS = (
         "checkpoint.formats.form",
         "checkpoint.steps",
         "conversion.state",
-        "conversion.run_plan",
+        "conversion.convert_options",
     ),
     ("checkpoint.formats.native",),
     ("checkpoint.formats.zarr", "checkpoint.formats.torch_save"),

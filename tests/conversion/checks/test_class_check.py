@@ -20,7 +20,7 @@ from tests.support.tiny_families import tiny_model
 from vescale_fsdp.checkpoint import save
 from vescale_fsdp.checkpoint.formats.huggingface import model_class, plan
 from vescale_fsdp.checkpoint.formats.huggingface.model_class import ask_child
-from vescale_fsdp.conversion import ConvertOptions, ConvertReport, Part, RunOptions, convert, open_source
+from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, open_source
 from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.errors import ConversionError
 
@@ -269,9 +269,7 @@ def test_a_broken_writer_is_caught(misnamed: None, llama: Path, tmp_path: Path) 
     (tmp_path / "old").mkdir()
     save_file({"kept": torch.ones(1)}, tmp_path / "old" / "model.safetensors")
     with pytest.raises(ConversionError):
-        convert(
-            open_source(str(llama)), tmp_path / "old", "hf", ConvertOptions(run=RunOptions(overwrite=True))
-        )
+        convert(open_source(str(llama)), tmp_path / "old", "hf", ConvertOptions(overwrite=True))
     assert list(load_file(tmp_path / "old" / "model.safetensors")) == ["kept"]
     assert [file.name for file in (tmp_path / "old").iterdir()] == ["model.safetensors"]
 
@@ -289,9 +287,11 @@ def test_parts_are_checked_by_the_one_that_publishes(misnamed: None, llama: Path
     """The first part cannot know; the last refuses, and no file has its final name."""
 
     def part(index: int) -> ConvertReport:
-        run = RunOptions(part=Part(index, 2))
         return convert(
-            open_source(str(llama)), tmp_path / "out", "hf", ConvertOptions(max_shard_bytes=9000, run=run)
+            open_source(str(llama)),
+            tmp_path / "out",
+            "hf",
+            ConvertOptions(max_shard_bytes=9000, part=(index, 2)),
         )
 
     assert not part(0).outcome.published
