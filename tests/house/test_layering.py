@@ -35,6 +35,7 @@ LEVELS = (
     ("checkpoint.moves",),
     (
         "runtime",
+        "checkpoint.formats.entries",
         "checkpoint.formats.form",
         "checkpoint.steps",
         "conversion.state",
@@ -54,13 +55,8 @@ LEVELS = (
         "checkpoint",
         "conversion.rules",
     ),
-    (
-        "conversion.formats.side_files",
-        "conversion.formats.orbax",
-        "conversion.formats.deepspeed",
-        "conversion.checks",
-    ),
-    ("conversion.adapters", "conversion.formats.megatron"),
+    ("conversion.checks",),
+    ("conversion.adapters",),
     ("conversion.formats", "conversion.report", "elastic"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
     ("conversion",),
