@@ -294,7 +294,7 @@ def _with_ties(
     if kind == "hf" and assets.config is not None:
         tied, warnings, denied = find_tied_twins(state.views, assets.settings, is_equal)
         if denied:  # the class must not tie them: what it ties beside them is stored under all its names then
-            state = state.with_names_of(absent_names(assets.settings, state.views))
+            state = state.with_aliases(absent_names(assets.settings, state.views))
             assets.untie()
             tied, _, still = find_tied_twins(state.views, assets.settings, is_equal)
             if still:
@@ -310,7 +310,7 @@ def _with_ties(
     if kind in ("hf", "adapter"):
         return state, {}, ()
     twins, unsaid = left_out_by(source, state.views)
-    return state.with_names_of(twins), {}, unsaid
+    return state.with_aliases(twins), {}, unsaid
 
 
 def _changes_tensors(options: ConvertOptions) -> bool:

@@ -53,7 +53,7 @@ def plan_dcp(state: CarriedState, max_shard_bytes: int) -> OutputPlan:
     """
     files = _Files(max_shard_bytes)
     for name, view in state.views.items():
-        for first, rows in _row_chunks(view.info) if name not in state.twins else ():
+        for first, rows in _row_chunks(view.info) if name not in state.aliases else ():
             files.add_tensor(name, view, first, rows)
     for name, read in state.values.items():
         files.add_value(name, read())
@@ -184,7 +184,7 @@ class _Files:
 def _metadata(state: CarriedState, written: list[_Item]) -> New:
     # Two names of the same bytes: stock DCP reads where it is told.
     names: dict[str, list[str]] = {}
-    for twin, kept in state.twins.items():
+    for twin, kept in state.aliases.items():
         names.setdefault(kept, [kept]).append(twin)
     items = [item._replace(name=name) for item in written for name in names.get(item.name, [item.name])]
     entries: dict[str, Any] = {}
