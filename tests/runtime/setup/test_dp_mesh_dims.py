@@ -238,7 +238,7 @@ def refusals() -> None:
     refused("cannot be a number", NotImplementedError, reshard_after_forward=2)
     refused("bool, int or None", reshard_after_forward="yes")
     only = DataParallelMeshDims(replicate="dp")
-    refused("an axis that shards", dp_mesh_dims=only, shard_placement_fn=lambda p: None)
+    refused("axis that shards", dp_mesh_dims=only, shard_placement_fn=lambda p: None)
     twice = fully_shard(build(mesh).layers[0], mesh=mesh, dp_mesh_dims=dims)
     with pytest.raises(PlacementError, match="sharded already"):
         fully_shard(nn.Sequential(twice.up), mesh=mesh, dp_mesh_dims=dims)

@@ -193,7 +193,7 @@ def taken_twice() -> None:
         fully_shard(root_first.blocks[0], mesh=mesh)
     root_first.unshard()
     around = nn.Sequential(root_first)
-    with pytest.raises(MisuseError, match="A module is sharded once"):
+    with pytest.raises(MisuseError, match="The module is sharded already"):
         fully_shard(root_first, mesh=mesh)
     root_first.reshard()
     fully_shard(around, mesh=mesh)  # one around it is fine
