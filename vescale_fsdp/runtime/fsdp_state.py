@@ -143,8 +143,8 @@ class FSDPState:
                     expected="the first forward to be the root's",
                     got=f"{name!r} ({type(state.modules[0]).__name__}) ran first and became a root",
                     where=type(self.modules[0]).__name__,
-                    todo="call the outermost sharded module first; for another method than forward, call "
-                    "vescale_fsdp.register_fsdp_forward_method(model, name) before. Or do not shard the outermost module",
+                    todo="call the outermost sharded module first (for another method than forward, see "
+                    "vescale_fsdp.register_fsdp_forward_method), or do not shard the outermost module",
                 )
             state.set_name(name or type(state.modules[0]).__name__)
         # Before the first change: after an error here, the model can be corrected and called again.

@@ -234,7 +234,7 @@ def refusals() -> None:
     refused("only Shard and Replicate", placements=[Replicate(), Partial()])
     refused(r"one of the axes \('dp', 'tp'\)", dp_mesh_dims=DataParallelMeshDims(shard="cp"))
     refused("each once", dp_mesh_dims=DataParallelMeshDims(shard="dp", replicate="dp"))
-    refused("made with mesh_dim_names", mesh=cpu_mesh(2, 2))
+    refused("created with mesh_dim_names", mesh=cpu_mesh(2, 2))
     refused("cannot be a number", NotImplementedError, reshard_after_forward=2)
     refused("bool, int or None", reshard_after_forward="yes")
     only = DataParallelMeshDims(replicate="dp")
