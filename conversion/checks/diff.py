@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from vescale_fsdp.checkpoint.formats.huggingface.repository import natural_key
+from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.checkpoint.moves.carried_state import find_model, unwrapped_names
 from vescale_fsdp.checkpoint.moves.copying import Progress
 from vescale_fsdp.checkpoint.moves.source import Source
@@ -20,8 +22,6 @@ from vescale_fsdp.checkpoint.moves.tensor_view import (
     without_repeats,
 )
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
-from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.views.float_codes import cast_array
@@ -31,18 +31,12 @@ Views = dict[tuple[str, str], TensorView]  # by ("model", its name there) or ("o
 _F64 = dtype_from_torch("float64")
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """When two values are equal: bitwise if both are zero, else ``|a - b| <= atol + rtol * |b|``.
+class _Tolerance(NamedTuple):
+    """When two values are equal: see `diff`."""
 
-    Examples:
-        >>> Tolerance().is_bitwise, Tolerance(rtol=1e-3).is_bitwise
-        (True, False)
-    """
-
-    rtol: float = 0.0
-    atol: float = 0.0
-    ignore_dtype: bool = False
+    rtol: float
+    atol: float
+    ignore_dtype: bool
 
     @property
     def is_bitwise(self) -> bool:
@@ -72,19 +66,28 @@ def diff(
     a: Source,
     b: Source,
     *,
-    tolerance: Tolerance | None = None,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    ignore_dtype: bool = False,
     model_only: bool = False,
     model_prefix: str | None = None,
     progress: Progress = lambda _: None,
 ) -> tuple[tuple[Difference, ...], int]:
     """All differences, and how many tensors were compared.
 
-    Models are compared under their own names, whatever their prefixes. Everything else, values that are no
-    tensors too, is compared by full name, unless ``model_only`` or one of the two has nothing else (a Hugging
-    Face folder). ``model_prefix`` is what the model's names begin with on the sides that have such names.
+    Models are compared under their own names, whatever their prefixes. Everything else, including values that are not
+    tensors, is compared by full name, unless one of the two has nothing else (a Hugging Face folder).
+
+    Args:
+        a, b: opened checkpoints.
+        rtol, atol: floats are equal if ``|a - b| <= atol + rtol * |b|``. If both are 0, bytes are compared.
+        ignore_dtype: compare floats of different dtypes by value.
+        model_only: compare the models alone.
+        model_prefix: the prefix of the model's names, on the sides that have such names; None to detect it.
+        progress: called with bytes read since the last call.
 
     Raises:
-        ConversionError: if either side holds no model.
+        ConversionError: if neither side has a tensor, or none has the prefix.
         CorruptCheckpointError: if a file turns out damaged while reading.
 
     Examples:
@@ -96,7 +99,7 @@ def diff(
         >>> found[0].text, compared
         ('1 of 4 values differ', 1)
     """
-    chosen = tolerance or Tolerance()
+    tolerance = _Tolerance(rtol, atol, ignore_dtype)
     left, right = matched_views(a, b, model_prefix)
     has_more = [s.values or any(key[0] == "other" for key in v) for s, v in ((a, left), (b, right))]
     is_whole = not model_only and all(has_more)
@@ -109,7 +112,7 @@ def diff(
         elif key not in left:
             found.append(Difference(key[1], "only_b", f"only in {b.url}"))
         else:
-            found += _compare(key[1], left[key], right[key], chosen, progress)
+            found += _compare(key[1], left[key], right[key], tolerance, progress)
     if is_whole:
         found += _values(a, b)
     if {a.kind, b.kind} <= {"hf", "safetensors"}:
@@ -195,7 +198,7 @@ def _add_twins(source: Source, views: Views, others: Views) -> None:
 
 
 def _compare(
-    name: str, a: TensorView, b: TensorView, tolerance: Tolerance, progress: Progress
+    name: str, a: TensorView, b: TensorView, tolerance: _Tolerance, progress: Progress
 ) -> list[Difference]:
     left, right = a.info, b.info
     if left.shape != right.shape:
@@ -244,7 +247,7 @@ def _stored_once(a: TensorView, b: TensorView) -> tuple[TensorView, TensorView, 
     return left, right, a.info.numel // max(1, left.info.numel)
 
 
-def _far(x: np.ndarray, a: DType, y: np.ndarray, b: DType, tolerance: Tolerance) -> tuple[int, float]:
+def _far(x: np.ndarray, a: DType, y: np.ndarray, b: DType, tolerance: _Tolerance) -> tuple[int, float]:
     """How many values are too far apart (NaN equals NaN), and the largest distance."""
     p, q = cast_array(x, a, _F64).view(np.float64), cast_array(y, b, _F64).view(np.float64)
     with np.errstate(invalid="ignore"):

@@ -27,6 +27,7 @@ from vescale_fsdp.conversion.cli.options import (
     TARGET_OPTIONS,
     TOLERANCE,
     Location,
+    part_of,
     positive_numbers,
     with_options,
 )
@@ -166,11 +167,12 @@ def diff_command(
     """Compare the tensors of A and B, whatever their formats. The exit code is 1 if they differ."""
     left, right = conversion.open_source(a), conversion.open_source(b)
     with ProgressBar(left.nbytes + right.nbytes, quiet=quiet) as progress:
-        tolerance = conversion.Tolerance(rtol, atol, ignore_dtype)
         found, compared = conversion.diff(
             left,
             right,
-            tolerance=tolerance,
+            rtol=rtol,
+            atol=atol,
+            ignore_dtype=ignore_dtype,
             model_only=model_only,
             model_prefix=model_prefix,
             progress=progress.advance,
@@ -303,18 +305,20 @@ def _convert(
         raise click.UsageError("--adapter-name needs --adapter")
     if others.get("no_assets") and others["assets"] is not None:
         raise click.UsageError("--no-assets and --assets exclude each other")
-    run = conversion.RunOptions(
+    options = conversion.ConvertOptions(
+        max_shard_bytes=max_shard_size,
         overwrite=overwrite,
         resume=resume,
         dry_run=dry_run,
-        part=conversion.Part() if part is None else conversion.Part.parse(part),
-        limits=conversion.CopyLimits(memory_budget, threads),
+        part=(0, 1) if part is None else part_of(part),
+        memory_budget_bytes=memory_budget,
+        threads=threads,
+        **others,
     )
     if part is None and "RANK" in os.environ:
         # A training script may call this on rank 0 alone: its variables must not leave files out.
         click.echo("RANK is set and --part is not: this process writes all files", err=True)
     source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
-    options = conversion.ConvertOptions(max_shard_bytes=max_shard_size, run=run, **others)
     try:
         with ProgressBar(source.nbytes, quiet=quiet) as progress:
             report = conversion.convert(
@@ -373,10 +377,11 @@ def summary(report: ConvertReport) -> str:
         f"{verb} {len(report.state.views)} tensors, {format_bytes(report.plan.tensor_nbytes)}, to {report.target}",
         f"files: {len(report.plan.files)} with tensors, {len(report.plan.closing)} others",
     ]
-    if report.part.count > 1:
-        mine = report.plan.files[report.part.index :: report.part.count]
+    index, count = report.part
+    if count > 1:
+        mine = report.plan.files[index::count]
         names = some((file.name for file in mine), _MOST)
-        lines.append(f"of these, part {report.part.index} of {report.part.count}, counted from 0: {names}")
+        lines.append(f"of these, part {index} of {count}, counted from 0: {names}")
     if report.outcome.published and not report.outcome.written:
         lines.append("nothing left to do: the result is there")
     elif report.outcome.kept:

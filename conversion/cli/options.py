@@ -4,18 +4,45 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
 import click
 
 from vescale_fsdp.conversion.checks.byte_sizes import parse_bytes
-from vescale_fsdp.conversion.formats.table import KINDS, OPTIMIZER_FORMS
+from vescale_fsdp.conversion.formats.table import OPTIMIZER_FORMS
 from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.formats import FORMATS
 
 _MANY_DIGITS = (
     8  # of a number of ranks; planning takes time with its logarithm, and there is no end to digits
 )
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Index and count from ``I/N``, or from torchrun's environment variables for ``env``.
+
+    Raises:
+        ConversionError: for any other text, and for an environment without these variables.
+    """
+    if text.strip() == "env":
+        rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+        if not (rank.isdecimal() and count.isdecimal()):
+            raise ConversionError(
+                "The environment does not say which part is wanted.",
+                expected="RANK and WORLD_SIZE, numbers, as torchrun sets them",
+                got=f"RANK={rank!r}, WORLD_SIZE={count!r}",
+                where="--part env",
+                todo="start the command with torchrun, or pass --part I/N",
+            )
+        return int(rank), int(count)
+    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if match is None:
+        raise ConversionError(
+            "This is not a valid part.", expected="I/N, or env", got=repr(text), todo="write 0/4, for example"
+        )
+    return int(match[1]), int(match[2])
 
 
 class Size(click.ParamType[int]):
@@ -102,7 +129,9 @@ GRANULARITY = click.option(
     help="Such as rows:32; a pattern overrides the global rule (repeatable). Default: element.",
 )
 SOURCE_OPTIONS = with_options(
-    click.option("--from", "kind", type=click.Choice(KINDS), help="Format of SRC; detected by default."),
+    click.option(
+        "--from", "kind", type=click.Choice(tuple(FORMATS)), help="Format of SRC; detected by default."
+    ),
     click.option("--trust-pickle", is_flag=True, help="Let pickles in SRC import and run code."),
     click.option(
         "--step", type=click.IntRange(0), help="Which step, if SRC is the folder around a run's steps."

@@ -43,7 +43,7 @@ from vescale_fsdp.checkpoint import (
     save,
     verify,
 )
-from vescale_fsdp.conversion import ConvertOptions, ConvertReport, RunOptions, convert, diff, open_source
+from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, diff, open_source
 from vescale_fsdp.dtensor import check_storage_writer
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon, split_params
@@ -146,7 +146,7 @@ def checkpoint(model: Net, optimizer: torch.optim.Optimizer, folder: Path) -> No
 def export(folder: Path) -> None:
     """The converter as a library."""
     source = open_source(str(folder / "native"))
-    options = ConvertOptions(dtype=["bf16"], optimizer="drop", run=RunOptions(overwrite=True))
+    options = ConvertOptions(dtype=["bf16"], optimizer="drop", overwrite=True)
     done: ConvertReport = convert(source, str(folder / "hf"), "hf", options)
     differences, compared = diff(source, open_source(str(folder / "dcp")))
     print(done.plan.tensor_nbytes, len(differences), compared)

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.run_plan import RunOptions
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -30,8 +28,8 @@ CONFIG = {
 
 
 def convert_in_parts(source: Path, target: Path, kind: str, **options: Any) -> ConvertReport:
-    run = RunOptions(limits=CopyLimits(memory_budget_bytes=4 * 2**20, threads=2))
-    return convert(open_source(str(source)), str(target), kind, ConvertOptions(**options, run=run))
+    chosen = ConvertOptions(**options, memory_budget_bytes=4 * 2**20, threads=2)
+    return convert(open_source(str(source)), str(target), kind, chosen)
 
 
 def hf_folder(path: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:

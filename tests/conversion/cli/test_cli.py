@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.conversion.cli import main as cli_module
-from vescale_fsdp.conversion.formats.table import KINDS
+from vescale_fsdp.formats import FORMATS
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_plan_refuses_shards_that_are_no_numbers(source: str, shards: str) -> No
 # Sends itself Ctrl-C when the first file is finished, and TIMES - 1 more when the process has seen it.
 INTERRUPTED = """
 import os, signal, time
-from vescale_fsdp.conversion import journal
+from vescale_fsdp.checkpoint.storage import journal
 from vescale_fsdp.conversion.cli.main import main
 add, left = journal.Journal.add, TIMES
 def interrupt(self, **line):
@@ -308,7 +308,7 @@ def test_a_reader_that_leaves_early_is_no_error_message(source: str) -> None:
         assert process.stderr.read() == b""
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dcp"])
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "dcp"])
 def test_a_wrong_kind_is_told_from_damage(source: str, tmp_path: Path, kind: str) -> None:
     """--from something else: the message says what the source looks like, and nothing is written."""
     result = _main("to-hf", source, str(tmp_path / "out"), "--from", kind)

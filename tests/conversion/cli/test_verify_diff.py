@@ -16,7 +16,7 @@ from tests.support.dtype_zoo import zoo
 from vescale_fsdp.checkpoint import save, verify
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.conversion.checks.diff import Tolerance, diff
+from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.cli.main import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
@@ -125,10 +125,8 @@ def test_diff_with_tolerances(tmp_path: Path) -> None:
     a = open_source(str(_dcp(tmp_path / "a", weights)))
     b = open_source(str(_dcp(tmp_path / "b", {n: w.bfloat16() for n, w in weights.items()})))
     assert [d.kind for d in diff(a, b)[0]] == ["dtype", "dtype"]
-    loose = Tolerance(rtol=2**-7, ignore_dtype=True)
-    assert diff(a, b, tolerance=loose)[0] == ()
-    tight = Tolerance(rtol=2**-12, ignore_dtype=True)
-    assert [d.name for d in diff(a, b, tolerance=tight)[0]] == ["w"]
+    assert diff(a, b, rtol=2**-7, ignore_dtype=True)[0] == ()
+    assert [d.name for d in diff(a, b, rtol=2**-12, ignore_dtype=True)[0]] == ["w"]
 
 
 def test_diff_of_values_that_are_no_tensors(tmp_path: Path) -> None:
@@ -160,7 +158,7 @@ def test_tolerances_are_of_the_second_side(tmp_path: Path) -> None:
     )
 
     def differing(left: Source, right: Source, **tolerance: float) -> list[str]:
-        return [d.name for d in diff(left, right, tolerance=Tolerance(**tolerance))[0]]
+        return [d.name for d in diff(left, right, **tolerance)[0]]
 
     assert differing(a, b, rtol=0.02) == ["small"]
     assert differing(a, b, atol=0.02) == ["large"]
@@ -172,7 +170,7 @@ def test_no_tolerance_reaches_infinity_or_nan(tmp_path: Path) -> None:
     inf, nan = float("inf"), float("nan")
     a = _dcp(tmp_path / "a", {"w": torch.tensor([1.0, inf, nan, 1.0, inf, inf, nan])})
     b = _dcp(tmp_path / "b", {"w": torch.tensor([inf, 1.0, 1.0, nan, -inf, inf, nan])})
-    found, _ = diff(open_source(str(a)), open_source(str(b)), tolerance=Tolerance(rtol=0.5, atol=1.0))
+    found, _ = diff(open_source(str(a)), open_source(str(b)), rtol=0.5, atol=1.0)
     assert len(found) == 1 and found[0].text.startswith("5 of 7 values differ")
 
 

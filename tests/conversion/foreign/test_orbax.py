@@ -15,10 +15,8 @@ import zarr
 from numcodecs import get_codec
 from safetensors.torch import load_file
 
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, VescaleError
 from vescale_fsdp.layout.geometry import Box
 
@@ -193,14 +191,14 @@ def test_a_chunk_counts_in_the_budget(tmp_path: Path, version: int) -> None:
     if version == 3:
         zarr.open_group(tmp_path / "run", mode="a")
     source = open_source(str(tmp_path / "run"), kind="zarr")
-    small, enough = CopyLimits(7 << 20), CopyLimits(17 << 20)
     with pytest.raises(
         ConversionError, match=r"budget is too small(.|\n)*tensor w4(.|\n)*--memory-budget 8MiB"
     ):
-        convert(source, str(tmp_path / "out.pt"), "torch", ConvertOptions(run=RunOptions(limits=small)))
+        convert(source, str(tmp_path / "out.pt"), "torch", ConvertOptions(memory_budget_bytes=7 << 20))
     assert not (tmp_path / "out.pt").exists()
+    enough = ConvertOptions(memory_budget_bytes=17 << 20).limits
     assert enough.usable_threads == 4 and enough.decoding("w4", source.decoded["w4"]).usable_threads == 2
-    convert(source, str(tmp_path / "out.pt"), "torch", ConvertOptions(run=RunOptions(limits=enough)))
+    convert(source, str(tmp_path / "out.pt"), "torch", ConvertOptions(memory_budget_bytes=17 << 20))
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     tracemalloc.start()

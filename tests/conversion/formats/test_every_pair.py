@@ -23,19 +23,17 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.checkpoint.storage.checksums import CRC32, CRC32C
 from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
-SMALL = CopyLimits(memory_budget_bytes=4 * 2**20, threads=2)
+SMALL = {"memory_budget_bytes": 4 * 2**20, "threads": 2}
 
 
 def _convert(source: Path, target: Path, kind: str, **options: Any) -> ConvertReport:
-    chosen = ConvertOptions(**options, run=RunOptions(limits=SMALL))
+    chosen = ConvertOptions(**options, **SMALL)
     return convert(open_source(str(source)), str(target), kind, chosen)
 
 

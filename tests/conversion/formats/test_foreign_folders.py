@@ -24,7 +24,6 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 
@@ -170,7 +169,7 @@ def test_strided_shards_of_two_axes(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     full = run_ranks(4, _save_two_dims, str(tmp_path / "c"))[0]
     for place in (tmp_path / "c" / "dcp", tmp_path / "c"):
-        found, _ = _to_hf(place, tmp_path, run=RunOptions(overwrite=True))
+        found, _ = _to_hf(place, tmp_path, overwrite=True)
         assert sorted(found) == sorted(full) and all(same_bytes(found[name], full[name]) for name in full)
 
 

@@ -18,17 +18,15 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import PerRank, load, read_state, save, verify
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.cli.main import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, LayoutError
 
 
 def _convert(source: Path, target: Path, kind: str, **options: Any) -> ConvertReport:
-    run = RunOptions(limits=CopyLimits(memory_budget_bytes=4 * 2**20, threads=3))
-    return convert(open_source(str(source)), str(target), kind, ConvertOptions(**options, run=run))
+    chosen = ConvertOptions(**options, memory_budget_bytes=4 * 2**20, threads=3)
+    return convert(open_source(str(source)), str(target), kind, chosen)
 
 
 class _Net(nn.Module):

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 WEIGHTS = {f"layers.{i}.w": torch.full((300, 7), float(i)) for i in range(4)}
@@ -90,7 +89,7 @@ def test_no_way_into_the_source(tmp_path: Path, target: str, monkeypatch: pytest
     before = sorted(os.listdir("dcp"))
     for kind in ("hf", "torch"):
         with pytest.raises(ConversionError, match="outside of the source"):
-            convert(open_source("link"), target, kind, ConvertOptions(run=RunOptions(overwrite=True)))
+            convert(open_source("link"), target, kind, ConvertOptions(overwrite=True))
     assert sorted(os.listdir("dcp")) == before
 
 

@@ -20,14 +20,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
+from vescale_fsdp.checkpoint.formats.huggingface.plan import plan_shards
+from vescale_fsdp.checkpoint.formats.huggingface.repository import Assets
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.formats.huggingface.assets import Assets
-from vescale_fsdp.conversion.formats.huggingface.write import plan_shards
-from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
@@ -38,8 +36,7 @@ def _save(state: dict[str, object], path: Path) -> str:
 
 
 def _convert(source: Path | str, target: Path, **options: object) -> ConvertReport:
-    run = {name: options.pop(name) for name in ("overwrite", "dry_run", "limits") if name in options}
-    chosen = ConvertOptions(**options, run=RunOptions(**run))  # type: ignore[arg-type]
+    chosen = ConvertOptions(**options)  # type: ignore[arg-type]
     return convert(open_source(str(source)), str(target), "hf", chosen)
 
 
@@ -73,9 +70,11 @@ def test_small_budget_cuts_large_tensors(tmp_path: Path) -> None:
     """A tensor many times larger than the buffers arrives whole, also when it is not one run in the file."""
     tensors = {"big": torch.randn(1000, 3001), "turned": torch.randn(3001, 700).t()}
     _save({"model": tensors}, tmp_path / "dcp")
-    limits = CopyLimits(memory_budget_bytes=4 * 2**20, threads=3)
-    assert limits.buffer_bytes * 8 < tensors["turned"].nbytes
-    _convert(tmp_path / "dcp", tmp_path / "out", limits=limits)
+    _convert(tmp_path / "dcp", tmp_path / "out", memory_budget_bytes=4 * 2**20, threads=3)
+    assert (
+        ConvertOptions(memory_budget_bytes=4 * 2**20, threads=3).limits.buffer_bytes * 8
+        < tensors["turned"].nbytes
+    )
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     assert all(same_bytes(loaded[name], tensor) for name, tensor in tensors.items())
 

@@ -23,15 +23,13 @@ from safetensors.torch import load, load_file, save_file
 
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
-LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)
+LIMITS = {"memory_budget_bytes": 8 * 2**20, "threads": 2}
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +77,7 @@ def _state() -> dict[str, torch.Tensor]:
 
 
 def _convert(source: str, target: str, kind: str = "hf", **options: object) -> None:
-    run = RunOptions(overwrite=bool(options.pop("overwrite", False)), limits=LIMITS)
-    convert(open_source(source), target, kind, ConvertOptions(**options, run=run))  # type: ignore[arg-type]
+    convert(open_source(source), target, kind, ConvertOptions(**{**LIMITS, **options}))  # type: ignore[arg-type]
 
 
 def test_both_ends_remote(remote: str, tmp_path: Path) -> None:
@@ -148,8 +145,9 @@ def test_an_upload_over_an_old_result_removes_its_index_first(remote: str, tmp_p
         if len(calls) == 3:
             raise ConversionError("no more")
 
-    run = RunOptions(overwrite=True, limits=CopyLimits(memory_budget_bytes=4 * 2**20, threads=1))
-    options = ConvertOptions(max_shard_bytes=450_000, run=run)
+    options = ConvertOptions(
+        max_shard_bytes=450_000, overwrite=True, memory_budget_bytes=4 * 2**20, threads=1
+    )
     with pytest.raises(ConversionError, match="no more"):
         convert(open_source(str(tmp_path / "1")), target, "hf", options, progress=fail)
     left = open_store(target)
@@ -171,8 +169,7 @@ upload(sys.argv[1], sys.argv[2], progress=progress)
 
 def upload(source: str, target: str, *, progress: Callable[[int], None] = lambda _: None) -> ConvertReport:
     """Convert to several small files, going on with what is there."""
-    run = RunOptions(resume=True, limits=CopyLimits(memory_budget_bytes=4 * 2**20, threads=1))
-    options = ConvertOptions(max_shard_bytes=450_000, run=run)
+    options = ConvertOptions(max_shard_bytes=450_000, resume=True, memory_budget_bytes=4 * 2**20, threads=1)
     return convert(open_source(source), target, "hf", options, progress=progress)
 
 
@@ -204,14 +201,16 @@ def test_parts_between_urls_killed_and_resumed(s3: str, tmp_path: Path) -> None:
     fsspec.filesystem("s3").put(str(tmp_path / "model.safetensors"), f"{source}/model.safetensors")
     script = """
 import itertools, os, signal, sys
-from vescale_fsdp.conversion import ConvertOptions, CopyLimits, Part, RunOptions, convert, open_source
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 source, out, index, moment = sys.argv[1:]
 count = itertools.count(1)
 def progress(nbytes):
     if next(count) == int(moment):
         os.kill(os.getpid(), signal.SIGKILL)
-run = RunOptions(resume=True, part=Part(int(index), 2), limits=CopyLimits(8 * 2**20, 1))
-convert(open_source(source), out, "hf", ConvertOptions(max_shard_bytes=700_000, run=run), progress=progress)
+options = ConvertOptions(
+    max_shard_bytes=700_000, resume=True, part=(int(index), 2), memory_budget_bytes=8 * 2**20, threads=1
+)
+convert(open_source(source), out, "hf", options, progress=progress)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     ends = []

@@ -17,11 +17,9 @@ from tests.support.checkpoint_states import full
 from tests.support.dtype_zoo import same_bytes, zoo
 from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.formats.zarr import plan as to_zarr
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.run_plan import Part, RunOptions
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
@@ -77,8 +75,7 @@ def test_the_zarr_library_reads_every_tensor(tmp_path: Path, small_chunks: None)
 def test_a_flipped_bit_is_seen_by_zarr(tmp_path: Path) -> None:
     """The checksums we compute in pieces are the ones zarr verifies."""
     _save({"w": torch.randn(300, 1000)}, tmp_path / "dcp")
-    limits = CopyLimits(memory_budget_bytes=4 * 2**20, threads=1)
-    options = ConvertOptions(run=RunOptions(limits=limits))
+    options = ConvertOptions(memory_budget_bytes=4 * 2**20, threads=1)
     convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "zarr"), "zarr", options)
     array = _folder(tmp_path / "zarr", "w")
     assert np.asarray(zarr.open_array(str(array), mode="r")[...]).shape == (300, 1000)
@@ -251,17 +248,12 @@ def test_an_interrupted_run_and_parts_know_all_checksums(tmp_path: Path, small_c
         if len(list(out.rglob("*.partial"))) > 4:
             raise KeyboardInterrupt
 
-    one = CopyLimits(threads=1)
     with pytest.raises(KeyboardInterrupt):
-        convert(
-            open_source(source), str(out), "zarr", ConvertOptions(run=RunOptions(limits=one)), progress=stop
-        )
-    report = convert(
-        open_source(source), str(out), "zarr", ConvertOptions(run=RunOptions(resume=True, limits=one))
-    )
+        convert(open_source(source), str(out), "zarr", ConvertOptions(threads=1), progress=stop)
+    report = convert(open_source(source), str(out), "zarr", ConvertOptions(resume=True, threads=1))
     assert report.outcome.kept and report.outcome.written
     for index in (2, 0, 1):
-        options = ConvertOptions(run=RunOptions(part=Part(index, 3)))
+        options = ConvertOptions(part=(index, 3))
         convert(open_source(source), str(tmp_path / "parts"), "zarr", options)
     for path in (out, tmp_path / "parts"):
         assert verify(path).ok and verify(open_source(str(path))).problems == ()

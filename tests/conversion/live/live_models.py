@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.checkpoint_states import ragged_group, stock_tensors
-from vescale_fsdp.conversion import ConvertOptions, HuggingFace, RunOptions, convert, open_source
+from vescale_fsdp.conversion import ConvertOptions, HuggingFace, convert, open_source
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.layout.placement import RaggedShard
 
@@ -101,7 +101,6 @@ def converted(case: Case, folder: Path, source: Path, target: Path) -> None:
         rules=chosen.rules,
         dtype=chosen._casts,
         max_shard_bytes=chosen.max_shard_bytes,
-        run=RunOptions(),
     )
     convert(open_source(str(source)), str(target), "hf", options)
 

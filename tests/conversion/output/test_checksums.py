@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange, VerifiedReads
 from vescale_fsdp.checkpoint.storage.checksums import CRC32
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.run_plan import Part, RunOptions
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 MARK = 1.25  # of the items whose bytes are found in the files
@@ -101,7 +99,7 @@ def test_one_of_several_parts_finds_the_damage(tmp_path: Path) -> None:
     found = []
     for index in range(3):
         try:
-            _run(source, tmp_path / "out", "native", ranks=3, run=RunOptions(part=Part(index, 3)))
+            _run(source, tmp_path / "out", "native", ranks=3, part=(index, 3))
         except CorruptCheckpointError as error:
             found.append(str(error))
     assert len(found) == 1 and "model.w" in found[0]
@@ -114,18 +112,18 @@ def test_a_resumed_run_proves_what_the_first_did_not(tmp_path: Path, name: str) 
     dcp.save({"model": {name: torch.full((50, 60), MARK)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     source = tmp_path / "dcp"
     _flip(source / "__0_0.distcp")
-    out, one = tmp_path / "out", CopyLimits(threads=1)
+    out = tmp_path / "out"
 
     def stop(_: int) -> None:
         if '"file"' in (out / ".vescale-convert.jsonl").read_text():
             raise KeyboardInterrupt
 
-    options = ConvertOptions(ranks=3, run=RunOptions(limits=one))
+    options = ConvertOptions(ranks=3, threads=1)
     with pytest.raises(KeyboardInterrupt):
         convert(open_source(str(source)), str(out), "native", options, progress=stop)
     assert len(list(out.rglob("*.partial"))) == 1
     with pytest.raises(CorruptCheckpointError, match=f"model.{name} "):
-        _run(source, out, "native", ranks=3, run=RunOptions(resume=True, limits=one))
+        _run(source, out, "native", ranks=3, resume=True, threads=1)
     assert not out.exists()  # what the first run made is gone too
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from vescale_fsdp.checkpoint.moves.copy_jobs import MoveJob, jobs_by_source, steps, writes
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.checkpoint.moves.plan import FilePlan, FixedBytes, whole
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
@@ -23,7 +22,6 @@ from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
@@ -169,7 +167,6 @@ def test_a_native_source_is_proven_while_it_is_read(
     native: Path, tmp_path: Path, options: dict[str, tuple[str, ...]]
 ) -> None:
     """One flipped bit stops the conversion and leaves nothing; a tensor in sound stripes still converts."""
-    limits = CopyLimits(memory_budget_bytes=8 * 2**20, threads=3)
     bad = tmp_path / "bad"
     for file in native.rglob("*"):
         if file.is_file() and file.name != ".lock":
@@ -178,7 +175,7 @@ def test_a_native_source_is_proven_while_it_is_read(
             target.write_bytes(file.read_bytes())
 
     def run(source: Path, name: str, **more: object) -> dict[str, torch.Tensor]:
-        chosen = ConvertOptions(run=RunOptions(limits=limits), **options, **more)  # type: ignore[arg-type]
+        chosen = ConvertOptions(memory_budget_bytes=8 * 2**20, threads=3, **options, **more)  # type: ignore[arg-type]
         convert(open_source(str(source)), str(tmp_path / name), "hf", chosen)
         return load_file(tmp_path / name / "model.safetensors")
 

@@ -16,18 +16,16 @@ import torch
 
 from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.moves.carried_state import whole_state
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.checks.describe import describe
 from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules
-from vescale_fsdp.conversion.run_plan import RunOptions
 
 RANKS = 64
 LIMIT = 2.6  # of one growth to the next, for twice as many tensors: n gives 2, n log n 2.2, a square 4
-LIMITS = CopyLimits(memory_budget_bytes=4 * 2**20, threads=1)
+LIMITS = {"memory_budget_bytes": 4 * 2**20, "threads": 1}
 
 
 def _num_calls(work: Callable[[], object]) -> int:
@@ -60,8 +58,7 @@ def _state(num_params: int) -> dict[str, Any]:
 
 
 def _convert(source: Path, target: Path, kind: str, **options: Any) -> None:
-    run = RunOptions(limits=LIMITS)
-    chosen = ConvertOptions(ranks=RANKS, granularity=("rows:1",), run=run, **options)
+    chosen = ConvertOptions(ranks=RANKS, granularity=("rows:1",), **LIMITS, **options)
     report = convert(open_source(str(source)), str(target), kind, chosen)
     assert report.outcome.published
 
@@ -96,7 +93,7 @@ def test_calls_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
 def test_calls_of_planning_and_looking_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
     """So do those of a plan for every target, and of what only looks, at 1,024, 2,048 and 4,096 tensors."""
     calls: dict[str, list[int]] = {}
-    dry = ConvertOptions(ranks=RANKS, granularity=("rows:1",), run=RunOptions(dry_run=True))
+    dry = ConvertOptions(ranks=RANKS, granularity=("rows:1",), dry_run=True)
     for num_params in (8, 256, 512, 1024):  # imports are counted with the first
         folder = tmp_path / str(num_params)
         folder.mkdir()
@@ -144,7 +141,7 @@ def test_lines_of_renaming_grow_with_the_number_of_tensors(tmp_path: Path) -> No
             open_source(str(tmp_path / "nested")),
             str(tmp_path / "flattened"),
             "torch",
-            ConvertOptions(optimizer="flattened", run=RunOptions(overwrite=True)),
+            ConvertOptions(optimizer="flattened", overwrite=True),
         )
         for form in ("nested", "flattened"):
             source = open_source(str(tmp_path / form))
@@ -159,7 +156,7 @@ def test_lines_of_renaming_grow_with_the_number_of_tensors(tmp_path: Path) -> No
 
 def test_plans_take_little_memory_per_tensor(tmp_path: Path) -> None:
     """At its peak, what the source holds included; 120,000 tensors are to fit in 500 MiB beside the interpreter."""
-    dry = ConvertOptions(ranks=RANKS, granularity=("rows:1",), run=RunOptions(dry_run=True))
+    dry = ConvertOptions(ranks=RANKS, granularity=("rows:1",), dry_run=True)
     peaks: dict[str, list[int]] = {}
     for num_params in (64, 192):
         folder = tmp_path / str(num_params)

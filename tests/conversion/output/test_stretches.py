@@ -11,18 +11,16 @@ import torch
 
 from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.formats.native import plan
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
 from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.run_plan import Part, RunOptions
 from vescale_fsdp.errors import CorruptCheckpointError
 
 MIB = 2**20
-LIMITS = CopyLimits(memory_budget_bytes=16 * MIB, threads=3)
+LIMITS = {"memory_budget_bytes": 16 * MIB, "threads": 3}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +45,8 @@ def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _written(source: Path, target: str, **options: Any) -> None:
-    options = {"run": RunOptions(limits=LIMITS), **options}
-    assert convert(open_source(str(source)), target, "native", ConvertOptions(**options)).outcome.published
+    report = convert(open_source(str(source)), target, "native", ConvertOptions(**{**LIMITS, **options}))
+    assert report.outcome.published
 
 
 def _data(folder: Path) -> dict[str, bytes]:
@@ -134,10 +132,8 @@ def test_a_finished_file_is_kept_by_its_digest(source: Path, tmp_path: Path) -> 
     """Resumed, a part reads what it wrote and writes it no second time, unless it was damaged."""
 
     def part(index: int) -> Any:
-        run = RunOptions(limits=LIMITS, resume=True, part=Part(index, 2))
-        return convert(
-            open_source(str(source)), str(tmp_path / "out"), "native", ConvertOptions(ranks=2, run=run)
-        )
+        options = ConvertOptions(ranks=2, resume=True, part=(index, 2), **LIMITS)
+        return convert(open_source(str(source)), str(tmp_path / "out"), "native", options)
 
     assert len(part(0).outcome.written) == 1
     kept = part(0).outcome

@@ -15,11 +15,9 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.run_plan import RunOptions
 
 transformers = pytest.importorskip("transformers")
 huggingface_hub = pytest.importorskip("huggingface_hub")
@@ -90,7 +88,8 @@ def test_a_saved_model_loads_in_transformers(tmp_path: Path, name: str) -> None:
         assets=str(tmp_path / "assets"),
         rules=rules,
         max_shard_bytes=8000,
-        run=RunOptions(limits=CopyLimits(memory_budget_bytes=4 * 2**20, threads=2)),
+        memory_budget_bytes=4 * 2**20,
+        threads=2,
     )
     report = convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "out"), "hf", options)
     assert len(report.plan.files) > 2 and report.dropped_others == ("step",)
@@ -155,7 +154,8 @@ def test_every_pair_of_formats_keeps_every_bit_of_a_model(tmp_path: Path, name: 
         options = ConvertOptions(
             max_shard_bytes=8000 if kind != "torch" else 10**9,
             ranks=3,
-            run=RunOptions(limits=CopyLimits(memory_budget_bytes=4 * 2**20, threads=2)),
+            memory_budget_bytes=4 * 2**20,
+            threads=2,
         )
         convert(open_source(str(tmp_path / str(number - 1))), str(tmp_path / str(number)), kind, options)
     loaded = {key: torch.empty_like(value) for key, value in state.items()}

@@ -12,7 +12,7 @@ import torch
 import zarr
 
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.conversion import ConvertOptions, RunOptions, convert, diff, open_source
+from vescale_fsdp.conversion import ConvertOptions, convert, diff, open_source
 from vescale_fsdp.conversion.checks.describe import describe
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report
@@ -135,5 +135,5 @@ def test_an_ordinary_source_is_not_refused(tmp_path: Path) -> None:
     """Moments that are all zeros lie in no chunk of zarr."""
     _array(tmp_path, 3, 2**20, 0, size=2**30 - 3)
     source = open_source(str(tmp_path / "z"))
-    report = convert(source, tmp_path / "out.pt", "torch", ConvertOptions(run=RunOptions(dry_run=True)))
+    report = convert(source, tmp_path / "out.pt", "torch", ConvertOptions(dry_run=True))
     assert report.plan.tensor_nbytes == 2**32

@@ -15,10 +15,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support.dtype_zoo import same_bytes
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 FP8 = torch.float8_e4m3fn
@@ -39,9 +37,11 @@ def _convert(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors and the settings of the result; in small pieces, so that blocks are cut."""
     out = source.parent / f"out-{kind}-{len(list(source.parent.iterdir()))}"
-    run = RunOptions(limits=CopyLimits(4 << 20, 1))
     report: ConvertReport = convert(
-        open_source(str(source)), str(out), kind, ConvertOptions(run=run, **options)
+        open_source(str(source)),
+        str(out),
+        kind,
+        ConvertOptions(memory_budget_bytes=4 << 20, threads=1, **options),
     )
     assert report.outcome.published
     return load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
@@ -437,7 +437,7 @@ def test_dequantising_says_what_it_cannot_hold(tmp_path: Path) -> None:
     scales[3, 1] = 2**20  # of 128 x 128 finite values
     folder = _folder(tmp_path / "hf", {_LINEAR: codes, f"{_LINEAR}_scale_inv": scales}, FP8_CONFIG)
     for dtype, lost in (("fp16", 128 * 128), ("bf16", 0)):
-        options = ConvertOptions(dequantize=dtype, run=RunOptions(limits=CopyLimits(4 << 20, 1)))
+        options = ConvertOptions(dequantize=dtype, memory_budget_bytes=4 << 20, threads=1)
         report = convert(open_source(str(folder)), tmp_path / dtype, "hf", options)
         said = [each for each in report.warnings if "infinite" in each]
         assert len(said) == bool(lost) and all(f"{lost} of {codes.numel()}" in each for each in said)
