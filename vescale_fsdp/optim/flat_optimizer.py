@@ -82,7 +82,6 @@ class _FlatRun:
         gaps = [(stop, start) for stop, start in zip(ends, starts[1:], strict=False) if stop < start]
         return _FlatRun(params, starts, flat, gaps)
 
-    @property
     def is_current(self) -> bool:
         """Whether the parameters are still at their offsets in the memory of ``flat``."""
         storage, base = storage_id(self.flat), self.flat.storage_offset()
@@ -236,7 +235,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _current_runs(self, only: set[torch.Tensor] | None = None) -> list[_FlatRun]:
         """The runs. They are made again if one of the parameters to step has moved in memory."""
-        if self._runs is not None and all(run.is_current for run in _runs_of(self._runs, only)):
+        if self._runs is not None and all(run.is_current() for run in _runs_of(self._runs, only)):
             return self._runs
         for param in self._params():
             if self._runs is None and param.grad is None:  # -1: no gradient in the first step
