@@ -280,7 +280,7 @@ def _state_for(kind: str, source: Source, options: ConvertOptions) -> CarriedSta
         from vescale_fsdp.conversion.adapters.peft_folder import adapter_state
 
         return adapter_state(source, options.model_prefix, options.adapter_name, options.assets)
-    from vescale_fsdp.conversion.state.optimizers import with_optimizer_form
+    from vescale_fsdp.checkpoint.moves.carried_state import with_optimizer_form
 
     state = whole_state(source, options.model_prefix, options.prefix)
     return with_optimizer_form(state, options.optimizer)
