@@ -334,7 +334,7 @@ class RaggedReader(StorageReader):
                 if tensor.dtype != stored.dtype:
                     raise _other_dtype(stored, tensor)
                 region = Region(box, FlatRange(0, box.numel))
-                target = reads.ask(stored.place, region, tensor)
+                target = reads.ask(stored.index, region, tensor)
                 overwriting.add(item.storage_index.fqn, tensor, target)
                 targets.append((item, tensor, target))
             with overwriting.together(num_ranks=1):  # DCP itself tells the other ranks
