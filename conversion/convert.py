@@ -248,7 +248,7 @@ def plan_conversion(
         state, changed = _with_casts(state, options.dtype, assets if kind == "hf" else None, quantized)
         uncast = tuple(name for name in state.views if name in quantized and name not in changed)
     if kind == "hf" and (options.dequantize is not None or options.quantize):
-        assets.name_dtype_held([view.info for view in state.views.values()], quantized)
+        assets.correct_dtype([view.info for view in state.views.values()], quantized)
     if kind == "hf" and not options.no_assets:
         warnings += assets.disagreements([view.info for view in state.views.values()], quantized)
     if kind == "native" and source.kind in ("hf", "safetensors", "shards") and options.ranks > 1:
