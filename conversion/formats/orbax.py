@@ -15,10 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from vescale_fsdp.checkpoint.formats.entries import Entries
-from vescale_fsdp.checkpoint.formats.zarr.arrays import DAMAGE, damaged, read_metadata
-from vescale_fsdp.checkpoint.formats.zarr.hierarchy import Array3
-from vescale_fsdp.checkpoint.formats.zarr.version_2 import ARRAY_FILE, Array2, LastChunk
-from vescale_fsdp.checkpoint.manifest.file_names import ZARR_NAME
+from vescale_fsdp.checkpoint.formats.zarr.arrays import DAMAGE, Arrays, damaged
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -50,21 +47,22 @@ def open_orbax(store: Storage) -> Source:
         )
     trees = sorted(file for file in files if file.rpartition("/")[2] == TREE_FILE and file.count("/") < 2)
     items = [tree.removesuffix(TREE_FILE) for tree in trees]
-    entries, last = Entries(), LastChunk()
+    entries, arrays = Entries(), Arrays(store, files)
     for item in items:
         try:
-            _add_item(entries, store, files, last, item, (item.rstrip("/"),) if len(items) > 1 else ())
+            _add_item(entries, arrays, store, files, item, (item.rstrip("/"),) if len(items) > 1 else ())
         except DAMAGE as error:
             raise damaged(store, f"{item}{TREE_FILE}", error) from error
     facts = {
-        "arrays": str(len(entries.tensors)),
+        "arrays": str(len(arrays.tensors)),
         "items": ", ".join(item.rstrip("/") for item in items) or "one",
     }
+    entries.update(Entries(arrays.tensors, readers=arrays.readers, decoded=arrays.decoded))
     return entries.source("orbax", store, facts)
 
 
 def _add_item(
-    entries: Entries, store: Storage, files: set[str], last: LastChunk, folder: str, container: Path
+    entries: Entries, arrays: Arrays, store: Storage, files: set[str], folder: str, container: Path
 ) -> None:
     """Add the leaves of the tree in a folder, whose name ends in a slash or is empty."""
     tree = parse_json(store.read(folder + TREE_FILE))["tree_metadata"]
@@ -81,24 +79,8 @@ def _add_item(
         elif kind == "string":
             entries.add_value(path, strings[node])
         else:
-            _add_array(entries, store, files, last, f"{folder}{node}", path)
-
-
-def _add_array(
-    entries: Entries, store: Storage, files: set[str], last: LastChunk, node: str, path: Path
-) -> None:
-    """Add an array of zarr, version 2 or 3."""
-    name = name_of(path)
-    array: Array2 | Array3
-    if f"{node}/{ARRAY_FILE}" in files:
-        array = Array2(store, node, read_metadata(store, f"{node}/{ARRAY_FILE}", 2), name, last)
-    else:
-        array = Array3(store, node, read_metadata(store, f"{node}/{ZARR_NAME}"), name)
-    tensor, reader = array.stored(files), None
-    if not array.is_plain:  # compressed or sharded: items are not bytes of a file
-        reader = array.read if isinstance(array, Array2) else array.reader()
-        entries.decoded[name] = array.decoded_bytes
-    entries.add_tensor(path, tensor, reader)
+            arrays.add(f"{folder}{node}", name_of(path))
+            entries.paths[name_of(path)] = path
 
 
 def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:

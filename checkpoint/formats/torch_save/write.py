@@ -447,7 +447,7 @@ def plan_torch(state: CarriedState, file: str) -> OutputPlan:
     storages: list[TensorItems] = []
     keys: dict[str, str] = {}  # tensor -> key of its storage; tied tensors share one
     for name, view in state.views.items():
-        info, first = view.info, state.twins.get(name, name)
+        info, first = view.info, state.aliases.get(name, name)
         if first not in keys:
             keys[first] = str(len(storages))
             storages.append(whole(without_repeats(view, repeated_dims(view))))
