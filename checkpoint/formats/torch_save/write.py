@@ -230,7 +230,7 @@ class _Writer:
         else:
             write()
 
-    # A tensor is a call whose first argument is a persistent id; of tensors of one shape, only the storage's key differs.
+    # A tensor is a call whose first argument is a persistent id; tensors of one shape differ only in the storage's key.
 
     def _put_tensor(self, value: TensorOut) -> None:
         dtype, shape = value.dtype, value.shape
