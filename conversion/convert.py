@@ -21,7 +21,7 @@ from vescale_fsdp.checkpoint.formats.huggingface.repository import (
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import (
     Compare,
     absent_names,
-    find_tied_twins,
+    find_ties,
     left_out_by,
 )
 from vescale_fsdp.checkpoint.moves.carried_state import CarriedState, model_state, whole_state
@@ -248,7 +248,7 @@ def plan_conversion(
         state, changed = _with_casts(state, options.dtype, assets if kind == "hf" else None, quantized)
         uncast = tuple(name for name in state.views if name in quantized and name not in changed)
     if kind == "hf" and (options.dequantize is not None or options.quantize):
-        assets.name_dtype_held([view.info for view in state.views.values()], quantized)
+        assets.correct_dtype([view.info for view in state.views.values()], quantized)
     if kind == "hf" and not options.no_assets:
         warnings += assets.disagreements([view.info for view in state.views.values()], quantized)
     if kind == "native" and source.kind in ("hf", "safetensors", "shards") and options.ranks > 1:
@@ -292,11 +292,11 @@ def _with_ties(
     """A state with tied weights as its target wants them; the names that are left out, with what they are tied to; and
     warnings where config.json says otherwise than the weights."""
     if kind == "hf" and assets.config is not None:
-        tied, warnings, denied = find_tied_twins(state.views, assets.settings, is_equal)
+        tied, warnings, denied = find_ties(state.views, assets.settings, is_equal)
         if denied:  # the class must not tie them: what it ties beside them is stored under all its names then
             state = state.with_aliases(absent_names(assets.settings, state.views))
             assets.untie()
-            tied, _, still = find_tied_twins(state.views, assets.settings, is_equal)
+            tied, _, still = find_ties(state.views, assets.settings, is_equal)
             if still:
                 twin, kept = next(iter(still.items()))
                 raise ConversionError(

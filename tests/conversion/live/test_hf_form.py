@@ -98,7 +98,7 @@ def _misuse(folder: Path) -> None:
     refused(state, HuggingFace(assets=assets / "tokenizer"), "lack config.json")
     refused(state, HuggingFace(assets=assets, rules=str(folder / "none.toml")), "none.toml")
     more = {**state, "step": 3, "rng": PerRank(rank)}
-    refused(more, plain, "cannot hold all", "step", "rng", "model_prefix")
+    refused(more, plain, "cannot contain all", "step", "rng", "model_prefix")
     refused({"step": 3}, plain, "No model weights")
     misfits = {
         "model": {"0.qkv": torch.ones(31, 4), "0.experts": torch.ones(2, 4, 4), "padded": torch.ones(15, 2)}

@@ -230,7 +230,7 @@ def test_damage_in_what_ranks_share(tmp_path: Path) -> None:
 def test_no_source_at_all(tmp_path: Path) -> None:
     """What is no checkpoint is said to be none."""
     (tmp_path / "x").write_text("x")
-    with pytest.raises((ConversionError, CorruptCheckpointError), match="known kind"):
+    with pytest.raises((ConversionError, CorruptCheckpointError), match="known format"):
         load(tmp_path / "x", Small())
 
 
