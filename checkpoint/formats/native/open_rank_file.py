@@ -107,7 +107,7 @@ class OpenRankFile:
         """Bytes from the file's start that stripes cover."""
         return self.file.table_start
 
-    def prove_stripe(self, index: int, checksum: int) -> None:
+    def verify_stripe(self, index: int, checksum: int) -> None:
         """Compare a stripe's checksum with the table's.
 
         Raises:

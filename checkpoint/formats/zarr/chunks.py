@@ -52,7 +52,7 @@ class ChunkTables:
         opened = OpenRankFile(self.storage, file)
         try:
             for index in range(-(-file.blob_start // opened.stripe_bytes)):
-                opened.prove_stripe(index, opened.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
+                opened.verify_stripe(index, opened.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
             table = bytearray(CRC_BYTES * len(file.chunks))
             opened.reader.read_at(len(file.header), [table])
         except EOFError as error:

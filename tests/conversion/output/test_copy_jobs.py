@@ -38,7 +38,7 @@ class _Stripes:
     def hash_stripe(self, index: int, scratch: bytearray) -> int:
         raise AssertionError
 
-    def prove_stripe(self, index: int, checksum: int) -> None:
+    def verify_stripe(self, index: int, checksum: int) -> None:
         raise AssertionError
 
 
