@@ -86,8 +86,8 @@ class OpenRankFile:
             at = next(at for at, (a, b) in enumerate(zip(header, file.header, strict=True)) if a != b)
             around = slice(max(0, at - 60), at + 60)
             raise self.corrupt(
-                "A file's header differs from the one that the manifest implies: it is damaged, or belongs to another "
-                "checkpoint.",
+                "A file's header differs from the one that the manifest implies: it is damaged, or it is another "
+                "checkpoint's file.",
                 f".. {file.header[around]!r} ..",
                 f".. {bytes(header[around])!r} ..; from byte {at} on; has {some(self.file.tensor_names)}",
             )

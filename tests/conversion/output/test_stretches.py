@@ -41,7 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 MiB, so that files of some MB have several."""
-    monkeypatch.setattr(plan, "_STRETCH_STRIPES", 8)
+    monkeypatch.setattr(plan, "_STRIPES_PER_JOB", 8)
 
 
 def _written(source: Path, target: str, **options: Any) -> None:
