@@ -318,9 +318,9 @@ def cut_from_json(data: Sequence[Any]) -> Cut:
 def shard_order(shards: Mapping[int, tuple[int, int]], sizes: Sequence[int]) -> list[int] | None:
     """Mesh axes in the order in which they cut a tensor; None if their split factors give no order.
 
-    torch represents an axis that cuts after later axes of the mesh as a strided shard, whose split factor is the product
+    torch represents an axis that cuts after later axes of the mesh as a strided shard. Its split factor is the product
     of those axes' sizes. Other split factors occur too, such as for a tensor that is cut by columns and then flattened:
-    each rank has scattered elements of it, which no order of cuts gives.
+    no order of cuts gives the scattered elements that each rank has of it.
 
     Args:
         shards: tensor dim and split factor (1 for a plain shard) of each axis that cuts.
@@ -373,7 +373,10 @@ class Distribution:
 
 
 class Holders:
-    """The coordinates of each rank of a set, and the order of replicas. A cell is the row-major index of coordinates."""
+    """The coordinates of each rank of a set, and the order of replicas.
+
+    A cell is the row-major index of coordinates in the mesh.
+    """
 
     def __init__(self, ranks: RankSet, axes: Axes) -> None:
         self._sizes = tuple(axis.size for axis in axes)
