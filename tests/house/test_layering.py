@@ -35,9 +35,10 @@ LEVELS = (
     ("checkpoint.moves",),
     (
         "runtime",
+        "checkpoint.formats.entries",
         "checkpoint.formats.form",
         "checkpoint.steps",
-        "conversion.state",
+        "conversion.quantization",
         "conversion.convert_options",
     ),
     ("checkpoint.formats.native",),
@@ -54,17 +55,12 @@ LEVELS = (
         "checkpoint",
         "conversion.rules",
     ),
-    (
-        "conversion.formats.side_files",
-        "conversion.formats.orbax",
-        "conversion.formats.deepspeed",
-        "conversion.checks",
-    ),
-    ("conversion.adapters", "conversion.formats.megatron"),
+    ("conversion.checks",),
+    ("conversion.adapters",),
     ("conversion.formats", "conversion.report", "elastic"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
     ("conversion",),
-    ("conversion.live", "conversion.cli"),
+    ("conversion.cli",),
     ("integrations",),
 )
 LEVEL_OF = {folder: level for level, row in enumerate(LEVELS) for folder in row}
@@ -417,7 +413,7 @@ def test_pure_folders_know_no_torch() -> None:
         ("checkpoint.save", "layout.geometry", True),
         ("checkpoint.save", "checkpoint.load", False),
         ("checkpoint.manager", "runtime.comm.dbuffer", False),
-        ("checkpoint.manager", "conversion.state.carried_state", False),
+        ("checkpoint.manager", "conversion.quantization", False),
         ("conversion.cli.main", "checkpoint.manager", True),
         ("conversion.cli.main", "runtime.fully_shard", False),
         ("optim.flat_optimizer", "runtime.fsdp_state", True),

@@ -55,7 +55,7 @@ def plan_dcp(state: CarriedState, max_shard_bytes: int) -> OutputPlan:
     """
     files = _Files(max_shard_bytes)
     for name, view in state.views.items():
-        for box in _row_boxes(view.info) if name not in state.twins else ():
+        for box in _row_boxes(view.info) if name not in state.aliases else ():
             files.add_tensor(name, view, box)
     for name, read in state.values.items():
         files.add_value(name, read())
@@ -180,7 +180,7 @@ class _Files:
 def _metadata(state: CarriedState, written: list[_Item]) -> New:
     """The records that stock DCP pickles into ``.metadata``."""
     names: dict[str, list[str]] = {}
-    for alias, first in state.twins.items():
+    for alias, first in state.aliases.items():
         names.setdefault(first, [first]).append(alias)
     # All names of a tensor refer to the same bytes: stock DCP allows it.
     items = [item._replace(name=name) for item in written for name in names.get(item.name, [item.name])]

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as 
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.manifest.state_tree import child_name
+from vescale_fsdp.checkpoint.state.live_objects import home_device
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.dtensor.ragged_dtensor import wrap_like
 from vescale_fsdp.errors import CheckpointError
@@ -76,16 +77,6 @@ def _materialise(model: nn.Module, template: dict[str, Any], state: dict[str, An
             values[name] = value
     if values:
         model.load_state_dict(values, strict=False, assign=True)
-
-
-def home_device(template: Any) -> torch.device:
-    """The device of a state's tensors; for a state on the meta device, the one to allocate them on."""
-    tensors = [value for value in template.values() if isinstance(value, torch.Tensor) and value.ndim]
-    devices = [tensor.device for tensor in tensors if not tensor.is_meta]
-    if devices:
-        return devices[0]
-    kind = next((tensor.device_mesh.device_type for tensor in tensors if isinstance(tensor, DTensor)), "cpu")
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def set_optimizer_state_dict(

@@ -58,7 +58,7 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
             got=num_ranks,
             todo="lay it out for the number of ranks that will load it; any other number can load it too",
         )
-    layouts, slots = _plan_layouts(state.without(state.twins), num_ranks, granularity)
+    layouts, slots = _plan_layouts(state.without(state.aliases), num_ranks, granularity)
     structure, views = _structure(state, num_ranks, layouts, slots)
     manifest = native_manifest("", structure, views, num_ranks)
     by_name = {entry.name: view for entry, view in zip(structure.entries, views, strict=True)}
@@ -122,7 +122,7 @@ def _structure(
     for name, view in state.views.items():
         if name in slots:
             cuts[name] = slots[name], ""
-        elif name not in state.twins:
+        elif name not in state.aliases:
             candidates = (
                 (cut, name.replace(fqn, "*", 1))
                 for fqn in parameters.named_in(state.path(name))

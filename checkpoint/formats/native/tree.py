@@ -47,7 +47,7 @@ def native_tree(
     taken = set(reserved)
 
     def tensor_node(stored_name: str, leaf: _TensorLeaf) -> Json:
-        first = state.twins.get(leaf.name, leaf.name)
+        first = state.aliases.get(leaf.name, leaf.name)
         if first not in index_of:
             claim_name(stored_name, taken)
             taken.add(stored_name)
