@@ -122,7 +122,7 @@ class SourceOptions:
 
 
 def load(
-    path: str | os.PathLike[str] | Storage,
+    path: str | os.PathLike[str],
     state: Any,
     *,
     strict: bool = True,
@@ -242,7 +242,7 @@ def load(
     return report if manifest is None else replace(report, metadata=manifest.metadata)
 
 
-def _manifest_of(storage: Storage, path: str | os.PathLike[str] | Storage) -> Manifest | None:
+def _manifest_of(storage: Storage, path: str | os.PathLike[str]) -> Manifest | None:
     """The manifest of a native checkpoint; None where files of another format are.
 
     Raises:

@@ -57,7 +57,7 @@ class Reshardable(Protocol):
     """A value that many ranks have a part of, such as a place in the data: what `Resharded` takes.
 
     Examples:
-        >>> from vescale_fsdp.checkpoint import ReshardableSampler
+        >>> from vescale_fsdp.checkpoint.data import ReshardableSampler
         >>> two = [ReshardableSampler(10, rank=rank, world_size=2) for rank in (0, 1)]
         >>> whole = two[0].merge([sampler.state_dict() for sampler in two])
         >>> part = two[0].split(whole, 2, 3)  # of the third of three ranks
@@ -85,7 +85,8 @@ class Resharded(PerRank):
         value: such as a `ReshardableSampler` or a `ReshardableLoader`.
 
     Examples:
-        >>> from vescale_fsdp.checkpoint import ReshardableSampler, save
+        >>> from vescale_fsdp.checkpoint import save
+        >>> from vescale_fsdp.checkpoint.data import ReshardableSampler
         >>> save("resharded", {"data": Resharded(ReshardableSampler(1000))})
     """
 

@@ -65,11 +65,13 @@ class SavePolicy(ABC):
 
     Examples:
         >>> class LossSpike(SavePolicy):
-        ...     def should_save(self, context):
+        ...     def should_save(self, context: SavePolicy.Context) -> bool:
         ...         return context.metric is not None and context.metric > 10
         >>> EverySteps(1000) & EveryMinutes(30) | LossSpike()  # doctest: +ELLIPSIS
         AnyOf(AllOf(EverySteps(steps=1000), EveryMinutes(minutes=30)), <...LossSpike object at ...>)
     """
+
+    Context = SaveContext  # for annotations of subclasses
 
     same_on_all_ranks: ClassVar[bool] = False
     may_be_late: ClassVar[bool] = False
@@ -85,12 +87,12 @@ class SavePolicy(ABC):
     def should_save(self, context: SaveContext) -> bool:
         """Whether this rank asks for a save of the step."""
 
-    def __or__(self, other: SavePolicy) -> AnyOf:
+    def __or__(self, other: SavePolicy) -> SavePolicy:
         if not isinstance(other, SavePolicy):
             return NotImplemented
         return AnyOf(*_parts_of(self, AnyOf), *_parts_of(other, AnyOf))
 
-    def __and__(self, other: SavePolicy) -> AllOf:
+    def __and__(self, other: SavePolicy) -> SavePolicy:
         if not isinstance(other, SavePolicy):
             return NotImplemented
         return AllOf(*_parts_of(self, AllOf), *_parts_of(other, AllOf))

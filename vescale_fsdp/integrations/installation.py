@@ -1,4 +1,4 @@
-"""as_fsdp2, install, uninstall: let stacks that ask torch for FSDP2 find this package.
+"""as_fsdp2, install: let stacks that ask torch for FSDP2 find this package.
 
     with as_fsdp2(granularity=Rows(32)):
         trainer = Trainer(...)          # accelerate, Trainer, TRL import torch's names inside their functions
@@ -22,22 +22,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import ModuleType
 
-from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.errors import BoundNamesWarning, explain
 from vescale_fsdp.integrations.replaced_names import StandIn, bound_names, put_back, replace
 from vescale_fsdp.integrations.stand_ins import IN_FORCE, STAND_INS, PatternRule, Settings
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
-
-
-class BoundNamesWarning(UserWarning):
-    """Modules hold torch's own functions under a name of theirs, which no installation can replace.
-
-    Examples:
-        >>> import warnings
-        >>> warnings.simplefilter("error", BoundNamesWarning)  # a stack that was imported too early stops the run
-        >>> warnings.resetwarnings()
-    """
 
 
 class Installation:
@@ -46,6 +36,10 @@ class Installation:
     Args:
         settings: what it adds to the arguments of ``fully_shard``.
         stand_ins: what it replaces.
+
+    Examples:
+        >>> installation = install(granularity="rows:32")
+        >>> installation.uninstall()
     """
 
     def __init__(self, settings: Settings, stand_ins: Sequence[StandIn]) -> None:
@@ -81,7 +75,7 @@ def install(
     granularity: GranularityRule = None,
     padding_policy: PaddingPolicy | None = None,
 ) -> Installation:
-    """Replace torch's names, process-wide, until as many `uninstall` calls have been made.
+    """Replace torch's names, process-wide, until every installation has been ended by its `Installation.uninstall`.
 
     Args:
         granularity: as for `vescale_fsdp.fully_shard`, for all modules that stacks shard from now on. A pattern of a
@@ -89,7 +83,7 @@ def install(
         padding_policy: as for `vescale_fsdp.fully_shard`.
 
     Returns:
-        The installation, to end this very one; `uninstall` ends the newest.
+        The installation; its ``uninstall`` ends it.
 
     Raises:
         LayoutError: if a granularity is none; nothing was replaced.
@@ -113,24 +107,6 @@ def install(
     if bound:  # before anything is replaced, for those who make an error of the warning
         warnings.warn(_bound_text(bound), BoundNamesWarning, stacklevel=_callers_level())
     return Installation(settings, stand_ins)
-
-
-def uninstall() -> None:
-    """End the newest installation.
-
-    Raises:
-        LifecycleError: if none stands.
-
-    Examples:
-        >>> _ = install()
-        >>> uninstall()
-    """
-    standing = list(_standing)
-    if not standing:
-        raise LifecycleError(
-            "There is nothing to uninstall.", expected="an install() that still stands", got="none"
-        )
-    standing[-1].uninstall()
 
 
 @contextmanager

@@ -212,6 +212,30 @@ class BlockCodec(ABC):
     def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
         """The factors of codes (fp32), from stored scales."""
 
+    @torch.no_grad()
+    def quantize(self, tensor: torch.Tensor) -> Quantized:
+        """Codes and scales of a tensor; each rank encodes its own piece, without communication.
+
+        Args:
+            tensor: plain, or a DTensor of contiguous pieces (RaggedShard, Shard(0), Replicate).
+
+        Raises:
+            LayoutError: if a rank boundary cuts a block.
+
+        Examples:
+            >>> Fp8Blocks(128, 128).quantize(torch.randn(256, 256)).scales.shape
+            torch.Size([2, 2])
+        """
+        pieces = contiguous_pieces_of(tensor, "another placement")
+        grid = self.grid(tuple(tensor.shape))
+        numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "tensor"))
+        codes = torch.zeros_like(tensor, dtype=torch.uint8)
+        scales = zeros_sharded_with(tensor, pieces, grid.scales_shape, numels, self.scale_dtype)
+        local_codes, local_scales = self.encode(local_tensor(tensor), grid)
+        local_tensor(codes, "tensor of codes").copy_(local_codes)
+        local_tensor(scales, "tensor of scales").copy_(local_scales)
+        return Quantized(self, codes, scales)
+
     def encode(self, flat: torch.Tensor, grid: BlockGrid) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales of a run of whole bands.
 
@@ -340,8 +364,7 @@ class Quantized:
         scales: one per block, of the codec's dtype; cut at the same blocks as the codes.
 
     Examples:
-        >>> from vescale_fsdp.quantize import Int8Rows
-        >>> codes = quantize(torch.ones(4, 64), Int8Rows())
+        >>> codes = Int8Rows().quantize(torch.ones(4, 64))
         >>> codes.codes.shape, codes.dequantize()[0, 0].item()
         (torch.Size([4, 64]), 1.0)
     """
@@ -363,30 +386,3 @@ class Quantized:
         grid = self.codec.grid(tuple(self.codes.shape))
         local_tensor(values, "tensor").copy_(self.codec.decode(codes, scales, grid, dtype))
         return values
-
-
-@torch.no_grad()
-def quantize(tensor: torch.Tensor, codec: BlockCodec) -> Quantized:
-    """Codes and scales of a tensor; each rank encodes its own piece, without communication.
-
-    Args:
-        tensor: plain, or a DTensor of contiguous pieces (RaggedShard, Shard(0), Replicate).
-        codec: the format.
-
-    Raises:
-        LayoutError: if a rank boundary cuts a block.
-
-    Examples:
-        >>> from vescale_fsdp.quantize import Fp8Blocks
-        >>> quantize(torch.randn(256, 256), Fp8Blocks(128, 128)).scales.shape
-        torch.Size([2, 2])
-    """
-    pieces = contiguous_pieces_of(tensor, "another placement")
-    grid = codec.grid(tuple(tensor.shape))
-    numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "tensor"))
-    codes = torch.zeros_like(tensor, dtype=torch.uint8)
-    scales = zeros_sharded_with(tensor, pieces, grid.scales_shape, numels, codec.scale_dtype)
-    local_codes, local_scales = codec.encode(local_tensor(tensor), grid)
-    local_tensor(codes, "tensor of codes").copy_(local_codes)
-    local_tensor(scales, "tensor of scales").copy_(local_scales)
-    return Quantized(codec, codes, scales)

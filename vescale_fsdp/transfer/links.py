@@ -30,6 +30,8 @@ from vescale_fsdp.transfer.coding import Codec, Grid, hull_of, scale_regions
 from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.views.index_maps import Concat, Index, IndexMap, InputPiece, Permute, Slice, Stack
 
+__all__ = ["codes", "concatenate", "index", "permute", "scales", "slice", "stack"]
+
 Shape = tuple[int, ...]
 
 _NAMES_OF_BYTES = {"float8_e4m3fn": ("uint8",), "int8": ("uint8",), "uint8": ("float8_e8m0fnu",)}
