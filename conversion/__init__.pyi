@@ -5,4 +5,4 @@ from vescale_fsdp.conversion.checks.diff import Difference as Difference, diff a
 from vescale_fsdp.conversion.convert import ConvertReport as ConvertReport, convert as convert
 from vescale_fsdp.conversion.convert_options import ConvertOptions as ConvertOptions
 from vescale_fsdp.conversion.formats.detect import open_source as open_source
-from vescale_fsdp.conversion.live.hf_form import HuggingFace as HuggingFace
+from vescale_fsdp.conversion.huggingface import HuggingFace as HuggingFace

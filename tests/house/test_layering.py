@@ -31,7 +31,6 @@ LEVELS = (
         "quantize",
         "checkpoint.ranks",
         "checkpoint.state",
-        "conversion.journal",
     ),
     ("checkpoint.moves",),
     (
@@ -41,7 +40,7 @@ LEVELS = (
         "conversion.state",
         "conversion.convert_options",
     ),
-    ("checkpoint.formats.native", "conversion.run_plan"),
+    ("checkpoint.formats.native",),
     ("checkpoint.formats.zarr", "checkpoint.formats.torch_save"),
     ("checkpoint.formats",),
     ("checkpoint.save", "checkpoint.load", "checkpoint.verify"),
@@ -50,10 +49,10 @@ LEVELS = (
     (
         "optim",
         "checkpoint.formats.dcp",
+        "checkpoint.formats.huggingface",
         "transfer",
         "checkpoint",
         "conversion.rules",
-        "conversion.formats.huggingface",
     ),
     (
         "conversion.formats.side_files",
@@ -65,7 +64,7 @@ LEVELS = (
     ("conversion.formats", "conversion.report", "elastic"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
     ("conversion",),
-    ("conversion.live", "conversion.cli"),
+    ("conversion.cli",),
     ("integrations",),
 )
 LEVEL_OF = {folder: level for level, row in enumerate(LEVELS) for folder in row}
@@ -422,7 +421,7 @@ def test_pure_folders_know_no_torch() -> None:
         ("checkpoint.save", "layout.geometry", True),
         ("checkpoint.save", "checkpoint.load", False),
         ("checkpoint.manager", "runtime.comm.dbuffer", False),
-        ("checkpoint.manager", "conversion.state.carried_state", False),
+        ("checkpoint.manager", "conversion.state.quantized_weights", False),
         ("conversion.cli.main", "checkpoint.manager", True),
         ("conversion.cli.main", "runtime.fully_shard", False),
         ("optim.flat_optimizer", "runtime.fsdp_state", True),

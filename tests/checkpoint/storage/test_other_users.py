@@ -16,9 +16,9 @@ import torch
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, save
 from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.save import Format
+from vescale_fsdp.checkpoint.storage.journal import Journal
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
-from vescale_fsdp.conversion.journal import Journal
 from vescale_fsdp.errors import CheckpointError
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")

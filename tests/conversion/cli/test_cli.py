@@ -215,7 +215,7 @@ def test_plan_refuses_shards_that_are_no_numbers(source: str, shards: str) -> No
 # Sends itself Ctrl-C when the first file is finished, and TIMES - 1 more when the process has seen it.
 INTERRUPTED = """
 import os, signal, time
-from vescale_fsdp.conversion import journal
+from vescale_fsdp.checkpoint.storage import journal
 from vescale_fsdp.conversion.cli.main import main
 add, left = journal.Journal.add, TIMES
 def interrupt(self, **line):

@@ -1,11 +1,11 @@
-"""The record of a conversion in progress, kept beside its output so that a killed one can go on.
+"""The record of a conversion in progress, stored next to its output so that a killed conversion can be resumed.
 
-One JSON object per line: first what is being converted (a fingerprint of the plan), then one line per
-finished file. A line is appended only after its file is complete; a torn last line is a file that will be
-written again.
+One JSON object per line: first a fingerprint of the plan, then one line per finished file. A line is appended only
+after its file is complete. If the last line is torn, its file is written again.
 
-One run at a time writes to a target: on a local disk the journal is created exclusively and locked (`flock`, which a
-killed run gives back). Object stores have no locks; there the run that started first fails at its next file.
+Only one run writes to a target: on a local disk the journal is created exclusively and locked with `flock`, which the
+kernel releases when a run is killed. Object stores have no locks; there the run that started first fails at its next
+file.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ _SUFFIX = ".vescale-convert.jsonl"
 _OF_PART = re.compile(rf"(?:\.part-\d+-of-(\d+))?{re.escape(_SUFFIX)}")
 
 
+def journal_name(stem: str) -> str:
+    """The file name of a journal; the stem is empty for a target that is a folder written by one process."""
+    return f".{stem}{_SUFFIX}" if stem else _SUFFIX
+
+
 def is_journal(name: str) -> bool:
-    """Whether a file in a target folder is a journal of this module."""
+    """Whether a file in a target folder is a journal."""
     return name.endswith(_SUFFIX)
 
 
 def parts_of(name: str) -> int | None:
-    """How many parts a conversion is shared out among, one of whose journals has this name; None if it is none."""
+    """The number of parts of the conversion whose journal has this name; None if the file is not a journal."""
     match = _OF_PART.fullmatch(name)
     return None if match is None else int(match[1] or 1)
 
@@ -45,30 +50,30 @@ class Journal:
     """The journal of one plan, or of one part of it.
 
     Args:
-        store: where the output goes.
-        stem: what the journal's name begins with.
-        fingerprint: of the plan.
-        asked: what was asked for, by the names that people know; says what differs if the fingerprint does.
-        finished: file name -> (digest, bytes per segment it was made with).
+        store: the storage of the target.
+        stem: the start of the journal's name.
+        fingerprint: equal for equal plans.
+        requested: the options that determine the plan, by the command line's names; errors name the ones that differ.
+        finished: file name -> (digest, bytes per buffer that the digest was made with).
     """
 
     store: Storage
     stem: str
     fingerprint: str
-    asked: Mapping[str, str] = field(default_factory=dict)
+    requested: Mapping[str, str] = field(default_factory=dict)
     finished: dict[str, tuple[str, int]] = field(default_factory=dict)
     is_started: bool = False  # the first line is written
     is_complete: bool = False  # every file of this journal's part is finished
-    _run: str = field(default_factory=lambda: os.urandom(8).hex())  # of this run, in the first line
-    _file: int | None = None  # open and locked while this run writes
+    _run: str = field(default_factory=lambda: os.urandom(8).hex())  # identifies this run in the first line
+    _file: int | None = None  # the descriptor, open and locked while this run writes
 
     @property
     def name(self) -> str:
         """Its file name."""
-        return f".{self.stem}{_SUFFIX}" if self.stem else _SUFFIX
+        return journal_name(self.stem)
 
     def start(self) -> None:
-        """Write the first line; an older journal of that name is replaced.
+        """Write the first line, in place of an older journal of this name.
 
         Raises:
             ConversionError: if another run is writing to the target.
@@ -82,26 +87,24 @@ class Journal:
             self._lock(os.O_CREAT | os.O_EXCL)
         head = {"version": _VERSION, "plan": self.fingerprint, "run": self._run}
         try:
-            self._append(head | {"made_folders": folders.levels, "asked": dict(self.asked)})
+            self._append(head | {"made_folders": folders.levels, "asked": dict(self.requested)})
         except BaseException:
-            self.store.remove(self.name)  # ours, and without a whole first line nothing to resume
+            self.store.remove(self.name)  # without a complete first line there is nothing to resume
             raise
 
     def claim(self) -> None:
-        """Lock the journal that an earlier run left, if there is one; raises as `start`.
+        """Lock the journal that an earlier run left, if there is one.
 
         Raises:
-            CheckpointError: if it is a link, or another user's.
+            ConversionError: if another run is writing to the target.
+            CheckpointError: if the journal is a link, or belongs to another user.
         """
-        self._check_not_planted()
+        self.store.child(self.name).check_not_planted()
         if isinstance(self.store, LocalStorage) and self.store.size(self.name) is not None:
             self._lock(0)
 
-    def _check_not_planted(self) -> None:
-        self.store.child(self.name).check_not_planted()
-
     def release(self) -> None:
-        """Let other runs write to the target."""
+        """Unlock the target for other runs."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -112,7 +115,7 @@ class Journal:
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
         except FileNotFoundError:
-            return  # the run that had it has just ended
+            return  # the run that owned it has just ended
         except FileExistsError as error:
             raise self._busy() from error
         try:
@@ -125,7 +128,7 @@ class Journal:
             if error.errno not in _NO_FLOCK:
                 self.release()
                 raise
-            return
+            return  # exclusive creation is the only protection on this file system
         if not is_there:  # another run has replaced it
             self.release()
             raise self._busy()
@@ -134,82 +137,79 @@ class Journal:
         return ConversionError(
             "Another conversion is writing to this target.",
             expected="one conversion at a time",
-            got=f"{self.name}, which another process holds",
+            got=f"{self.name}, which another process has locked or replaced",
             where=self.store.where,
             todo="wait for it to end, stop it, or choose another target",
         )
 
     def require_mine(self) -> None:
-        """Refuse to go on if another run has replaced the journal, as runs on object stores can; raises as `start`."""
-        head = (
-            next(iter(_parse(self.store.read(self.name))), {})
-            if self.store.size(self.name) is not None
-            else {}
-        )
-        if head.get("run", self._run) != self._run:
+        """Raise as `claim` if another run has replaced the journal, which object stores cannot prevent."""
+        exists = self.store.size(self.name) is not None
+        lines = _parse(self.store.read(self.name)) if exists else []
+        if lines and lines[0].get("run", self._run) != self._run:
             raise self._busy()
 
     def add(self, **line: Any) -> None:
-        """One more line: a finished ``file`` with its ``digest`` and ``segment_bytes``, or ``complete``."""
+        """Append a line: a finished ``file`` with its ``digest`` and ``segment_bytes``, or ``complete``."""
         if self.store.in_order:
             self.require_mine()
         self._append(line)
 
     def _append(self, line: dict[str, Any]) -> None:
         self.store.append(self.name, json.dumps(line).encode() + b"\n")
-        self._take(line)
+        self._apply(line)
 
-    def _take(self, line: dict[str, Any]) -> None:
-        """Know what a line says."""
+    def _apply(self, line: dict[str, Any]) -> None:
+        """Update the attributes from a line."""
         self.is_started = True
         if "file" in line:
             self.finished[str(line["file"])] = (str(line["digest"]), int(line["segment_bytes"]))
         self.is_complete |= bool(line.get("complete"))
 
     def load(self) -> bool:
-        """Read what an earlier run left; False if there is no journal.
+        """Read the journal of an earlier run; False if there is none.
 
         Raises:
-            ConversionError: if the earlier run was of another plan.
+            ConversionError: if the earlier run had another plan.
             CheckpointError: as `claim`.
         """
-        self._check_not_planted()
+        self.store.child(self.name).check_not_planted()
         if self.store.size(self.name) is None:
             return False
-        lines = list(_parse(self.store.read(self.name)))
+        lines = _parse(self.store.read(self.name))
         if not lines:
             return False
         head = lines[0]
         if (head.get("version"), head.get("plan")) != (_VERSION, self.fingerprint):
-            raise self._another(head)
+            raise self._other_plan(head)
         self._run = str(head.get("run", self._run))
         for line in lines:
-            self._take(line)
+            self._apply(line)
         self.store.folders.adopt_levels(int(head.get("made_folders", 0)))
         return True
 
-    def _another(self, head: dict[str, Any]) -> ConversionError:
-        """What differs between the run that is to be resumed and the one that was interrupted."""
-        before = head.get("asked")
+    def _other_plan(self, head: dict[str, Any]) -> ConversionError:
+        """The error that names the options in which this run and the interrupted one differ."""
+        before, now = head.get("asked"), self.requested
         before = before if isinstance(before, dict) else {}
-        differ = [name for name in self.asked if name in before and before[name] != self.asked[name]]
+        differ = [name for name in now if name in before and before[name] != now[name]]
         return ConversionError(
             "The interrupted conversion was a different one.",
             expected=", ".join(f"{name} {before[name]!r}" for name in differ) or f"plan {head.get('plan')}",
-            got=", ".join(f"{name} {self.asked[name]!r}" for name in differ)
-            or f"plan {self.fingerprint}: files beside the source have changed, or this package has",
+            got=", ".join(f"{name} {now[name]!r}" for name in differ)
+            or f"plan {self.fingerprint}: files next to the source have changed, or this package has",
             where=f"{self.store.where}/{self.name}",
             todo="repeat the options of the interrupted run, or start over with --overwrite",
         )
 
 
 def _parse(data: bytes) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for line in data.split(b"\n"):
+    lines: list[dict[str, Any]] = []
+    for text in data.split(b"\n"):
         try:
-            value = json.loads(line)
+            value = json.loads(text)
         except ValueError:
-            continue  # torn by a kill, or the empty rest after the last newline
+            continue  # torn by a kill, or the empty text after the last newline
         if isinstance(value, dict):
-            found.append(value)
-    return found
+            lines.append(value)
+    return lines

@@ -1,0 +1,170 @@
+"""Carry out an output plan: copy what is missing, verify it, and publish the result.
+
+`vescale_fsdp.checkpoint.storage.output` knows the target: temporary names, the journal, parts and publication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits, Progress, verify_rest, written_digest
+from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
+from vescale_fsdp.checkpoint.storage.base import FileWriter
+from vescale_fsdp.checkpoint.storage.output import ComparedFile, OtherBytesError, Output, ResultFiles
+from vescale_fsdp.errors import CorruptCheckpointError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run did: the files that it wrote, the files that an earlier run had finished, and whether the result is
+    published."""
+
+    written: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    published: bool = False
+
+
+def run_plan(
+    plan: OutputPlan,
+    source: Source,
+    url: str,
+    *,
+    limits: CopyLimits,
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+    part: tuple[int, int] = (0, 1),
+    requested: Mapping[str, str],
+    progress: Progress = lambda _: None,
+    announce: Callable[[int], None] = lambda _: None,
+) -> Outcome:
+    """Write this process's part of a plan, and publish the result if all other parts are complete.
+
+    Args:
+        plan: what is written.
+        source: where it comes from; must not be in the target, nor the target in it.
+        url: the target.
+        limits: memory and threads.
+        overwrite: replace what is in the target.
+        resume: continue an interrupted run of the same plan, or start if there was none.
+        dry_run: check the target, write nothing.
+        part: (index, count) of this process's share.
+        requested: the options that determine the plan, by the command line's names.
+        progress: called with bytes written since the last call, from several threads.
+        announce: called once, before the first byte, with the number of bytes of tensors.
+
+    Raises:
+        ConversionError: if the target is refused, or an interrupted run had another plan.
+        CorruptCheckpointError: if the source turns out damaged. After an error nothing of this run is left, except
+            that finished files of a run that ran out of space or was stopped by hand are kept for ``resume`` (under
+            their temporary names).
+    """
+    result = ResultFiles(
+        {file.name: file.nbytes for file in plan.files},
+        tuple(file.name for file in plan.closing),
+        plan.is_stale,
+        plan.single_file,
+        plan.fingerprint(),
+    )
+    output = Output(
+        url,
+        result,
+        source_url=source.url,
+        overwrite=overwrite,
+        resume=resume,
+        part=part,
+        requested={"SRC": source.url, "files of SRC": source.fingerprint, **requested},
+    )
+    announce(plan.tensor_nbytes)
+    if dry_run:
+        return Outcome()
+    index, count = part
+    files = plan.files[index::count]
+    if resume and output.had_journal and output.is_published:
+        return Outcome(published=True)  # another part has published since the target was listed
+    if resume and not output.had_journal and _is_written(plan, files, output, limits):
+        progress(sum(file.tensor_nbytes for file in files))
+        return Outcome(kept=output.share, published=True)
+    try:
+        kept = _intact_files(files, output, limits) if resume else frozenset[str]()
+        todo = [file for file in files if file.name not in kept]
+        with output.writing([file.name for file in todo]):
+            progress(sum(file.tensor_nbytes for file in files if file.name in kept))
+            copier = Copier(
+                limits,
+                lambda file: _wrapped(plan, file, output.create(file.name)),
+                output.store.retrying,
+                progress,
+                lambda file, digest: output.finish(file.name, digest, limits.buffer_bytes),
+            )
+            copier.copy(todo, in_order=output.store.in_order)
+            verify_rest(files, limits.usable_threads)
+            published = output.complete()
+            if published:
+                plan.when_written(output.read)
+                output.publish({file.name: file.pieces for file in plan.closing})
+            else:
+                published = output.is_published
+    finally:
+        output.release()
+    return Outcome(
+        tuple(file.name for file in todo), tuple(name for name in output.share if name in kept), published
+    )
+
+
+def _wrapped(plan: OutputPlan, file: FilePlan, writer: FileWriter) -> FileWriter:
+    return plan.wrap(file.name, writer) if plan.wrap else writer
+
+
+def _is_written(plan: OutputPlan, files: tuple[FilePlan, ...], output: Output, limits: CopyLimits) -> bool:
+    """Whether the target contains this result: the run that made it was stopped after its last step.
+
+    Names and sizes are the same for every step of a training, so the bytes are read, and made again from the source.
+
+    Raises:
+        ConversionError: if they differ, and neither an interrupted run nor ``overwrite`` allows to replace them.
+    """
+    if not output.may_be_complete:
+        return False
+
+    def compare(file: FilePlan) -> FileWriter:
+        return _wrapped(plan, file, ComparedFile(output.store, file.name))
+
+    copier = Copier(limits, compare, output.store.retrying, lambda _: None, lambda *_: None)
+    try:
+        copier.copy(files, in_order=output.store.in_order)
+        plan.when_written(output.store.read)
+        for closing in plan.closing:
+            ComparedFile(output.store, closing.name).write_at(0, [b"".join(closing.pieces())])
+    except OtherBytesError:
+        if output.may_replace:
+            return False
+        raise output.other_result() from None
+    verify_rest(files, limits.usable_threads)
+    return True
+
+
+def _intact_files(files: tuple[FilePlan, ...], output: Output, limits: CopyLimits) -> frozenset[str]:
+    """Names of the files that an earlier run finished, each read again and compared with its digest."""
+    finished = output.resume()
+    intact: set[str] = set()
+
+    def is_intact(file: FilePlan) -> bool:
+        digest, buffer_bytes = finished[file.name]
+        for name in output.finished_copies(file.name):
+            read = partial(output.store.read, name)
+            with suppress(CorruptCheckpointError):  # another part renamed the file just now
+                if written_digest(file, read, buffer_bytes, in_order=output.store.in_order) == digest:
+                    return True
+        return False
+
+    def check(shared: Shared[FilePlan]) -> None:
+        intact.update(file.name for file in shared if is_intact(file))
+
+    in_threads(limits.usable_threads, check, [file for file in files if file.name in finished])
+    return frozenset(intact)
