@@ -7,4 +7,4 @@ See FORMAT.md for what lies on disk.
 
 from vescale_fsdp.lazy import lazily_export
 
-lazily_export(__name__)  # the names are in __init__.pyi
+lazily_export(__name__)  # public names are in __init__.pyi

@@ -9,4 +9,4 @@ Pickles run no code unless asked to, no training code is imported, and memory st
 
 from vescale_fsdp.lazy import lazily_export
 
-lazily_export(__name__)  # the names are in __init__.pyi
+lazily_export(__name__)  # public names are in __init__.pyi

@@ -12,4 +12,4 @@ from vescale_fsdp.lazy import lazily_export
 __version__ = "0.1.0"
 
 pickled_paths.install()
-lazily_export(__name__)  # the names are in __init__.pyi
+lazily_export(__name__)  # public names are in __init__.pyi

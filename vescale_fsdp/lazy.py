@@ -19,7 +19,9 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+_Named = TypeVar("_Named", bound=Callable[..., Any])
 
 
 class _LazyPackage(ModuleType):
@@ -42,30 +44,42 @@ class _LazyPackage(ModuleType):
         return sorted({*super().__dir__(), *self.__exports__})
 
 
-def lazily_export(package: str, names: Mapping[str, str] | None = None) -> None:
+def lazily_export(
+    package: str, names: Mapping[str, str] | None = None, *, unlisted: Mapping[str, str] | None = None
+) -> None:
     """Let a package offer names that other modules define, and set its ``__all__``; called by its ``__init__``.
 
     Args:
         package: the package's full name.
         names: full name of a module -> its public names, separated by spaces. None to read them from the package's
             stub, which consists of ``from MODULE import NAME as NAME, ..`` statements.
+        unlisted: likewise, names that stay out of ``__all__``: classes that pickles find in the package.
     """
     module = sys.modules[package]
+    exports = _split(names or {})
     if names is None:
         assert module.__spec__ is not None and module.__file__ is not None
         # The loader also finds the stub in a zip file. Not parsed by `ast`, whose import takes 5 ms of every start.
         stub = module.__spec__.loader.get_data(f"{module.__file__}i").decode()  # type: ignore[union-attr]
-        imports = (statement.split(" import ", 1) for statement in stub.split("\nfrom ")[1:])
-        exports = {
-            item.split()[0]: source
-            for source, items in imports
-            for item in items.split("\n\n")[0].strip("(\n )").split(",")
-            if item.strip()
-        }
-    else:
-        exports = {name: source for source, public in names.items() for name in public.split()}
-    vars(module).update(__exports__=exports, __all__=sorted(exports))
+        for statement in stub.split("\nfrom ")[1:]:
+            source, items = statement.split("\n\n")[0].split(" import ")
+            exports |= {item.split()[0]: source for item in items.strip("(\n )").split(",") if item.strip()}
+    vars(module).update(__exports__={**exports, **_split(unlisted or {})}, __all__=sorted(exports))
     module.__class__ = _LazyPackage  # documented: "Customizing module attribute access"
+
+
+def _split(names: Mapping[str, str]) -> dict[str, str]:
+    return {name: source for source, public in names.items() for name in public.split()}
+
+
+def set_module(package: str) -> Callable[[_Named], _Named]:
+    """Give a class or function the path of the package that exports it, so that pickles stay valid when it moves."""
+
+    def apply(value: _Named) -> _Named:
+        value.__module__ = package
+        return value
+
+    return apply
 
 
 def lazy_function(module: str, name: str) -> Callable[..., Any]:

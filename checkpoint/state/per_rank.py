@@ -18,10 +18,12 @@ import torch
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, dense, dtype_name, dtype_named
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.lazy import set_module
 
 Merge = Callable[[list[Any], int, int], Any]
 
 
+@set_module("vescale_fsdp.checkpoint")
 class PerRank:
     """A leaf of a state whose value is this rank's own.
 
@@ -76,6 +78,7 @@ class Reshardable(Protocol):
         """One rank's part of the whole; pure: every rank calls it with the same whole."""
 
 
+@set_module("vescale_fsdp.checkpoint.data")
 class Resharded(PerRank):
     """A leaf of a state that is cut anew when other ranks go on: as `PerRank`, and on another number of ranks each gets
     its part of what all had together. A save puts the parts together once, and ends in an error on all ranks where that

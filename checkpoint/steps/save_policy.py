@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from vescale_fsdp.errors import ArgumentError
+from vescale_fsdp.lazy import set_module
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def _parts_of(policy: SavePolicy, kind: type[_Combined]) -> tuple[SavePolicy, ..
     return policy.policies if type(policy) is kind else (policy,)  # type: ignore[attr-defined]
 
 
+@set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class EverySteps(SavePolicy):
     """At steps divisible by ``steps``.
@@ -166,6 +168,7 @@ class EverySteps(SavePolicy):
         return context.step % self.steps == 0
 
 
+@set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class EveryMinutes(SavePolicy):
     """When so many minutes have passed on any rank since the last save, or since the manager was made.
@@ -185,6 +188,7 @@ class EveryMinutes(SavePolicy):
         return context.unix_s - context.last_save_unix_s >= self.minutes * 60
 
 
+@set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class BestOf(SavePolicy):
     """When a step's metric is among the best ``count`` of all steps on disk, which are kept.
@@ -221,6 +225,7 @@ class BestOf(SavePolicy):
         return sum(self.order(other) <= self.order(metric) for other in known) < self.count
 
 
+@set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class BeforeDeadline(SavePolicy):
     """Once, as the final save, before the time of a job is over.
@@ -245,6 +250,7 @@ class BeforeDeadline(SavePolicy):
         return context.unix_s >= self.unix_s - self.margin_s
 
 
+@set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class OnSignal(SavePolicy):
     """Once, as the final save, when any rank receives one of these signals.

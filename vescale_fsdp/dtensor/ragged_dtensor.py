@@ -45,6 +45,7 @@ from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.torch_private import (
     DTensorSpec,
     dispatch_to_subclass,
@@ -72,6 +73,7 @@ def set_rules(rule_of: Callable[[torch._ops.OpOverload], Rule]) -> None:
     _rule_of = rule_of
 
 
+@set_module("vescale_fsdp")
 class RaggedDTensor(DTensor):
     """A DTensor with one `RaggedShard` among its placements; the local tensor is this rank's flat piece.
 
@@ -354,6 +356,7 @@ register_foreach_type(RaggedDTensor)
 dispatch_to_subclass(RaggedDTensor)
 
 
+@set_module("vescale_fsdp.dtensor")
 def _rebuild(
     local: torch.Tensor,
     spec: DTensorSpec,

@@ -2,4 +2,4 @@
 
 from vescale_fsdp.lazy import lazily_export
 
-lazily_export(__name__)  # the names are in __init__.pyi
+lazily_export(__name__)  # public names are in __init__.pyi

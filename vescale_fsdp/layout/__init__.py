@@ -1,5 +1,13 @@
-"""Which rank owns which element: integers and names only. Pickles name the layout classes by this path."""
+"""Which rank owns which element: integers and names only."""
 
 from vescale_fsdp.lazy import lazily_export
 
-lazily_export(__name__)  # the names are in __init__.pyi
+# Public names are in __init__.pyi. The others are classes that pickles name by this package, and results of methods.
+lazily_export(
+    __name__,
+    unlisted={
+        "vescale_fsdp.layout.group_layout": "ModelLayout Piece PieceRun TensorSlot",
+        "vescale_fsdp.layout.placement": "StridedRaggedShard",
+        "vescale_fsdp.layout.plan_report": "PlanRow PlannedGroup PlannedParam",
+    },
+)

@@ -34,6 +34,7 @@ from vescale_fsdp.dtensor.piece_map import PieceMap, local_grad, local_part_of, 
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.granularity import Element, Granularity, Whole
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.muon_plan import (
     WIRE_DTYPE,
     Bucket,
@@ -70,6 +71,7 @@ from vescale_fsdp.torch_private import (
 _ADJUST_LR = (None, "original", "match_rms_adamw")
 
 
+@set_module("vescale_fsdp.optim")
 class Muon(StructuredOptimizer):
     """Muon for matrices and stacks of matrices, AdamW for the rest, in one optimizer.
 

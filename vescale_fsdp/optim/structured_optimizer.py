@@ -26,6 +26,7 @@ from torch.optim.adamw import adamw
 from vescale_fsdp.dtensor.piece_map import local_grad, local_part_of, local_tensor, pieces_of
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute
 from vescale_fsdp.errors import CheckpointError, LayoutError
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import local_of
 
@@ -34,6 +35,7 @@ T = TypeVar("T")
 _BATCH_NUMEL = 8 << 20  # elements stepped as one, with up to a dozen fp32 temporaries of that size
 
 
+@set_module("vescale_fsdp.optim")
 @dataclass(frozen=True)
 class AdamWOptions:
     """Options of AdamW for parameters outside the structured algorithm; torch.optim.AdamW's defaults.

@@ -38,8 +38,10 @@ from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_tensor, z
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 from vescale_fsdp.layout.granularity import Flat, Granularity, Tiles
+from vescale_fsdp.lazy import set_module
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class BlockGrid:
     """Blocks of ``rows`` x ``cols`` elements over lines of ``line_numel``.
@@ -270,6 +272,7 @@ class _E4m3Codec(BlockCodec):
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class Fp8Blocks(_E4m3Codec):
     """e4m3 codes and fp32 scales: 128 x 128 blocks for weights, 1 x 128 for activations.
@@ -294,6 +297,7 @@ class Fp8Blocks(_E4m3Codec):
         return scales
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class Mxfp8(_E4m3Codec):
     """e4m3 codes and power-of-two scales for every 32 elements of a row (MX, scale rounded down).
@@ -320,6 +324,7 @@ class Mxfp8(_E4m3Codec):
         return _power_of_two(scales)
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class Int8Rows(BlockCodec):
     """int8 codes and one fp32 scale per row, or per so many columns of it.
@@ -354,6 +359,7 @@ def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
     return torch.where(biased == _E8M0_NAN, torch.nan, bits.view(torch.float32))
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """Codes and scales of one tensor.

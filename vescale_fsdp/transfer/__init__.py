@@ -10,4 +10,4 @@ The functions of `links` say what the tensors of the target are made of:
 
 from vescale_fsdp.lazy import lazily_export
 
-lazily_export(__name__)  # the names are in __init__.pyi
+lazily_export(__name__)  # public names are in __init__.pyi

@@ -217,6 +217,7 @@ class _PlainMuon:
     """torch's Muon, and its AdamW for the rest."""
 
     granularity = vescale_fsdp.optim.Muon.granularity
+    split_params = vescale_fsdp.optim.Muon.split_params
 
     def __init__(self, matrices: Any, *, lr: float, adamw_params: Any) -> None:
         adamw = torch.optim.AdamW(adamw_params, **asdict(AdamWOptions()))

@@ -550,7 +550,7 @@ def replaced_names(folder: Path) -> Call:
         with integrations.as_fsdp2():
             inside = torch.distributed.fsdp.fully_shard
         installed = integrations.install()
-        integrations.uninstall()
+        installed.uninstall()
         return [inside is fully_shard, type(installed).__name__]
 
     return call

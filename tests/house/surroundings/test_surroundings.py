@@ -86,6 +86,7 @@ NOT_CALLED = {
     "vescale_fsdp.elastic.Membership": "likewise",
     "vescale_fsdp.elastic.StoreMembership": "likewise",
     "vescale_fsdp.transfer.joint_ranks": "several jobs: tests/checkpoint/transfer/test_joint_ranks.py",
+    "vescale_fsdp.transfer.JointRanks": "likewise",
     "vescale_fsdp.conversion.HuggingFace": "several ranks write one repository: tests/conversion/live/test_hf_form.py",
     "vescale_fsdp.FSDPModule.set_custom": "collectives of the user's: tests/runtime/setup",
     "vescale_fsdp.FSDPModule.set_separate": "makes a group: tests/runtime/test_switches.py",
