@@ -24,7 +24,7 @@ import torch
 from vescale_fsdp.checkpoint.formats.native.read import ReadPlan, Reads
 from vescale_fsdp.checkpoint.formats.native.targets import Bytes, Sink
 from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
-from vescale_fsdp.checkpoint.formats.zarr.read import ZarrReads
+from vescale_fsdp.checkpoint.formats.zarr.live import ZarrReads
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.rank_file import ShareFinder

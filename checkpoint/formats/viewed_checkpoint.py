@@ -32,7 +32,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.checkpoint.moves.carried_state import (
     CarriedState,
     container_of,
-    home_of,
+    optimizer_container,
     optimizers_of,
     split_entries,
 )
@@ -136,7 +136,7 @@ class ViewedCheckpoint(Loadable):
             aliases, doubts = self._opened.aliases(self._carried.views)
             texts += doubts
             if aliases:
-                self._carried = self._carried.with_names_of(aliases)
+                self._carried = self._carried.with_aliases(aliases)
                 self._quantized |= {new for new, stored in aliases.items() if stored in self._quantized}
                 found = self._match(state, include)
         for text in texts:
@@ -267,7 +267,7 @@ def _at_paths_of(
     }
     prefix = name_of(modules[0]) if len(modules) == 1 else None
     live = split_entries(paths, shapes, prefix, "the state to be filled")
-    optimizers = {home for name in live.optimizer if (home := home_of(paths[name])) is not None}
+    optimizers = {home for name in live.optimizer if (home := optimizer_container(paths[name])) is not None}
 
     names = adapter_names(live.names.values(), carried.is_model)
     stored = carried.is_model.intersection(names)
@@ -286,22 +286,16 @@ def _at_paths_of(
         carried = _moved(carried, dict.fromkeys(entries, old), container)
         containers = {container: entries}
 
-    entries = [*carried.views, *carried.values]
     of_optimizers = {name for names in containers.values() for name in names} if optimizers else set()
     kept = {
         name
-        for name in entries
+        for name in (*carried.views, *carried.values)
         if name in carried.is_model
         or name in of_optimizers
         # a leaf, or an entry of an object or of an empty container
         or any(path[:depth] in leaves for path in (carried.path(name),) for depth in range(1, len(path) + 1))
     }
-    carried = replace(
-        carried,
-        views={name: view for name, view in carried.views.items() if name in kept},
-        values={name: value for name, value in carried.values.items() if name in kept},
-        left_out=(*carried.left_out, *(name for name in entries if name not in kept)),
-    )
+    carried = carried.restricted_to(kept)
     return carried, frozenset(f"{live.prefix}{name}" for name in names.values())
 
 

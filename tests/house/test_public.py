@@ -65,12 +65,11 @@ def _classes_in(hint: object) -> Iterator[type]:
 
 
 def _hints_of(function: object) -> dict[str, object]:
-    """Type hints, with names that are imported for type checkers alone left out."""
-    module = sys.modules[function.__module__]
-    hints = {}
-    for name, text in inspect.get_annotations(function).items():  # type: ignore[arg-type]
-        hints[name] = eval(text, vars(module)) if isinstance(text, str) else text
-    return hints
+    """Type hints. A name that its module imports for type checkers alone has to be a public one."""
+    names = {value.__name__: value for value in PUBLIC.values() if isinstance(value, type)}
+    names |= vars(sys.modules[function.__module__])
+    hints = inspect.get_annotations(function)  # type: ignore[arg-type]
+    return {name: eval(hint, names) if isinstance(hint, str) else hint for name, hint in hints.items()}
 
 
 FUNCTIONS = {

@@ -140,7 +140,7 @@ class WholeTensors:
         source, _ = describe_states(state, None, ranks=own)
         self._state = {} if state is None else dict(named_tensors(state))
         self._receivers = tuple(range(own.world_size)) if receivers is None else tuple(sorted(receivers))
-        all_tensors = {name: name for name in source.places_by_name}
+        all_tensors = {name: name for name in source.numbers_by_name}
         self._links = {name: as_link(link) for name, link in (links or all_tensors).items()}
         arguments = {"receivers": self._receivers, "bucket_bytes": bucket_bytes, "links": repr(self._links)}
         with own.together("planning whole tensors", alike=arguments):

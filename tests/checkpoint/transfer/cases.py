@@ -151,7 +151,7 @@ def moved(
 
     def copy(share: Share, sender: int, taker: int) -> None:
         placed = plan.leaves[share.leaf]
-        held = region_of(plan.source, placed.source.place, sender)
+        held = region_of(plan.source, placed.source.number, sender)
         assert held is not None
         source = part_of(full[placed.source.name], held)
         box = source.as_strided(share.sizes, share.source_strides, share.source)

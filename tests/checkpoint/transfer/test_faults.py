@@ -171,7 +171,7 @@ def misuse() -> None:
     assert isinstance(error, CheckpointError) and "no such tensor" in str(error) and is_old(into)
     error = met(lambda: Transfer(plan, verify=dist.get_rank() == 0))
     assert isinstance(error, CheckpointError) and "verify" in str(error)
-    transfer._claim()
+    transfer._claim(None)
     error = met(lambda: transfer.run(state, into))
     assert isinstance(error, LifecycleError)
     transfer._busy.release()
