@@ -332,7 +332,7 @@ _group_savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakre
 
 
 def async_save(
-    path: str | os.PathLike[str] | Storage,
+    path: str | os.PathLike[str],
     state: Any,
     *,
     metadata: Json = None,

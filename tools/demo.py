@@ -171,7 +171,7 @@ def load_with_fsdp2(out: Path, checkpoint: Path, summary: dict[str, Any], report
 
 def draw(run: Path) -> Path:
     """The layout of the first block as a picture beside the checkpoint."""
-    from vescale_fsdp.layout import ModelLayout
+    from vescale_fsdp.layout.group_layout import ModelLayout
     from vescale_fsdp.layout.pictures import layout_svg
 
     layout = ModelLayout.from_json(json.loads((run / "layout.json").read_text()))

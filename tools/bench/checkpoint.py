@@ -43,7 +43,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools.bench.parts.cold_reads import measure_cold, measure_replicas
 from tools.bench.parts.shards import Settings, Shards, fact_rows, median, spawn, start_rank, timed
 from tools.bench.rows import Row, print_table, write_json
-from vescale_fsdp.checkpoint import DCP, CheckpointManager, load, save
+from vescale_fsdp.checkpoint import CheckpointManager, load, save
+from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, LayoutCut, RankSet, ShardCut
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile

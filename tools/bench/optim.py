@@ -39,7 +39,7 @@ from examples.llama import Llama, LlamaShape
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp import fully_shard
 from vescale_fsdp.layout.granularity import Flat, Tiles, Whole
-from vescale_fsdp.optim import AdamW8bit, AdamWOptions, Muon, Shampoo, split_params
+from vescale_fsdp.optim import AdamW8bit, AdamWOptions, Muon, Shampoo
 from vescale_fsdp.torch_private import local_of
 
 SHAPES = {
@@ -220,7 +220,7 @@ def state_rows() -> list[Row]:
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer of the curves; AdamW's settings wherever AdamW has a part."""
     adamw = AdamWOptions(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    matrices, rest = split_params(model)
+    matrices, rest = Muon.split_params(model)
     if name == "Muon":
         return Muon(matrices, lr=0.02, weight_decay=0.1, adamw_params=rest, adamw=adamw)
     if name == "Shampoo":

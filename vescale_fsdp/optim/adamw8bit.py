@@ -31,6 +31,7 @@ from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, loc
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.quantize.codec import BlockGrid, grid_of
 from vescale_fsdp.torch_private import foreach_copy_
@@ -107,6 +108,7 @@ def decode_dynamic(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> t
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether each moment uses the signed map
 
 
+@set_module("vescale_fsdp.optim")
 class AdamW8bit(BatchedOptimizer):
     """AdamW with block-wise 8-bit state.
 

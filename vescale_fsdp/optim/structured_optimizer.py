@@ -25,6 +25,7 @@ from torch.optim.adamw import adamw
 from vescale_fsdp.dtensor.piece_map import local_grad, local_part_of, local_tensor, pieces_of
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute
 from vescale_fsdp.errors import CheckpointError, LayoutError
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import local_of
 
@@ -35,6 +36,7 @@ _BATCH_NUMEL = (
 )  # elements of a batch; a step has up to a dozen fp32 temporaries of this size, 32 MiB each
 
 
+@set_module("vescale_fsdp.optim")
 @dataclass(frozen=True)
 class AdamWOptions:
     """Options of AdamW for the parameters that AdamW steps, with torch.optim.AdamW's defaults.

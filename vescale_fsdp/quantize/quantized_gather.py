@@ -27,6 +27,7 @@ import torch
 from vescale_fsdp.collectives import Work, wait_for
 from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.group_layout import GroupLayout, Piece, TensorSlot
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.quantize.codec import BlockCodec
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
 
@@ -37,6 +38,7 @@ _ALIGN_BYTES = (
 )
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class QuantizedGather(GatherPolicy):
     """Mixed precision with 8-bit gathers.

@@ -33,6 +33,8 @@ from vescale_fsdp.views.index_maps import Concat, Index, Permute, Slice, Stack
 if TYPE_CHECKING:
     from vescale_fsdp.quantize.codec import BlockCodec, BlockGrid  # the package imports the runtime
 
+__all__ = ["codes", "concatenate", "index", "permute", "scales", "slice", "stack"]
+
 Shape = tuple[int, ...]
 Map = Concat | Index | Permute | Slice | Stack  # maps that move whole dims, so that a box stays a box
 
