@@ -42,7 +42,7 @@ _DECADES = 7
 _LEAST_SCALE = 1e-12  # scale of a block of zeros, as in torchao: no division by zero
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=16)  # an entry per device and map
 def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
     """The 256 values in ascending order, fp32."""
     values = [0.0, 1.0]

@@ -207,7 +207,7 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     if len(table) == 1:
         group: dist.ProcessGroup | None = mesh.get_group(axis)
     elif sorted(rank for row in table for rank in row) == list(range(dist.get_world_size())):
-        group = dist.group.WORLD
+        group = dist.group.WORLD  # all ranks: no other communicator is necessary
     else:
         group = new_group(mesh.get_group(axis), sorted(rank for row in table for rank in row))
     assert group is not None
@@ -217,7 +217,7 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     return Ranks(group, numbers, replica, shard)
 
 
-# -- who orthogonalises which matrix: integers only ------------------------------------------------------
+# -- assignment of matrices to ranks, by integers only ---------------------------------------------------
 
 
 def newton_schulz_flops(rows: int, cols: int, steps: int) -> int:
@@ -248,7 +248,7 @@ def assign_owners(
     heapq.heapify(idlest)
     owners = [0] * len(flops)
     for index in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
-        while idlest[0][0] != loads[idlest[0][1]]:  # an outdated entry: the rank has got another matrix
+        while idlest[0][0] != loads[idlest[0][1]]:  # an outdated entry: the rank was assigned a matrix since
             heapq.heappop(idlest)
         least, owner = idlest[0]
         numels = owned_numels[index]

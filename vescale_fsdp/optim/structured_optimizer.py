@@ -30,9 +30,7 @@ from vescale_fsdp.torch_private import local_of
 
 T = TypeVar("T")
 
-_BATCH_NUMEL = (
-    8 << 20
-)  # elements of a batch; a step has up to a dozen fp32 temporaries of this size, 32 MiB each
+_BATCH_NUMEL = 8 << 20  # elements of a batch; a step has up to a dozen fp32 temporaries of this size
 
 
 @dataclass(frozen=True)
@@ -246,6 +244,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                 yield param, key, f"parameter {index} of param group {number}, shape {tuple(param.shape)}"
 
     def _check_recorded(self, saved_groups: list[dict[str, Any]]) -> None:
+        # torch's own loading reports a different number of groups, hence strict=False.
         for number, (own, saved) in enumerate(zip(self.param_groups, saved_groups, strict=False)):
             keys = ("algorithm", *(self.recorded if own["algorithm"] == self.algorithm else ()))
             expected = {key: _plain(own[key]) for key in keys}

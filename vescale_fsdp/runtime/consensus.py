@@ -68,7 +68,7 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
     # The largest mesh first: ranks that differ in their smaller meshes still meet in its all-reduce.
     for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.ndim, ranks_in(mesh))):
         first = f"mesh {ranks_in(mesh)}" if failure is None else str(failure)
-        with outside_modes():
+        with outside_modes():  # a forward under torch.func or inference mode must not change these tensors
             differing = _compare(mesh, [first, *chain(*zip(*by_mesh[mesh], strict=True))], differing)
     if failure is not None:
         raise failure
@@ -156,6 +156,7 @@ def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None
     for rank in sorted(texts):
         sides.setdefault(texts[rank], []).append(rank)
     (expected, here), *others = sides.items()
+    # At most 16 ranks are shown per variant, and 5 variants: a mesh may have thousands of ranks.
     raise LifecycleError(
         "The ranks have sharded different models, or have sharded one model differently.",
         expected=f"on all ranks what ranks {here[:16]} have: {expected}",

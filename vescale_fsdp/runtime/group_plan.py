@@ -174,6 +174,7 @@ def _plans(key: _GroupKey, params: dict[str, OriginalParam], rules: PlanRules) -
     else:
         layouts = plan_buffers(specs, num_shards, scatter=rules.padding_policy.scatter)
         for layout in layouts:
+            # All ranks raise, but only one warns.
             check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
     wanted = rules.reshard_after_forward
     for layout in layouts:

@@ -40,13 +40,7 @@ from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.gradients import ReducedShard, UnshardedGrads
-from vescale_fsdp.runtime.comm.group_comm import (
-    Gather,
-    GatherPolicy,
-    GroupComm,
-    GroupSettings,
-    MemoryKind,
-)
+from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm, GroupSettings, MemoryKind
 from vescale_fsdp.runtime.comm.streams import Event
 from vescale_fsdp.runtime.data_mesh import PriorSharding, local_part
 from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam, policy_of_group
@@ -120,7 +114,7 @@ _by_sharded: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueD
 def managed_param_of(parameter: nn.Parameter) -> ManagedParam | None:
     """The managed parameter whose sharded Parameter this is, or None."""
     managed = _by_sharded.get(id(parameter))
-    # The id may be that of a dead parameter.
+    # Python may have given the id of a freed Parameter to another one.
     return managed if managed is not None and managed.sharded is parameter else None
 
 
