@@ -130,7 +130,7 @@ class AdamW8bit(BatchedOptimizer):
 
     algorithm: ClassVar[str] = "adamw8bit"
     recorded: ClassVar[tuple[str, ...]] = ("state_bits", "state_block", "state_map", "min_8bit_numel")
-    kept: ClassVar[tuple[str, ...]] = ("_adamw", "_block")
+    pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_block")
 
     def __init__(
         self,

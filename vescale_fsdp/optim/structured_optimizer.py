@@ -79,7 +79,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
     recorded: ClassVar[tuple[str, ...]] = ()
     """Keys of a param group that define the meaning of its state. A loaded checkpoint must have the same values."""
 
-    kept: ClassVar[tuple[str, ...]] = ("_adamw",)
+    pickled: ClassVar[tuple[str, ...]] = ("_adamw",)
     """Names of attributes that copies and pickles of the optimizer keep, in addition to torch's."""
 
     def __init__(
@@ -97,7 +97,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         super().__init__(groups, {"algorithm": self.algorithm, **defaults})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.kept}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.pickled}}
 
     @abstractmethod
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:

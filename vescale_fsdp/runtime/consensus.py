@@ -134,8 +134,8 @@ def _compare(mesh: DeviceMesh, lines: list[str], differing: bool) -> bool:
         if is_fake(extremes):
             continue  # under FakeTensorMode no values are computed or sent
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        high, minus_low, known = extremes.tolist()
-        differing = bool(high != -minus_low or known)
+        high, minus_low, differed_before = extremes.tolist()
+        differing = bool(high != -minus_low or differed_before)
     if differing:
         _raise_difference(lines, groups)
     return differing
@@ -168,12 +168,12 @@ def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None
 
 def _collect(own: ValueT, groups: list[dist.ProcessGroup]) -> dict[int, ValueT]:
     """The value of every rank of a mesh, by global rank."""
-    known = {dist.get_rank(): own}
+    values = {dist.get_rank(): own}
     for group in groups:
         everyone: list[dict[int, ValueT]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(everyone, known, group=group)
-        known = {rank: value for each in everyone for rank, value in each.items()}
-    return known
+        dist.all_gather_object(everyone, values, group=group)
+        values = {rank: value for each in everyone for rank, value in each.items()}
+    return values
 
 
 def _first_difference(one: list[int], other: list[int]) -> int:

@@ -232,7 +232,7 @@ class FSDPState:
         begin = self.schedule.note(self._leave_backward)
         if (
             not watched
-        ):  # autograd has no node here: the schedule runs `_leave_backward` at an earlier moment or the end
+        ):  # no autograd node: the schedule calls `_leave_backward` at an earlier moment or the end
             return args, kwargs
         node = PostBackwardInTransform if in_functorch() else PostBackward
         passed = iter(node.apply(functools.partial(self._post_backward, begin), *watched))

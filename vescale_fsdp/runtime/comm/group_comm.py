@@ -366,9 +366,9 @@ def separate_reductions(comms: Iterable[GroupComm]) -> None:
 
     Collective: all ranks call it, with the same groups in the same order.
     """
-    made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+    reduce_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
     for comm in comms:
-        if comm.shard_group not in made:
-            made[comm.shard_group] = new_group(comm.shard_group)
-        comm.reduce_group = made[comm.shard_group]
+        if comm.shard_group not in reduce_groups:
+            reduce_groups[comm.shard_group] = new_group(comm.shard_group)
+        comm.reduce_group = reduce_groups[comm.shard_group]
         comm.change(separate_reductions=True)

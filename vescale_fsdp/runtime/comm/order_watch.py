@@ -77,10 +77,10 @@ class OrderWatch:
         world = dist.group.WORLD
         assert world is not None
         # All ranks create their watches in the same order, so a count makes the key unique and equal on all of them.
-        made = _made.setdefault(world, Counter())
-        made[self._ranks] += 1
+        counts = _num_watches.setdefault(world, Counter())
+        counts[self._ranks] += 1
         ranks_digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self._ranks)).encode())
-        self._key = f"vescale_fsdp order {ranks_digest} {made[self._ranks]}"
+        self._key = f"vescale_fsdp order {ranks_digest} {counts[self._ranks]}"
         self._entries: list[str] = []
         self._step = 0
         self._logs: dict[int, list[str]] = {0: self._entries}  # logs of this step and the two before it
@@ -267,7 +267,9 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
 
 
 # How many watches were created for each tuple of ranks, per default process group.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_num_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _Thread:
