@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vescale_fsdp.collectives import Work, wait_for
+from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.group_layout import GroupLayout, Piece, TensorSlot
 from vescale_fsdp.quantize.codec import BlockCodec
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
@@ -104,7 +105,7 @@ class _CodedGather:
             for slot, piece in layout.pieces_of(rank):
                 self.pieces[slot.fqn].append((rank, piece))
                 self.rest_starts[rank, slot.fqn] = end
-                end += -(-self._rest_bytes_of(slot, piece) // _ALIGN_BYTES) * _ALIGN_BYTES
+                end += round_up(self._rest_bytes_of(slot, piece), _ALIGN_BYTES)
             self.rest_bytes = max(self.rest_bytes, end)
 
     def _rest_bytes_of(self, slot: TensorSlot, piece: Piece) -> int:
