@@ -43,7 +43,7 @@ _DECADES = 7
 _LEAST_SCALE = 1e-12  # scale of a block of zeros, as in torchao: no division by zero
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=16)  # an entry per device and map
 def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
     """The 256 values in ascending order, fp32."""
     values = [0.0, 1.0]
@@ -132,7 +132,7 @@ class AdamW8bit(BatchedOptimizer):
 
     algorithm: ClassVar[str] = "adamw8bit"
     recorded: ClassVar[tuple[str, ...]] = ("state_bits", "state_block", "state_map", "min_8bit_numel")
-    kept: ClassVar[tuple[str, ...]] = ("_adamw", "_block")
+    pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_block")
 
     def __init__(
         self,

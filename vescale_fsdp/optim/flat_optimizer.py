@@ -144,8 +144,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._options = options
         self._runs: list[_FlatRun] | None = None  # None: made at the next step
         self._inner: torch.optim.Optimizer | None = None  # steps the runs
-        # Numbers of parameters that had no gradient in a step in which neighbours had one: equal if they had none
-        # together. Parameters with different numbers have different step counts.
+        # Parameters that were skipped in a step, because they had no gradient, get a number that is new in this step.
+        # So parameters with different numbers have different step counts, and cannot be in one run.
         self._histories: dict[torch.Tensor, int] = {}
         # An optimizer of one dummy parameter checks the options and fills in the defaults.
         defaults = kind([torch.zeros(1, dtype=torch.float32, device="cpu")], **options).defaults

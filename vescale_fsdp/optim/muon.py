@@ -98,7 +98,7 @@ class Muon(StructuredOptimizer):
 
     algorithm: ClassVar[str] = "muon"
     recorded: ClassVar[tuple[str, ...]] = ("momentum_form",)
-    kept: ClassVar[tuple[str, ...]] = ("_adamw", "_bucket_bytes")
+    pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_bucket_bytes")
 
     def __init__(
         self,
@@ -350,15 +350,15 @@ def _stacks(
 
 
 def _decay(jobs: Sequence[ParamJob]) -> None:
-    kept = [1 - float(job.group["lr"]) * job.group["weight_decay"] for job in jobs]
-    kinds = [(job.param.dtype, job.param.device, factor) for job, factor in zip(jobs, kept, strict=True)]
+    factors = [1 - float(job.group["lr"]) * job.group["weight_decay"] for job in jobs]
+    kinds = [(job.param.dtype, job.param.device, factor) for job, factor in zip(jobs, factors, strict=True)]
     for alike in batches_of(zip(kinds, (0 for _ in jobs), range(len(jobs)), strict=True), 0):
         locals_ = [local_tensor(jobs[index].param) for index in alike]
         if launches(locals_[0].device):
-            foreach_mul_(locals_, kept[alike[0]])
+            foreach_mul_(locals_, factors[alike[0]])
             continue
         for local in locals_:  # torch 2.13's foreach on the CPU would round the factor to 16 bits
-            local.mul_(kept[alike[0]])
+            local.mul_(factors[alike[0]])
 
 
 def _subtract(results: Iterable[_Result]) -> None:

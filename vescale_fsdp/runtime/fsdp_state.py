@@ -186,11 +186,6 @@ class FSDPState:
         self.comm = comm
         comm.set_limit(self, self.max_reductions)
 
-    def limit_reductions(self, limit: int) -> None:
-        """Allow this many reductions in flight; the largest limit of all units under the root applies."""
-        self.max_reductions = limit
-        self.comm.set_limit(self, limit)
-
     # -- forward --------------------------------------------------------------------------------------
 
     @_eager
@@ -237,7 +232,7 @@ class FSDPState:
         begin = self.schedule.note(self._leave_backward)
         if (
             not watched
-        ):  # autograd has no node here: the schedule runs `_leave_backward` at an earlier moment or the end
+        ):  # no autograd node: the schedule calls `_leave_backward` at an earlier moment or the end
             return args, kwargs
         node = PostBackwardInTransform if in_functorch() else PostBackward
         passed = iter(node.apply(functools.partial(self._post_backward, begin), *watched))
@@ -340,7 +335,7 @@ class FSDPState:
             is_last: no backward of this forward follows, so units that the backward skipped are reduced, too.
         """
         self._entered.clear()
-        self._methods_running = 0  # an exception may have left a method
+        self._methods_running = 0  # after an exception, `end_method` was not called
         for group in self.groups:
             group.collect_grads()
         # Gradients that arose without the unit's own forward, or through inputs that need no gradient. Only some ranks

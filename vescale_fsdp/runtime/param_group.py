@@ -40,13 +40,7 @@ from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.gradients import ReducedShard, UnshardedGrads
-from vescale_fsdp.runtime.comm.group_comm import (
-    Gather,
-    GatherPolicy,
-    GroupComm,
-    GroupSettings,
-    MemoryKind,
-)
+from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm, GroupSettings, MemoryKind
 from vescale_fsdp.runtime.comm.streams import Event
 from vescale_fsdp.runtime.data_mesh import PriorSharding, local_part
 from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam, policy_of_group
@@ -120,7 +114,7 @@ _by_sharded: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueD
 def managed_param_of(parameter: nn.Parameter) -> ManagedParam | None:
     """The managed parameter whose sharded Parameter this is, or None."""
     managed = _by_sharded.get(id(parameter))
-    # The id may be that of a dead parameter.
+    # Python may have given the id of a freed Parameter to another one.
     return managed if managed is not None and managed.sharded is parameter else None
 
 
@@ -512,8 +506,8 @@ class ParamGroup:
             ):
                 delivered[fqn] = piece
             else:  # an earlier reduction of the same backward may have deferred a gradient, too
-                known = self._deferred_grads.get(fqn)
-                self._deferred_grads[fqn] = piece if known is None else known.add_(piece)
+                earlier = self._deferred_grads.get(fqn)
+                self._deferred_grads[fqn] = piece if earlier is None else earlier.add_(piece)
         self._deliver(delivered)
 
     @property
@@ -532,19 +526,19 @@ class ParamGroup:
 
     def _deliver(self, pieces: dict[str, torch.Tensor]) -> None:
         """Add pieces to the sharded gradients of their parameters, and call the users' hooks of these parameters."""
-        given = [param for param in self.params if param.slot.fqn in pieces]
-        for param in given:
+        params = [param for param in self.params if param.slot.fqn in pieces]
+        for param in params:
             piece, sharded = pieces[param.slot.fqn], param.sharded
             if sharded.grad is None:
                 assert isinstance(sharded, RaggedDTensor)
                 sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
             else:
                 local_of(sharded.grad).add_(piece)
-        for param in given:
+        for param in params:  # once all gradients are set: a hook may read other gradients of the group
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)
-        if self.comm.settings.on_delivery is not None and given:
-            self.comm.settings.on_delivery([param.sharded for param in given])
+        if self.comm.settings.on_delivery is not None and params:
+            self.comm.settings.on_delivery([param.sharded for param in params])
 
     def take_used(self) -> list[bool] | None:
         """Flags of the parameters that this rank has used since the last call; None if no gradients were delivered."""

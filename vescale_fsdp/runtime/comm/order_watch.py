@@ -77,10 +77,10 @@ class OrderWatch:
         world = dist.group.WORLD
         assert world is not None
         # All ranks create their watches in the same order, so a count makes the key unique and equal on all of them.
-        made = _made.setdefault(world, Counter())
-        made[self._ranks] += 1
+        counts = _num_watches.setdefault(world, Counter())
+        counts[self._ranks] += 1
         ranks_digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self._ranks)).encode())
-        self._key = f"vescale_fsdp order {ranks_digest} {made[self._ranks]}"
+        self._key = f"vescale_fsdp order {ranks_digest} {counts[self._ranks]}"
         self._entries: list[str] = []
         self._step = 0
         self._logs: dict[int, list[str]] = {0: self._entries}  # logs of this step and the two before it
@@ -223,9 +223,8 @@ class OrderWatch:
     def _conclude(self, step: int) -> None:
         """Ranks differ in this step: end the collectives that wait, and set the error."""
         sources = {self._rank, *self._ranks[:_MOST_LOGS]}
-        deadline = (
-            time.monotonic() + 2 * BOUND_S / _ALARMS_PER_BOUND
-        )  # every rank reads the alarm twice until then
+        # By then every rank has read the alarm at least once, and published its logs.
+        deadline = time.monotonic() + 2 * BOUND_S / _ALARMS_PER_BOUND
         self._show()
         for group in {group for each in self.over for group in each.process_groups()}:
             break_group(group)  # ranks that wait for this rank fail, and publish their logs, too
@@ -241,7 +240,7 @@ class OrderWatch:
 
 
 def _differ(one: list[str], other: list[str]) -> bool:
-    """Whether two logs differ in an entry that both have."""
+    """Whether two logs differ in an entry that both have; a rank with a shorter log may only be slow."""
     return any(left != right for left, right in zip(one, other, strict=False))
 
 
@@ -254,6 +253,7 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
         for rank, entry in zip(logs, columns[index], strict=True):
             sides.setdefault(entry, []).append(rank)
     (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
+    # At most 16 ranks are shown per entry, and 5 entries: a mesh may have thousands of ranks.
     return LifecycleError(
         "The ranks have started different collectives, or the same ones in another order.",
         expected=f"on all ranks the collective that ranks {sorted(here)[:16]} started: {expected}",
@@ -267,7 +267,9 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
 
 
 # How many watches were created for each tuple of ranks, per default process group.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_num_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _Thread:
