@@ -35,7 +35,7 @@ from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.table import TARGETS
-from vescale_fsdp.conversion.state.quantized_weights import find_quantized
+from vescale_fsdp.conversion.quantization import find_quantized
 from vescale_fsdp.errors import ConversionError, some
 
 _ORDER_LOST = (
@@ -294,7 +294,7 @@ def _with_ties(
     if kind == "hf" and assets.config is not None:
         tied, warnings, denied = find_tied_twins(state.views, assets.settings, is_equal)
         if denied:  # the class must not tie them: what it ties beside them is stored under all its names then
-            state = state.with_names_of(absent_names(assets.settings, state.views))
+            state = state.with_aliases(absent_names(assets.settings, state.views))
             assets.untie()
             tied, _, still = find_tied_twins(state.views, assets.settings, is_equal)
             if still:
@@ -310,7 +310,7 @@ def _with_ties(
     if kind in ("hf", "adapter"):
         return state, {}, ()
     twins, unsaid = left_out_by(source, state.views)
-    return state.with_names_of(twins), {}, unsaid
+    return state.with_aliases(twins), {}, unsaid
 
 
 def _changes_tensors(options: ConvertOptions) -> bool:
@@ -356,7 +356,7 @@ def _merged(state: CarriedState, url: str, config: dict[str, Any]) -> CarriedSta
 def _dequantized(state: CarriedState, text: str, assets: Assets, source: Source) -> CarriedState:
     """The state with quantised weights as floats, and the settings told."""
     from vescale_fsdp.checkpoint.moves.casting import float_type
-    from vescale_fsdp.conversion.state.quantized_weights import dequantized
+    from vescale_fsdp.conversion.quantization import dequantized
 
     dtype = float_type(text)
     found = dequantized(state, _settings(assets, source), dtype)
@@ -369,7 +369,7 @@ def _newly_quantized(
     state: CarriedState, schemes: Sequence[str], assets: Assets, source: Source
 ) -> CarriedState:
     """The state with weights as codes and scales, and the settings told."""
-    from vescale_fsdp.conversion.state.newly_quantized import newly_quantized
+    from vescale_fsdp.conversion.quantization import newly_quantized
 
     found, settings = newly_quantized(state, schemes, assets.settings or _settings(assets, source))
     assets.set_quantization(settings)

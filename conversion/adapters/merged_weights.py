@@ -55,7 +55,7 @@ def merged_state(
     changed = {*(f"{module}.weight" for module in parts), *others}
     twins = absent_names(model_config, base.views)
     touched = {twins.get(name, name) for name in changed}
-    base = base.with_names_of({name: kept for name, kept in twins.items() if kept in touched})
+    base = base.with_aliases({name: kept for name, kept in twins.items() if kept in touched})
     merging = _Merging(base.views, config, model_config, adapter.url)
     merging.find_root([*(f"{module}.weight" for module in parts), *others])
     for (

@@ -43,7 +43,7 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.transfer.description import DescribedTensor, StateDescription, describe_states
-from vescale_fsdp.transfer.links import Linkable, codes, scales
+from vescale_fsdp.transfer.links import Link, codes, scales
 from vescale_fsdp.transfer.plan import TransferPlan, plan_transfer
 from vescale_fsdp.transfer.rank_transfers import RankTransfers
 from vescale_fsdp.transfer.transfer import Transfer
@@ -87,10 +87,10 @@ def trainer_state(units: list[dict[str, Any]], mesh: DeviceMesh, block: Granular
 
 def engine_state(
     units: list[dict[str, Any]], mesh: DeviceMesh, *, coded: bool
-) -> tuple[State, dict[str, Linkable]]:
+) -> tuple[State, dict[str, Link]]:
     """The engine's empty shards, and the links to the trainer's tensors."""
     state: State = {}
-    links: dict[str, Linkable] = {}
+    links: dict[str, Link] = {}
     codec = Fp8Blocks()
 
     def add(name: str, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> None:
@@ -124,7 +124,7 @@ class Bench:
         # different names would not find each other.
         self.relay, _ = dist.new_group([0, 2, 3]), dist.new_group([1])
         self.units = units
-        links: dict[str, Linkable] = {}
+        links: dict[str, Link] = {}
         self.state: State | None = None
         self.tiled: State | None = None
         self.into: State | None = None
