@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.conversion.convert import ConvertReport, convert
     from vescale_fsdp.conversion.convert_options import ConvertOptions
     from vescale_fsdp.conversion.formats.detect import open_source
-    from vescale_fsdp.conversion.live.hf_form import HuggingFace
+    from vescale_fsdp.conversion.huggingface import HuggingFace
 
 __all__ = [
     "ConvertOptions",
@@ -35,7 +35,7 @@ lazily_export(
     {
         "vescale_fsdp.conversion.convert": "ConvertReport convert",
         "vescale_fsdp.conversion.checks.diff": "Difference diff",
-        "vescale_fsdp.conversion.live.hf_form": "HuggingFace",
+        "vescale_fsdp.conversion.huggingface": "HuggingFace",
         "vescale_fsdp.conversion.convert_options": "ConvertOptions",
         "vescale_fsdp.conversion.formats.detect": "open_source",
         "vescale_fsdp.checkpoint.moves.source": "Source",

@@ -11,6 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vescale_fsdp.checkpoint.formats.huggingface.class_check import ClassCheck, check_planned, check_written
+from vescale_fsdp.checkpoint.formats.huggingface.repository import (
+    Assets,
+    config_class,
+    own_config,
+    own_settings,
+)
+from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import (
+    Compare,
+    absent_names,
+    find_tied_twins,
+    left_out_by,
+)
 from vescale_fsdp.checkpoint.moves.carried_state import CarriedState, model_state, whole_state
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits, Progress
 from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
@@ -20,22 +33,15 @@ from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_B
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, repeated_dims, without_repeats
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
-from vescale_fsdp.conversion.checks.class_check import ClassCheck, check_planned, check_written
 from vescale_fsdp.conversion.convert_options import ConvertOptions
-from vescale_fsdp.conversion.formats.huggingface.assets import (
-    Assets,
-    config_class,
-    own_config,
-    own_settings,
-)
 from vescale_fsdp.conversion.formats.table import TARGETS
+from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 from vescale_fsdp.errors import ConversionError, some
 
 _ORDER_LOST = (
     "safetensors files do not keep the order of a model's parameters: a start on several ranks may have to move "
     "pieces between them, which only costs time"
 )
-Compare = Callable[[TensorView, TensorView], bool]
 
 
 @dataclass(frozen=True)
@@ -150,9 +156,9 @@ def convert(
 
         def check_files(read: Written) -> None:
             report.plan.when_written(read)
-            keep(check_written(report.plan, read))
+            keep(check_written(report.plan, read, find_quantized))
 
-        keep(check_planned(report.plan, asks="always" if chosen.dry_run else "doubt"))
+        keep(check_planned(report.plan, find_quantized, asks="always" if chosen.dry_run else "doubt"))
         outcome = run_plan(
             replace(report.plan, when_written=check_files),
             source,
@@ -167,7 +173,7 @@ def convert(
             announce=announce,
         )
         if outcome.published and not checked:  # by another part, or by a run before this one
-            keep(check_planned(report.plan))
+            keep(check_planned(report.plan, find_quantized))
     warnings = (*report.warnings, *_overflows(report.state))
     return replace(report, outcome=outcome, check=checked[0] if checked else None, warnings=warnings)
 
@@ -286,8 +292,6 @@ def _with_ties(
     """A state with tied weights as its target wants them; the names that are left out, with what they are tied to; and
     warnings where config.json says otherwise than the weights."""
     if kind == "hf" and assets.config is not None:
-        from vescale_fsdp.conversion.formats.huggingface.tied_weights import absent_names, find_tied_twins
-
         tied, warnings, denied = find_tied_twins(state.views, assets.settings, is_equal)
         if denied:  # the class must not tie them: what it ties beside them is stored under all its names then
             state = state.with_names_of(absent_names(assets.settings, state.views))
@@ -305,8 +309,6 @@ def _with_ties(
         return state.without(tied), tied, warnings
     if kind in ("hf", "adapter"):
         return state, {}, ()
-    from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
-
     twins, unsaid = left_out_by(source, state.views)
     return state.with_names_of(twins), {}, unsaid
 
@@ -322,8 +324,6 @@ def _settings(assets: Assets, source: Source) -> dict[str, Any]:
 
 
 def _find_quantized(state: CarriedState, assets: Assets, source: Source) -> frozenset[str]:
-    from vescale_fsdp.conversion.state.quantized_weights import find_quantized
-
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
     return find_quantized(infos, assets.settings if assets.config is not None else _settings(assets, source))
 

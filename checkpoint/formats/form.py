@@ -2,7 +2,7 @@
 
     native, zarr       files of ranks, or zarr arrays, and a manifest
     dcp                a folder of stock torch.distributed.checkpoint
-    conversion.live    a Hugging Face repository
+    huggingface        a Hugging Face repository; the class is `conversion.HuggingFace`, since key rules plan it
 
 `save` takes the state, lets the ranks agree and calls a form. A form only writes; each format has its own readers.
 """

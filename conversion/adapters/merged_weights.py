@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vescale_fsdp.checkpoint.formats.huggingface.model_class import orientation_of_class
+from vescale_fsdp.checkpoint.formats.huggingface.repository import config_class
+from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import absent_names
 from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, SourceView, TensorView
 from vescale_fsdp.conversion.adapters.peft_folder import ROOT, PeftConfig
-from vescale_fsdp.conversion.formats.huggingface.assets import config_class
-from vescale_fsdp.conversion.formats.huggingface.model_class import orientation_of_class
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import absent_names
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.geometry import Box, whole_box
 

@@ -18,13 +18,13 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from vescale_fsdp.checkpoint.formats.huggingface.repository import is_weight_file, refuse_pointers
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, step_name
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
-from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file, refuse_pointers
 from vescale_fsdp.conversion.formats.table import TRAINED
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, some
 from vescale_fsdp.formats import DCP_INSIDE, FORMATS, all_formats

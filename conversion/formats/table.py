@@ -14,12 +14,12 @@ from vescale_fsdp.lazy import lazy_function
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vescale_fsdp.checkpoint.formats.huggingface.repository import Assets
     from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
     from vescale_fsdp.checkpoint.moves.plan import OutputPlan
     from vescale_fsdp.checkpoint.moves.source import Source
     from vescale_fsdp.checkpoint.storage.base import Storage
     from vescale_fsdp.conversion.convert_options import ConvertOptions
-    from vescale_fsdp.conversion.formats.huggingface.assets import Assets
 
     Plan = Callable[
         [CarriedState, ConvertOptions, Assets, str], OutputPlan
@@ -51,7 +51,7 @@ _plan_native = lazy_function("vescale_fsdp.checkpoint.formats.native.plan", "pla
 _plan_dcp = lazy_function("vescale_fsdp.checkpoint.formats.dcp.plan", "plan_dcp")
 _plan_zarr = lazy_function("vescale_fsdp.checkpoint.formats.zarr.plan", "plan_zarr")
 _plan_adapter = lazy_function("vescale_fsdp.conversion.adapters.peft_folder", "plan_adapter")
-_plan_hf = lazy_function("vescale_fsdp.conversion.formats.huggingface.write", "plan_hf")
+_plan_hf = lazy_function("vescale_fsdp.checkpoint.formats.huggingface.plan", "plan_hf")
 _plan_torch = lazy_function("vescale_fsdp.checkpoint.formats.torch_save.write", "plan_torch")
 
 # In the order of FORMATS.
@@ -138,19 +138,19 @@ def open_adapter(store: Storage, file: str, trust_pickle: bool) -> Source:
 
 
 def open_shards(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.conversion.formats.huggingface.read import open_shards
+    from vescale_fsdp.checkpoint.formats.huggingface.read import open_shards
 
     return open_shards(store)
 
 
 def open_hf(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.conversion.formats.huggingface.read import open_hf_folder
+    from vescale_fsdp.checkpoint.formats.huggingface.read import open_hf_folder
 
     return open_hf_folder(store)
 
 
 def open_bin(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.conversion.formats.huggingface.read import open_bin_folder
+    from vescale_fsdp.checkpoint.formats.huggingface.read import open_bin_folder
 
     return open_bin_folder(store, lambda name: open_torch(store, name, trust_pickle))
 
@@ -168,7 +168,7 @@ def open_ranks(store: Storage, file: str, trust_pickle: bool) -> Source:
 
 
 def open_safetensors(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.conversion.formats.huggingface.read import open_safetensors
+    from vescale_fsdp.checkpoint.formats.huggingface.read import open_safetensors
 
     return open_safetensors(store, file)
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_fsdp.checkpoint.formats.huggingface.repository import Assets, own_config
+from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.checkpoint.formats.native.tree import native_tree
 from vescale_fsdp.checkpoint.load import SourceOptions
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
@@ -27,8 +29,6 @@ from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
 from vescale_fsdp.checkpoint.state.match import Match, match
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.conversion.adapters.peft_folder import one_adapter, trained_names
-from vescale_fsdp.conversion.formats.huggingface.assets import Assets, own_config
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.conversion.live.live_state import LiveState
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules

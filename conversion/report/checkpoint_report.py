@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from vescale_fsdp.checkpoint.formats.huggingface.repository import natural_key
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.moves.copying import Progress
 from vescale_fsdp.checkpoint.moves.source import Source
@@ -22,7 +23,6 @@ from vescale_fsdp.checkpoint.steps.retention import read_record
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.checks.diff import Views, matched_views
-from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
 from vescale_fsdp.conversion.report.tensor_values import ValueDistance, ValueSummary, values_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from vescale_fsdp.conversion.checks import class_check
-from vescale_fsdp.conversion.formats.huggingface import class_child
+from vescale_fsdp.checkpoint.formats.huggingface import class_check, class_child
 
 
 @pytest.fixture(autouse=True)

@@ -49,10 +49,10 @@ LEVELS = (
     (
         "optim",
         "checkpoint.formats.dcp",
+        "checkpoint.formats.huggingface",
         "transfer",
         "checkpoint",
         "conversion.rules",
-        "conversion.formats.huggingface",
     ),
     (
         "conversion.formats.side_files",

@@ -35,7 +35,7 @@ from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.save import Format, save
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.conversion.live.hf_form import HuggingFace
+from vescale_fsdp.conversion.huggingface import HuggingFace
 from vescale_fsdp.errors import ArgumentError, CheckpointError, UnsupportedOpError, some
 from vescale_fsdp.integrations.installation import ours_within
 from vescale_fsdp.integrations.plain_values import holds_checkpoint

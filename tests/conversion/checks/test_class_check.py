@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_families import tiny_model
 from vescale_fsdp.checkpoint import save
+from vescale_fsdp.checkpoint.formats.huggingface import model_class, plan
+from vescale_fsdp.checkpoint.formats.huggingface.model_class import ask_child
 from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, open_source
 from vescale_fsdp.conversion.cli.commands import cli
-from vescale_fsdp.conversion.formats.huggingface import model_class, write
-from vescale_fsdp.conversion.formats.huggingface.model_class import ask_child
 from vescale_fsdp.errors import ConversionError
 
 State = dict[str, torch.Tensor]
@@ -252,13 +252,13 @@ def test_an_adapter_alone_is_not_checked(tmp_path: Path) -> None:
 @pytest.fixture
 def misnamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer whose files hold one name that the plan does not."""
-    make = write.make_header
+    make = plan.make_header
 
     def broken(*args: Any) -> Any:
         header = make(*args)
         return replace(header, data=header.data.replace(b"model.norm.weight", b"model.n0rm.weight"))
 
-    monkeypatch.setattr(write, "make_header", broken)
+    monkeypatch.setattr(plan, "make_header", broken)
 
 
 def test_a_broken_writer_is_caught(misnamed: None, llama: Path, tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_without_transformers(llama: Path, tmp_path: Path, monkeypatch: pytest.M
     def ask(*_: Any) -> Any:
         return {"unknown": "transformers is not installed", "is_absent": True}
 
-    monkeypatch.setattr("vescale_fsdp.conversion.checks.class_check.ask_child", ask)
+    monkeypatch.setattr("vescale_fsdp.checkpoint.formats.huggingface.class_check.ask_child", ask)
     report = convert(open_source(str(llama)), tmp_path / "out", "hf")
     assert report.check is not None and report.check.how == "table"
     with pytest.raises(ConversionError) as refused:

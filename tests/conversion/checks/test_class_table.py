@@ -11,8 +11,8 @@ import pytest
 import transformers
 
 from tools.class_table import CLASSES, made, sizes
-from vescale_fsdp.conversion.formats.huggingface import model_class
-from vescale_fsdp.conversion.formats.huggingface.model_class import known_class
+from vescale_fsdp.checkpoint.formats.huggingface import model_class
+from vescale_fsdp.checkpoint.formats.huggingface.model_class import known_class
 
 ROWS = json.loads(Path(model_class.__file__).with_name("class_table.json").read_text())
 KNOWN = sorted(name for name in ROWS if name in CLASSES)

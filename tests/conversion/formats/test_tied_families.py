@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from tests.support.rule_cases import convert_in_parts
 from tests.support.tiny_families import tiny_model
 from vescale_fsdp.checkpoint import load
+from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import declared_ties, left_out_by
 from vescale_fsdp.conversion import diff, open_source
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import declared_ties, left_out_by
 
 SIZES = {
     "vocab_size": 40,

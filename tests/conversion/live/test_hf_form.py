@@ -21,12 +21,12 @@ from tests.support.distributed import RankError, run_ranks
 from tests.support.faults.stream_storage import StreamStorage
 from vescale_fsdp.checkpoint import DCP, CheckpointManager, EverySteps, PerRank, async_save, read_state, save
 from vescale_fsdp.checkpoint.async_save import AsyncSaver
+from vescale_fsdp.checkpoint.formats.huggingface import class_check
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion import HuggingFace, open_source
-from vescale_fsdp.conversion.checks import class_check
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, ConversionError
 from vescale_fsdp.layout.placement import RaggedShard

@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
-from vescale_fsdp.checkpoint.moves.tensor_view import SourceView
-from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.huggingface.repository import (
+from vescale_fsdp.checkpoint.formats.huggingface.repository import (
     BEING_WRITTEN,
     index_of,
     is_weight_file,
     single_of,
     stem_in,
 )
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import equal_bytes
+from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import equal_bytes
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.checkpoint.moves.tensor_view import SourceView
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers

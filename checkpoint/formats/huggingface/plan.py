@@ -18,17 +18,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_fsdp.checkpoint.moves.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
-from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
-from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
-from vescale_fsdp.conversion.formats.huggingface.assets import Assets
-from vescale_fsdp.conversion.formats.huggingface.repository import (
+from vescale_fsdp.checkpoint.formats.huggingface.repository import (
+    Assets,
     index_of,
     is_weight_file,
     natural_key,
     single_of,
     stem_of,
 )
+from vescale_fsdp.checkpoint.moves.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DTYPES
 from vescale_fsdp.layout.safetensors_header import MAX_HEADER_BYTES

@@ -11,16 +11,19 @@ base model); without transformers it stands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
+from vescale_fsdp.checkpoint.formats.huggingface.model_class import ask_child, class_asked_before, known_class
+from vescale_fsdp.checkpoint.formats.huggingface.repository import (
+    CONFIG_FILE,
+    QUANTIZATION_KEYS,
+    config_class,
+)
 from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
-from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, QUANTIZATION_KEYS, config_class
-from vescale_fsdp.conversion.formats.huggingface.model_class import ask_child, class_asked_before, known_class
-from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.safetensors_header import read_header
@@ -28,6 +31,8 @@ from vescale_fsdp.layout.safetensors_header import read_header
 Asks = Literal["always", "doubt", "never"]
 """When the class itself is asked, which takes a child process: where the table does not say yes, to confirm a no of the
 table, or not at all."""
+FindQuantized = Callable[[Iterable[TensorInfo], Mapping[str, Any]], Collection[str]]
+"""Names of codes and scales among tensors, given their config.json."""
 
 
 @dataclass(frozen=True)
@@ -85,24 +90,28 @@ class ClassCheck:
             )
 
 
-def check_planned(plan: OutputPlan, *, asks: Asks = "always") -> ClassCheck | None:
+def check_planned(
+    plan: OutputPlan, find_quantized: FindQuantized, *, asks: Asks = "always"
+) -> ClassCheck | None:
     """Whether the class takes what a plan says; None for a target without a class, or if the class had to be asked and
     is not.
     """
     infos = {items.view.info.name: items.view.info for file in plan.files for _, items in file.tensors}
-    return _check(plan, infos, asks)
+    return _check(plan, infos, find_quantized, asks)
 
 
-def check_written(plan: OutputPlan, read: Written) -> ClassCheck | None:
+def check_written(plan: OutputPlan, read: Written, find_quantized: FindQuantized) -> ClassCheck | None:
     """Whether the class takes what is in the files, by their headers; None for a target without a class."""
     infos: dict[str, TensorInfo] = {}
     for file in plan.files if plan.kind == "hf" else ():
         entries, _ = read_header(partial(read, file.name), file.nbytes, file.name)
         infos |= {name: TensorInfo(name, entry.shape, entry.dtype) for name, entry in entries.items()}
-    return _check(plan, infos)
+    return _check(plan, infos, find_quantized)
 
 
-def _check(plan: OutputPlan, infos: Mapping[str, TensorInfo], asks: Asks = "always") -> ClassCheck | None:
+def _check(
+    plan: OutputPlan, infos: Mapping[str, TensorInfo], find_quantized: FindQuantized, asks: Asks = "always"
+) -> ClassCheck | None:
     if plan.kind == "adapter":
         return ClassCheck("not checked", reason="an adapter alone: peft takes it beside its base")
     if plan.kind != "hf":
@@ -110,10 +119,7 @@ def _check(plan: OutputPlan, infos: Mapping[str, TensorInfo], asks: Asks = "alwa
     pieces = next((file.pieces for file in plan.closing if file.name == CONFIG_FILE), None)
     if pieces is None:
         return ClassCheck("not checked", reason=f"the result has no {CONFIG_FILE}")
-    return _check_class(infos, parse_json(b"".join(pieces())), asks)
-
-
-def _check_class(infos: Mapping[str, TensorInfo], config: Mapping[str, Any], asks: Asks) -> ClassCheck | None:
+    config: Mapping[str, Any] = parse_json(b"".join(pieces()))
     class_name = config_class(config)
     if class_name is None:
         return ClassCheck(

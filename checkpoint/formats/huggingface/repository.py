@@ -1,8 +1,15 @@
-"""Settings files that go along with the weights: config, tokenizer, code, licence.
+"""The files of a Hugging Face repository: names of weight files, and the settings that are copied with the weights.
 
-They are taken by a list of what is known. A repository holds much else: weights in other forms
-(``original/consolidated.00.pth``, ``onnx/model.onnx``), and what a trainer left (``optimizer.pt``,
-``training_args.bin``). Beside converted weights those would be old, and some loaders prefer them.
+    model.safetensors                                     the only weight file
+    model-00001-of-0000N.safetensors, ..                  several weight files
+    model.safetensors.index.json                          their index: tensor name -> file
+    diffusion_pytorch_model...                            models of diffusers, whose config.json has ``_class_name``
+    config.json, tokenizer.json, *.py, LICENSE, ..        settings
+
+Settings are recognized by a list of known names. A repository also contains weights in other forms
+(``original/consolidated.00.pth``, ``onnx/model.onnx``) and files of a trainer (``optimizer.pt``,
+``training_args.bin``); these are not copied, because they would not match the converted weights, and some loaders
+prefer them.
 """
 
 from __future__ import annotations
@@ -17,14 +24,79 @@ from typing import Any
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
-from vescale_fsdp.conversion.formats.huggingface.repository import (
-    is_of_diffusers,
-    is_weight_file,
-    natural_key,
-    refuse_pointers,
-)
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.foreign_json import parse_json
+
+_MODEL, _DIFFUSERS_MODEL = "model", "diffusion_pytorch_model"
+BEING_WRITTEN = ".vescale-being-written"  # in a folder whose files are not all there, or not all of one save
+_WEIGHTS = re.compile(
+    r"(model|diffusion_pytorch_model|pytorch_model|tf_model|flax_model)([-.].*)?\.(safetensors|bin|h5|msgpack)(\.index\.json)?"
+)
+
+
+def is_of_diffusers(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model of diffusers."""
+    return isinstance(config.get("_class_name"), str)
+
+
+def stem_of(config: Mapping[str, Any]) -> str:
+    """What the names of weight files begin with, beside such a config.json."""
+    return _DIFFUSERS_MODEL if is_of_diffusers(config) else _MODEL
+
+
+def stem_in(files: Collection[str]) -> str:
+    """The same of a folder with these files."""
+    has = {single_of(_DIFFUSERS_MODEL), index_of(_DIFFUSERS_MODEL)}.intersection(files)
+    return (
+        _DIFFUSERS_MODEL if has and not {single_of(_MODEL), index_of(_MODEL)}.intersection(files) else _MODEL
+    )
+
+
+def single_of(stem: str) -> str:
+    """The file of a model that is one file."""
+    return f"{stem}.safetensors"
+
+
+def index_of(stem: str) -> str:
+    """The index of a model that is several."""
+    return f"{stem}.safetensors.index.json"
+
+
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key in which runs of digits compare as numbers."""
+    parts = re.split(r"(\d+)", name)
+    return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a file at the top of a repository holds (or indexes) weights rather than settings."""
+    return "/" not in name and (_WEIGHTS.fullmatch(name) is not None or name.endswith(".safetensors"))
+
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_LFS_POINTER_BYTES = range(100, 301)
+
+
+def refuse_pointers(store: Storage, files: Iterable[str], cause: Exception | None = None) -> None:
+    """Refuse files whose contents git-lfs has not fetched yet.
+
+    Args:
+        cause: what such a file was taken for.
+
+    Raises:
+        ConversionError: naming them, and what fetches them.
+    """
+    small = (file for file in files if (store.size(file) or 0) in _LFS_POINTER_BYTES)
+    pointers = [file for file in small if store.read(file, 0, len(_LFS_POINTER)) == _LFS_POINTER]
+    if pointers:
+        raise ConversionError(
+            "These files are pointers of git-lfs, not what they point to.",
+            expected="the files themselves",
+            got=some(pointers),
+            where=store.where,
+            todo="fetch them with: git lfs pull, or download the repository with: hf download",
+        ) from cause
+
 
 CONFIG_FILE = "config.json"
 _SETTINGS = re.compile(

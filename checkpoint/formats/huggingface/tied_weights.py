@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from vescale_fsdp.checkpoint.formats.huggingface.model_class import ties_of_class
+from vescale_fsdp.checkpoint.formats.huggingface.repository import own_config
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, pieces_of
-from vescale_fsdp.conversion.formats.huggingface.assets import own_config
-from vescale_fsdp.conversion.formats.huggingface.model_class import ties_of_class
+
+Compare = Callable[[TensorView, TensorView], bool]
+"""Whether two tensors have the same bytes."""
 
 _FOLDERS = ("hf", "safetensors", "shards", "bin")  # kinds of sources that leave out names
 _COMPARE_BYTES = 4 * 2**20  # 4 MiB per side
@@ -101,7 +104,7 @@ def _absent(ties: Mapping[str, str], there: Collection[str]) -> dict[str, str]:
 def find_tied_twins(
     views: Mapping[str, TensorView],
     config: Mapping[str, Any] | None,
-    is_equal: Callable[[TensorView, TensorView], bool] | None = None,
+    is_equal: Compare | None = None,
 ) -> tuple[dict[str, str], list[str], dict[str, str]]:
     """Names to leave out -> the name that holds their bytes; warnings; and ties that the bytes deny.
 

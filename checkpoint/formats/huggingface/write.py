@@ -13,7 +13,8 @@ receiving, and raises when all are served.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,11 +24,22 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vescale_fsdp.checkpoint.formats.form import Commit, RankShare
 from vescale_fsdp.checkpoint.formats.held_shards import HeldShards
+from vescale_fsdp.checkpoint.formats.huggingface.repository import (
+    BEING_WRITTEN,
+    CONFIG_FILE,
+    is_setting,
+    is_weight_file,
+)
+from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import Compare
+from vescale_fsdp.checkpoint.formats.written_folder import WrittenFolder
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.moves.plan import FilePlan, FixedBytes, OutputPlan
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, read_range
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
+from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, Storage
 from vescale_fsdp.errors import CheckpointError
 
@@ -35,6 +47,99 @@ _ROOMS = 6  # for the bytes of others: one that comes in, one that is put togeth
 _MAX_SEGMENT_BYTES = 4 << 20  # 4 MiB
 MIN_BUDGET_BYTES = _ROOMS << 10  # 1 KiB per segment
 _FAILED = -1  # in the place of a number of bytes
+
+
+Planner = Callable[[HeldShards, Compare], tuple[OutputPlan, Sequence[str]]]
+
+
+def repository_folder(storage: Storage) -> WrittenFolder:
+    """The folder of a repository, which `config.json` makes valid."""
+    return WrittenFolder(
+        storage,
+        "a Hugging Face repository",
+        CONFIG_FILE,
+        lambda name: is_weight_file(name) or is_setting(name),
+        BEING_WRITTEN,
+    )
+
+
+def write_repository(
+    manifest: Callable[[], Manifest],
+    share: RankShare,
+    planner: Planner,
+    class_warnings: Callable[[OutputPlan], Sequence[str]],
+    budget_bytes: int,
+) -> Commit:
+    """Plan a repository and write this rank's bytes of all its files; a collective.
+
+    Args:
+        manifest: computes the manifest of the save.
+        planner: lists the repository's files, with warnings, from the shards and a comparison of tied tensors. The
+            comparison says no for pairs whose bytes the ranks have not compared yet; the planner is called again then.
+        class_warnings: why the model's class does not load what is planned; called on rank 0.
+        budget_bytes: the most bytes of other ranks' tensors that a rank holds at a time.
+    """
+    storage, coordinator = share.storage, share.coordinator
+    folder = repository_folder(storage)
+    with coordinator.together("planning a Hugging Face repository"), gc_paused():
+        shards = HeldShards(manifest(), coordinator.rank, share.locals_by_name, storage)
+        ties = _TieComparison(shards)
+        plan, plan_warnings = planner(shards, ties.is_equal)
+    if ties.pending:
+        ties.compare(coordinator, budget_bytes)
+        with coordinator.together("planning a Hugging Face repository"), gc_paused():
+            plan, plan_warnings = planner(shards, ties.is_equal)
+    with coordinator.together(f"making {storage.where}"):
+        share.check_room(plan.tensor_nbytes)
+        if coordinator.rank == 0:
+            all_warnings = (
+                *plan_warnings,
+                *class_warnings(plan),
+            )  # may raise: before the old folder is touched
+            folder.begin()
+            for warning in all_warnings:
+                warnings.warn(warning, stacklevel=3)
+    with coordinator.together(f"making files for {storage.where}"):
+        files = JointFiles(folder.working, plan, shards, coordinator, budget_bytes)
+        files.lay_out()
+    with coordinator.together(f"writing to {storage.where}"):
+        files.write()
+    names = [file.name for file in plan.files]
+    return Commit(plan.tensor_nbytes, partial(folder.commit, plan.closing, names))
+
+
+class _TieComparison:
+    """Compares the bytes of tensors that config.json ties, whose parts several ranks hold.
+
+    Attributes:
+        pending: pairs that `is_equal` was called for and that the ranks have not compared yet.
+    """
+
+    def __init__(self, shards: HeldShards) -> None:
+        self._shards = shards
+        self.pending: list[tuple[TensorView, TensorView]] = []
+        self._is_equal: dict[tuple[str, str], bool] = {}
+
+    def is_equal(self, one: TensorView, other: TensorView) -> bool:
+        """Whether two tensors have the same bytes; False for a pair that is not compared yet, which becomes pending."""
+        if (one.info.shape, one.info.dtype) != (other.info.shape, other.info.dtype):
+            return False
+        if one.identity() == other.identity():
+            return True  # one tensor under two names
+        names = (one.info.name, other.info.name)
+        if names not in self._is_equal:
+            self.pending.append((one, other))
+        return self._is_equal.get(names, False)
+
+    def compare(self, coordinator: Coordinator, budget_bytes: int) -> None:
+        """Compare all pending pairs, by sums over the parts of all ranks; a collective."""
+        with coordinator.together("comparing tied weights"):
+            own_sums = [
+                self._shards.content_sum(view, budget_bytes) for pair in self.pending for view in pair
+            ]
+        sums = np.array(coordinator.everyone(own_sums), dtype=np.uint64).sum(axis=0, dtype=np.uint64)
+        for number, (one, other) in enumerate(self.pending):
+            self._is_equal[one.info.name, other.info.name] = bool(sums[2 * number] == sums[2 * number + 1])
 
 
 class FileSegment(NamedTuple):

@@ -25,7 +25,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from vescale_fsdp.conversion.formats.huggingface import class_child
+from vescale_fsdp.checkpoint.formats.huggingface import class_child
 
 ClassForm = Mapping[str, tuple[int, ...]]
 """Name -> shape of every tensor."""

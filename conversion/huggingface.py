@@ -1,43 +1,43 @@
 """`HuggingFace`: a form of `save` that writes a Hugging Face repository straight from live shards.
 
-What is in it is what the converter would make of a native checkpoint of the same state, byte for byte, and planned by
-the same code; what is written by whom, see `joint_files`, and how it appears, `written_folder`.
+The save is a conversion: key rules, casts and ties are planned by `plan_conversion`, with the ranks' shards as the
+source, so the folder has the same bytes as one converted from a native checkpoint. That is why the class is here, while
+the reader, the writer and the checks of the format are in `checkpoint.formats.huggingface`, which knows no rules.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.formats.held_shards import HeldShards
+from vescale_fsdp.checkpoint.formats.huggingface.class_check import check_planned
+from vescale_fsdp.checkpoint.formats.huggingface.repository import CONFIG_FILE, Assets
+from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import Compare
+from vescale_fsdp.checkpoint.formats.huggingface.write import (
+    MIN_BUDGET_BYTES,
+    repository_folder,
+    write_repository,
+)
 from vescale_fsdp.checkpoint.formats.source import NativeLeaves
-from vescale_fsdp.checkpoint.formats.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.checkpoint.moves.carried_state import find_model, is_optimizer, optimizer_homes
 from vescale_fsdp.checkpoint.moves.casting import CastRules
-from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.checkpoint.moves.plan import OutputPlan
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
-from vescale_fsdp.conversion.checks.class_check import check_planned
-from vescale_fsdp.conversion.convert import ConvertReport, plan_conversion
+from vescale_fsdp.conversion.convert import plan_conversion
 from vescale_fsdp.conversion.convert_options import ConvertOptions
-from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets, is_setting
-from vescale_fsdp.conversion.formats.huggingface.repository import BEING_WRITTEN, is_weight_file
-from vescale_fsdp.conversion.live.joint_files import MIN_BUDGET_BYTES, JointFiles
 from vescale_fsdp.conversion.rules.rule_file import load_rules
+from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 from vescale_fsdp.errors import ConversionError, some
 
 if TYPE_CHECKING:
@@ -96,16 +96,6 @@ class HuggingFace(Form):
             return (self.dtype,) if isinstance(self.dtype, str) else tuple(self.dtype)
         return (dtype_name(self.dtype),)
 
-    @property
-    def _options(self) -> ConvertOptions:
-        return ConvertOptions(
-            assets=os.fspath(self.assets),
-            model_prefix=self.model_prefix,
-            dtype=self._casts,
-            rules=self.rules,
-            max_shard_bytes=self.max_shard_bytes,
-        )
-
     def arguments(self) -> Json:
         """All of them, with the contents of config.json and of the rules."""
         url = os.fspath(self.assets)
@@ -133,38 +123,16 @@ class HuggingFace(Form):
 
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
         """Lock the folder, and refuse one with other files than a repository's."""
-        _folder(storage).claim(held, overwrite=overwrite)
+        repository_folder(storage).claim(held, overwrite=overwrite)
 
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
-        """Plan, meet, and write this rank's bytes of all files."""
-        storage, coordinator, folder = share.storage, share.coordinator, _folder(share.storage)
-        with coordinator.together("planning a Hugging Face repository"), gc_paused():
-            shards = HeldShards(plan(), coordinator.rank, share.locals_by_name, storage)
-            self._refuse_others(shards)
-            ties = _Ties(shards)
-            report = self._planned(shards, ties)
-        if ties.asked:
-            ties.compare(coordinator, self.budget_bytes)
-            with coordinator.together("planning a Hugging Face repository"), gc_paused():
-                report = self._planned(shards, ties)
-        with coordinator.together(f"making {storage.where}"):
-            share.check_room(report.plan.tensor_nbytes)
-            if coordinator.rank == 0:
-                unfit = self._class_warnings(report, storage.where)
-                folder.begin()
-                for warning in (*report.warnings, *unfit):
-                    warnings.warn(warning, stacklevel=2)
-        with coordinator.together(f"making files for {storage.where}"):
-            files = JointFiles(folder.working, report.plan, shards, coordinator, self.budget_bytes)
-            files.lay_out()
-        with coordinator.together(f"writing to {storage.where}"):
-            files.write()
-        names = [file.name for file in report.plan.files]
-        return Commit(report.plan.tensor_nbytes, partial(folder.commit, report.plan.closing, names))
+        """Plan a conversion of the ranks' shards, and write this rank's bytes of all files."""
+        class_warnings = partial(self._class_warnings, share.storage.where)
+        return write_repository(plan, share, self._planned, class_warnings, self.budget_bytes)
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
         """All that was written."""
-        _folder(storage).clear_away()
+        repository_folder(storage).clear_away()
 
     def left_out(self, structure: Structure) -> Collection[str]:
         """The optimizer's. What else is left out only all ranks together know."""
@@ -175,16 +143,38 @@ class HuggingFace(Form):
         }
         return [entry.name for place, entry in enumerate(structure.entries) if place not in kept]
 
-    def _planned(self, shards: HeldShards, ties: _Ties) -> ConvertReport:
-        return plan_conversion(shards.source, shards.source.url, "hf", self._options, ties.is_equal)
+    def _planned(self, shards: HeldShards, is_equal: Compare) -> tuple[OutputPlan, Sequence[str]]:
+        """The files of the repository, and warnings.
 
-    def _class_warnings(self, report: ConvertReport, where: str) -> tuple[str, ...]:
+        Raises:
+            ConversionError: for leaves that are neither of the model nor of its optimizer, unless the model was named.
+        """
+        others = (*find_model(shards.source, self.model_prefix).others, *shards.source.omitted)
+        if others and self.model_prefix is None:
+            raise ConversionError(
+                "A Hugging Face repository cannot hold all of this state.",
+                expected="a model, and an optimizer, which is left out",
+                got=some(others, 8),
+                where=shards.source.url,
+                todo="save the model alone, or name it: HuggingFace(.., model_prefix='model') leaves out all else",
+            )
+        options = ConvertOptions(
+            assets=os.fspath(self.assets),
+            model_prefix=self.model_prefix,
+            dtype=self._casts,
+            rules=self.rules,
+            max_shard_bytes=self.max_shard_bytes,
+        )
+        report = plan_conversion(shards.source, shards.source.url, "hf", options, is_equal)
+        return report.plan, report.warnings
+
+    def _class_warnings(self, where: str, plan: OutputPlan) -> Sequence[str]:
         """What keeps the class in config.json from taking the result, by the shipped table.
 
         Raises:
             ConversionError: if something does, or the table does not know, and ``require_check`` asks for it.
         """
-        check = check_planned(report.plan, asks="never")
+        check = check_planned(plan, find_quantized, asks="never")
         problems = () if check is None else check.problems
         is_unknown = check is None or check.how == "not checked"
         if self.require_check and (problems or is_unknown):
@@ -200,53 +190,3 @@ class HuggingFace(Form):
         if check is None or not problems:
             return ()
         return (f"{check.class_name} of config.json does not take {where} as it is: {some(problems, 6)}",)
-
-    def _refuse_others(self, shards: HeldShards) -> None:
-        """Refuse leaves that are neither of the model nor of its optimizer, unless the model was named."""
-        others = (*find_model(shards.source, self.model_prefix).others, *shards.source.omitted)
-        if others and self.model_prefix is None:
-            raise ConversionError(
-                "A Hugging Face repository cannot hold all of this state.",
-                expected="a model, and an optimizer, which is left out",
-                got=some(others, 8),
-                where=shards.source.url,
-                todo="save the model alone, or name it: HuggingFace(.., model_prefix='model') leaves out all else",
-            )
-
-
-def _folder(storage: Storage) -> WrittenFolder:
-    return WrittenFolder(
-        storage,
-        "a Hugging Face repository",
-        CONFIG_FILE,
-        lambda name: is_weight_file(name) or is_setting(name),
-        BEING_WRITTEN,
-    )
-
-
-class _Ties:
-    """Whether tensors that config.json ties have the same bytes, found by all ranks together."""
-
-    def __init__(self, shards: HeldShards) -> None:
-        self._shards = shards
-        self.asked: list[tuple[TensorView, TensorView]] = []
-        self._known: dict[tuple[str, str], bool] = {}
-
-    def is_equal(self, one: TensorView, other: TensorView) -> bool:
-        """What is known by now; what is not is asked for, and is no until it is known."""
-        if (one.info.shape, one.info.dtype) != (other.info.shape, other.info.dtype):
-            return False
-        if one.identity() == other.identity():
-            return True  # one tensor under two names
-        names = (one.info.name, other.info.name)
-        if names not in self._known:
-            self.asked.append((one, other))
-        return self._known.get(names, False)
-
-    def compare(self, coordinator: Coordinator, budget_bytes: int) -> None:
-        """Learn of all that was asked for; a collective."""
-        with coordinator.together("comparing tied weights"):
-            mine = [self._shards.content_sum(view, budget_bytes) for pair in self.asked for view in pair]
-        sums = np.array(coordinator.everyone(mine), dtype=np.uint64).sum(axis=0, dtype=np.uint64)
-        for number, (one, other) in enumerate(self.asked):
-            self._known[one.info.name, other.info.name] = bool(sums[2 * number] == sums[2 * number + 1])
