@@ -11,7 +11,7 @@ import numpy as np
 from vescale_fsdp.checkpoint.formats.huggingface.repository import natural_key
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.checkpoint.moves.carried_state import find_model, unwrapped_names
-from vescale_fsdp.checkpoint.moves.copying import Progress
+from vescale_fsdp.checkpoint.moves.copying import Progress, no_progress
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
 from vescale_fsdp.checkpoint.moves.tensor_view import (
@@ -71,7 +71,7 @@ def diff(
     ignore_dtype: bool = False,
     model_only: bool = False,
     model_prefix: str | None = None,
-    progress: Progress = lambda _: None,
+    progress: Progress = no_progress,
 ) -> tuple[tuple[Difference, ...], int]:
     """All differences, and how many tensors were compared.
 

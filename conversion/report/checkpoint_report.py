@@ -15,7 +15,7 @@ import numpy as np
 
 from vescale_fsdp.checkpoint.formats.huggingface.repository import natural_key
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
-from vescale_fsdp.checkpoint.moves.copying import Progress
+from vescale_fsdp.checkpoint.moves.copying import Progress, no_progress
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, is_inflated
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, read_range
@@ -33,7 +33,7 @@ _VALUE_CHARS = 200
 
 
 def checkpoint_report(
-    source: Source, against: Source | None = None, *, progress: Progress = lambda _: None
+    source: Source, against: Source | None = None, *, progress: Progress = no_progress
 ) -> dict[str, Any]:
     """All that a page needs.
 
