@@ -168,9 +168,9 @@ def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], 
     unsaved = [
         Problem(MANIFEST_NAME, f"tensor {entry.label}: no rank stores place {missing}")
         for place, entry in enumerate(manifest.entries)
-        if entry.numel and (missing := manifest.holders_of(place).missing_place()) is not None
+        if entry.numel and (missing := manifest.holders_of(place).missing_cell()) is not None
     ]
-    return VerifyReport((*unsaved, *problems), len(manifest.places_by_name), len(done), sum(done))
+    return VerifyReport((*unsaved, *problems), len(manifest.indices_by_name), len(done), sum(done))
 
 
 def _verify_source(source: Source, deep: bool, progress: Callable[[int], object]) -> VerifyReport:

@@ -13,9 +13,9 @@ from vescale_fsdp.lazy import lazily_export
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.moves.source import Source
-    from vescale_fsdp.conversion.checks.diff import Difference, diff
     from vescale_fsdp.conversion.convert import ConvertReport, convert
     from vescale_fsdp.conversion.convert_options import ConvertOptions
+    from vescale_fsdp.conversion.diff import Difference, diff
     from vescale_fsdp.conversion.formats.detect import open_source
     from vescale_fsdp.conversion.huggingface import HuggingFace
 
@@ -34,7 +34,7 @@ lazily_export(
     __name__,
     {
         "vescale_fsdp.conversion.convert": "ConvertReport convert",
-        "vescale_fsdp.conversion.checks.diff": "Difference diff",
+        "vescale_fsdp.conversion.diff": "Difference diff",
         "vescale_fsdp.conversion.huggingface": "HuggingFace",
         "vescale_fsdp.conversion.convert_options": "ConvertOptions",
         "vescale_fsdp.conversion.formats.detect": "open_source",

@@ -32,11 +32,10 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, repeated_dims, without_repeats
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
-from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.state.quantized_weights import find_quantized
-from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.errors import ConversionError, format_bytes, some
 
 _ORDER_LOST = (
     "safetensors files do not keep the order of a model's parameters: a start on several ranks may have to move "
@@ -273,7 +272,7 @@ def _config(assets: Assets, source: Source) -> dict[str, Any]:
 def _state_for(kind: str, source: Source, options: ConvertOptions) -> CarriedState:
     """The entries of a source that a target takes, under the names that they have there."""
     if kind == "adapter":
-        from vescale_fsdp.conversion.adapters.peft_folder import adapter_state
+        from vescale_fsdp.conversion.formats.peft import adapter_state
 
         return adapter_state(source, options.model_prefix, options.adapter_name, options.assets)
     if kind == "hf":
@@ -307,9 +306,9 @@ def _merged(
     """The weights with an adapter merged into them."""
     if options.merge is None:
         return state
-    from vescale_fsdp.conversion.adapters.merged_weights import merged_state
-    from vescale_fsdp.conversion.adapters.peft_folder import PeftConfig, require_adapter
     from vescale_fsdp.conversion.formats.detect import open_source
+    from vescale_fsdp.conversion.formats.peft import PeftConfig, require_adapter
+    from vescale_fsdp.conversion.merge_adapter import merged_state
 
     if source.kind == "hf":  # an adapter has the names that the model has in memory
         state = _with_rules(state, kind, replace(options, rules_to="ours"), assets, source)

@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.formats.held_shards import HeldShards
 from vescale_fsdp.checkpoint.formats.huggingface.class_check import check_planned
-from vescale_fsdp.checkpoint.formats.huggingface.repository import CONFIG_FILE, Assets
+from vescale_fsdp.checkpoint.formats.huggingface.repository import (
+    CONFIG_FILE,
+    Assets,
+)
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import Compare
 from vescale_fsdp.checkpoint.formats.huggingface.write import (
     MIN_BUDGET_BYTES,

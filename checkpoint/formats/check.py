@@ -113,7 +113,7 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
     manifest = tables.manifest
     for name, expected in group_files(manifest).items():
         yield Check(name, _json_problem(tables.storage, name, expected, "a group"), 0, False)
-    for tensor, places in manifest.places_by_name.items():
+    for tensor, places in manifest.indices_by_name.items():
         place = places[0]
         name = f"{manifest.array_paths[place]}/zarr.json"
         problem = _json_problem(

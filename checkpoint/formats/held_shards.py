@@ -133,7 +133,7 @@ class HeldShards:
         """The bytes of items of `own_run`, in place where they are in CPU memory."""
         piece = self.file.piece_of[self.place_of(leaf)]
         first = piece.local_start + start - self.own_run(leaf).start
-        return self._items(piece.place)[first : first + stop - start].view(torch.uint8).numpy()
+        return self._items(piece.tensor_index)[first : first + stop - start].view(torch.uint8).numpy()
 
     def _brought(self, place: int, box: Box, turn: int) -> Iterator[tuple[int, Region]]:
         """(rank, what it holds) of those that bring the items of a box: of replicas the one whose turn it is."""

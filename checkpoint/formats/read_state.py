@@ -227,13 +227,13 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         """Number of each tensor by its name, in file order."""
         return {
             dotted if (dotted := dotted_name(name)) in self._aliases else name: places[0]
-            for name, places in self.manifest.places_by_name.items()
+            for name, places in self.manifest.indices_by_name.items()
         }
 
     @functools.cached_property
     def _aliases(self) -> dict[str, int]:
         """Number of each tensor by all its names; by one with dots where no other tensor has the same."""
-        stored = {name: places[0] for name, places in self.manifest.places_by_name.items()}
+        stored = {name: places[0] for name, places in self.manifest.indices_by_name.items()}
 
         def visit(node: Json, name: str) -> None:
             if isinstance(node, list):

@@ -150,7 +150,7 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
                     for box, first in region.pieces()
                 ]
     for file in lost:
-        if any(piece.region not in found[piece.place] for piece in file.pieces):
+        if any(piece.region not in found[piece.tensor_index] for piece in file.pieces):
             store.required_info(file.name)  # says that it is missing
     return [[chunk for part in parts.values() for chunk in part] for parts in found]
 
@@ -163,7 +163,7 @@ def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile])
     for file in files:
         store.check_size(file.name, file.total_bytes)
     tables = ChunkTables(store, manifest)
-    for places in manifest.places_by_name.values():
+    for places in manifest.indices_by_name.values():
         entry, sizes = manifest.entries[places[0]], manifest.chunk_sizes[places[0]]
         nbytes = numel_of(sizes) * entry.itemsize
         for box in chunk_boxes(entry.shape, sizes):

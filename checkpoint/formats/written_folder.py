@@ -44,7 +44,7 @@ class WrittenFolder:
     @cached_property
     def working(self) -> Storage:
         """Where files are written."""
-        return self.final if self.final.in_order else self.final.beside(f".{self.final.place[-1]}.saving")
+        return self.final if self.final.in_order else self.final.beside(f".{self.final.location[-1]}.saving")
 
     def claim(self, held: ExitStack, *, overwrite: bool) -> None:
         """Refuse a folder that must not be replaced, then keep other jobs out."""

@@ -60,16 +60,16 @@ class RankSet:
         """The ranks, ascending."""
         return tuple(
             sorted(
-                start + turn * outer_step + place * step
+                start + i * outer_step + j * step
                 for start, count, step, outer, outer_step in self.runs
-                for turn in range(outer)
-                for place in range(count)
+                for i in range(outer)
+                for j in range(count)
             )
         )
 
     def __contains__(self, rank: int) -> bool:
-        place = bisect_left(self.ranks, rank)
-        return place < len(self.ranks) and self.ranks[place] == rank
+        index = bisect_left(self.ranks, rank)
+        return index < len(self.ranks) and self.ranks[index] == rank
 
     def union(self, other: RankSet) -> RankSet:
         """Ranks in either set."""
@@ -156,7 +156,7 @@ class Axis:
     def from_json(cls, data: Mapping[str, Any]) -> Axis:
         """Inverse of `to_json`."""
         table = data.get("table")
-        pairs = None if table is None else tuple((int(rank), int(place)) for rank, place in table)
+        pairs = None if table is None else tuple((int(rank), int(coordinate)) for rank, coordinate in table)
         return cls(int(data["size"]), int(data["stride"]), int(data.get("base", 0)), pairs)
 
 
@@ -404,43 +404,43 @@ class Distribution:
 
 
 class Holders:
-    """The coordinates of each rank of a set, and the order of replicas. A place is a flattened coordinate."""
+    """The coordinates of each rank of a set, and the order of replicas. Cell: row-major number of coordinates."""
 
     def __init__(self, ranks: RankSet, axes: Axes) -> None:
         self._sizes = tuple(axis.size for axis in axes)
         members = ranks.ranks
-        places = [0] * len(members)
+        cells = [0] * len(members)
         for axis in axes:
             coordinates = axis.coordinates(members)
             # A rank outside of one axis is outside of the mesh: it stays below zero on all later axes.
-            places = [
-                place * axis.size + coordinate if place >= 0 <= coordinate else -1
-                for place, coordinate in zip(places, coordinates, strict=True)
+            cells = [
+                cell * axis.size + coordinate if cell >= 0 <= coordinate else -1
+                for cell, coordinate in zip(cells, coordinates, strict=True)
             ]
-        self._place_of = {rank: place for rank, place in zip(members, places, strict=True) if place >= 0}
+        self._cell_of = {rank: cell for rank, cell in zip(members, cells, strict=True) if cell >= 0}
         self._ranks_at: dict[int, list[int]] = {}  # replicas in rank order
-        for rank, place in self._place_of.items():
-            self._ranks_at.setdefault(place, []).append(rank)
+        for rank, cell in self._cell_of.items():
+            self._ranks_at.setdefault(cell, []).append(rank)
 
     def ranks_at(self, coordinates: Sequence[int]) -> list[int]:
         """The replicas at these coordinates, in rank order."""
-        place = 0
+        cell = 0
         for size, coordinate in zip(self._sizes, coordinates, strict=True):
-            place = place * size + coordinate
-        return self._ranks_at.get(place, [])
+            cell = cell * size + coordinate
+        return self._ranks_at.get(cell, [])
 
     def position(self, rank: int) -> tuple[tuple[int, ...], int, int] | None:
         """(coordinates, which replica, of how many) of a rank; None if it holds nothing of the tensor."""
-        place = self._place_of.get(rank)
-        if place is None:
+        cell = self._cell_of.get(rank)
+        if cell is None:
             return None
-        replicas = self._ranks_at[place]
+        replicas = self._ranks_at[cell]
         coordinates = []
         for size in reversed(self._sizes):
-            place, coordinate = divmod(place, size)
+            cell, coordinate = divmod(cell, size)
             coordinates.append(coordinate)
         return tuple(reversed(coordinates)), replicas.index(rank), len(replicas)
 
-    def missing_place(self) -> int | None:
-        """A place without a rank, or None if every place has one."""
-        return next((place for place in range(prod(self._sizes)) if place not in self._ranks_at), None)
+    def missing_cell(self) -> int | None:
+        """A cell without a rank, or None if every cell has one."""
+        return next((cell for cell in range(prod(self._sizes)) if cell not in self._ranks_at), None)

@@ -61,9 +61,9 @@ class NoCheckpointError(CheckpointError):
 
 
 class StoredShare(NamedTuple):
-    """A rank's part of tensor number ``place``: of its region ``held``, the share that it stores among replicas."""
+    """One rank's part of a tensor: the region ``held`` in its memory, and the ``share`` of it that the rank stores."""
 
-    place: int
+    tensor_index: int
     share: Region
     held: Region
 
@@ -108,9 +108,9 @@ class Manifest:
     def _holders(self) -> dict[tuple[int, int], Holders]:
         return {}
 
-    def holders_of(self, place: int) -> Holders:
-        """The ranks that hold tensor number ``place``, and the order of replicas."""
-        key = (self.holders[place], self.entries[place].axes)
+    def holders_of(self, index: int) -> Holders:
+        """The ranks that hold tensor number ``index``, and the order of replicas."""
+        key = (self.holders[index], self.entries[index].axes)
         if key not in self._holders:
             self._holders[key] = Holders(self.rank_sets[key[0]], self.structure.axes[key[1]])
         return self._holders[key]
@@ -120,18 +120,18 @@ class Manifest:
         """Axes and cuts of each tensor."""
         return [self.structure.distribution(entry) for entry in self.entries]
 
-    def split(self, place: int, region: Region, replica: int, replicas: int) -> Region:
+    def split(self, index: int, region: Region, replica: int, replicas: int) -> Region:
         """The part of a region that one of its replicas stores: an equal part; the first stores all of a small one."""
         if replicas == 1 or self.split_bytes is None:
             return region
-        if self.is_undivided(place, region):
+        if self.is_undivided(index, region):
             start = region.span.start
             return region if replica == 0 else Region(region.box, FlatRange(start, start))
         return region.part(replica, replicas)
 
-    def is_undivided(self, place: int, region: Region) -> bool:
+    def is_undivided(self, index: int, region: Region) -> bool:
         """Whether the first of several replicas of a region stores all of it."""
-        return self.split_bytes is not None and region.numel * self.entries[place].itemsize < self.split_bytes
+        return self.split_bytes is not None and region.numel * self.entries[index].itemsize < self.split_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -149,31 +149,31 @@ class Manifest:
         # Moments are cut as weights are.
         parts: dict[tuple[object, ...], list[tuple[list[int], Region]]] = {}
         # In the zarr form no tensor is in a rank's file.
-        for place, entry in enumerate(() if self.is_zarr else structure.entries):
-            cut = (entry.shape, entry.axes, entry.cuts, self.holders[place])
+        for index, entry in enumerate(() if self.is_zarr else structure.entries):
+            cut = (entry.shape, entry.axes, entry.cuts, self.holders[index])
             held_by = parts.get(cut)
             if held_by is None:
                 touching = structure.distribution(entry).touching(entry.shape, None, structure.layouts)
-                at = self.holders_of(place).ranks_at
+                at = self.holders_of(index).ranks_at
                 held_by = parts[cut] = [(at(coordinates), held) for coordinates, held in touching]
             for ranks, held in held_by:
                 if len(ranks) == 1:
                     if held.numel:
-                        stored[ranks[0]].append(StoredShare(place, held, held))
+                        stored[ranks[0]].append(StoredShare(index, held, held))
                     continue
-                for replica, rank in enumerate(ranks[:1] if self.is_undivided(place, held) else ranks):
-                    share = self.split(place, held, replica, len(ranks))
+                for replica, rank in enumerate(ranks[:1] if self.is_undivided(index, held) else ranks):
+                    share = self.split(index, held, replica, len(ranks))
                     if share.numel:
-                        stored[rank].append(StoredShare(place, share, held))
+                        stored[rank].append(StoredShare(index, share, held))
         return stored
 
     @cached_property
-    def places_by_name(self) -> dict[str, list[int]]:
+    def indices_by_name(self) -> dict[str, list[int]]:
         """Numbers of the tensors of each name; more than one if ranks cut it in different ways."""
-        places: dict[str, list[int]] = {}
-        for place, entry in enumerate(self.entries):
-            places.setdefault(entry.name, []).append(place)
-        return places
+        indices: dict[str, list[int]] = {}
+        for index, entry in enumerate(self.entries):
+            indices.setdefault(entry.name, []).append(index)
+        return indices
 
     @property
     def is_zarr(self) -> bool:
@@ -194,7 +194,7 @@ class Manifest:
     @cached_property
     def array_paths(self) -> list[str]:
         """Folder of each tensor's array in the zarr form, relative to the checkpoint's."""
-        paths = (array_paths_1 if self.version == 1 else array_paths)(self.places_by_name)
+        paths = (array_paths_1 if self.version == 1 else array_paths)(self.indices_by_name)
         return [f"data-{self.save_id}/{paths[entry.name]}" for entry in self.entries]
 
     def file_name(self, rank: int) -> str:
@@ -368,18 +368,18 @@ def _check(manifest: Manifest, where: str) -> None:
             raise _corrupt(where, f"ranks {ranks.runs} in a world of {manifest.world_size}")
     if manifest.is_zarr and len(manifest.chunk_sizes) != len(manifest.entries):
         raise _corrupt(where, f"chunks of {len(manifest.chunk_sizes)} tensors")
-    for place in range(len(manifest.entries)):
-        _check_entry(manifest, place, where)
+    for index in range(len(manifest.entries)):
+        _check_entry(manifest, index, where)
 
 
 def _check_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None:
     """Check the references of a leaf of the state tree, before a state is matched with the tree."""
     if node["$"] == "tensor":
-        place = node["i"]
-        if type(place) is not int or not 0 <= place < len(manifest.entries):
-            raise _corrupt(where, f"tensor number {place!r} of {len(manifest.entries)}")
-        if node.get("numpy") and not is_numpy_dtype(manifest.entries[place].dtype):
-            raise _corrupt(where, f"an array of dtype {manifest.entries[place].dtype}")
+        index = node["i"]
+        if type(index) is not int or not 0 <= index < len(manifest.entries):
+            raise _corrupt(where, f"tensor number {index!r} of {len(manifest.entries)}")
+        if node.get("numpy") and not is_numpy_dtype(manifest.entries[index].dtype):
+            raise _corrupt(where, f"an array of dtype {manifest.entries[index].dtype}")
     elif node["$"] == "per_rank" and not (isinstance(node["name"], str) and manifest.blob_bytes):
         raise _corrupt(where, f"per-rank values {node['name']!r} in {manifest.blob_bytes} bytes")
 
@@ -394,19 +394,19 @@ def _rank_set_fits(ranks: RankSet, world_size: int) -> bool:
     return True
 
 
-def _check_entry(manifest: Manifest, place: int, where: str) -> None:
-    entry, structure = manifest.entries[place], manifest.structure
+def _check_entry(manifest: Manifest, index: int, where: str) -> None:
+    entry, structure = manifest.entries[index], manifest.structure
     _ = entry.itemsize  # raises for an unknown dtype
     problem = None
     if min(entry.shape, default=0) < 0 or entry.numel > _MAX_NUMEL:
         problem = f"shape {entry.shape}"
     elif not 0 <= entry.axes < len(structure.axes) or len(structure.axes[entry.axes]) != len(entry.cuts):
         problem = f"axes {entry.axes} with {len(entry.cuts)} cuts"
-    elif not 0 <= manifest.holders[place] < len(manifest.rank_sets):
-        problem = f"ranks {manifest.holders[place]}"
+    elif not 0 <= manifest.holders[index] < len(manifest.rank_sets):
+        problem = f"ranks {manifest.holders[index]}"
     if manifest.is_zarr and problem is None:
         entry.name.encode()  # raises for half a surrogate pair, which no folder's name can have
-        chunks = manifest.chunk_sizes[place]
+        chunks = manifest.chunk_sizes[index]
         fits = all(1 <= size <= max(1, full) for size, full in zip(chunks, entry.shape, strict=False))
         count = prod(-(-full // max(1, size)) for size, full in zip(chunks, entry.shape, strict=False))
         if len(chunks) != len(entry.shape) or not fits or count > _MAX_CHUNKS:

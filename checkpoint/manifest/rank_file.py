@@ -41,7 +41,7 @@ class FilePiece(NamedTuple):
         local_start: the piece's first element, counted from the first element of the rank's region.
     """
 
-    place: int
+    tensor_index: int
     region: Region
     local_start: int
     start_bytes: int
@@ -73,9 +73,9 @@ class RankFile:
         """The pieces, with byte ranges counted from the header's end."""
         pieces: list[FilePiece] = []
         start, entries = 0, self.manifest.entries
-        for place, share, held in self._own_shares() if self._shares is None else self._shares:
-            stop = start + share.numel * entries[place].itemsize
-            pieces.append(FilePiece(place, share, share.span.start - held.span.start, start, stop))
+        for index, share, held in self._own_shares() if self._shares is None else self._shares:
+            stop = start + share.numel * entries[index].itemsize
+            pieces.append(FilePiece(index, share, share.span.start - held.span.start, start, stop))
             start = stop
         return pieces
 
@@ -87,10 +87,10 @@ class RankFile:
         # Most tensors have the same ranks and axes; weights and their moments are cut alike.
         positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
         regions: dict[tuple[object, ...], Region] = {}
-        for place, entry in enumerate(manifest.entries):
-            key = (manifest.holders[place], entry.axes)
+        for index, entry in enumerate(manifest.entries):
+            key = (manifest.holders[index], entry.axes)
             if key not in positions:
-                positions[key] = manifest.holders_of(place).position(self.rank)
+                positions[key] = manifest.holders_of(index).position(self.rank)
             position = positions[key]
             if position is None:
                 continue
@@ -98,25 +98,25 @@ class RankFile:
             cut = (entry.shape, entry.axes, entry.cuts, coordinates)
             held = regions.get(cut)
             if held is None:
-                held = manifest.distributions[place].region(entry.shape, coordinates, layouts)
+                held = manifest.distributions[index].region(entry.shape, coordinates, layouts)
                 regions[cut] = held
-            share = manifest.split(place, held, replica, replicas)
+            share = manifest.split(index, held, replica, replicas)
             if share.numel:
-                yield StoredShare(place, share, held)
+                yield StoredShare(index, share, held)
 
     @cached_property
     def pieces(self) -> tuple[FilePiece, ...]:
         """The pieces, in file order; none is empty."""
         base = len(self.header)
         return tuple(
-            FilePiece(place, region, local_start, base + start, base + stop)
-            for place, region, local_start, start, stop in self._relative
+            FilePiece(index, region, local_start, base + start, base + stop)
+            for index, region, local_start, start, stop in self._relative
         )
 
     @cached_property
     def piece_of(self) -> dict[int, FilePiece]:
         """The piece of each tensor number."""
-        return {piece.place: piece for piece in self.pieces}
+        return {piece.tensor_index: piece for piece in self.pieces}
 
     @cached_property
     def _payload_bytes(self) -> int:
@@ -164,7 +164,7 @@ class RankFile:
             if piece.start_bytes >= stop:
                 break
             if piece.stop_bytes > start:
-                names.append(self.manifest.entries[piece.place].label)
+                names.append(self.manifest.entries[piece.tensor_index].label)
         if self.chunks and start < self.blob_start and stop > len(self.header):
             names.append("checksums of chunks")
         if self.manifest.blob_bytes and stop > self.blob_start:
@@ -183,8 +183,8 @@ class RankFile:
         }
         entries = self.manifest.entries
         items = [f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
-        for place, region, _, start, stop in self._relative:
-            entry = entries[place]
+        for index, region, _, start, stop in self._relative:
+            entry = entries[index]
             code, multiple = stored_dtype(entry.dtype).carrier
             items.append(_item(entry.name, code, region.numel * multiple, start, stop))
         if self.chunks:
@@ -248,18 +248,18 @@ class ShareFinder:
             self._files[rank] = RankFile(self.manifest, rank)
         return self._files[rank]
 
-    def shares(self, place: int, wanted: Region) -> list[FileShare]:
-        """Shares of files that together have every element of a region of tensor number ``place``.
+    def shares(self, index: int, wanted: Region) -> list[FileShare]:
+        """Shares of files that together have every element of a region of tensor number ``index``.
 
         Raises:
             CorruptCheckpointError: if elements are missing, naming the tensor.
         """
-        entry = self.manifest.entries[place]
+        entry = self.manifest.entries[index]
         # Weights and their moments are cut alike: one computation serves all of them.
-        key = (wanted, entry.shape, entry.itemsize, entry.axes, entry.cuts, self.manifest.holders[place])
+        key = (wanted, entry.shape, entry.itemsize, entry.axes, entry.cuts, self.manifest.holders[index])
         shares = self._shares.get(key)
         if shares is None:
-            shares = self._shares[key] = list(self._find_shares(place, wanted))
+            shares = self._shares[key] = list(self._find_shares(index, wanted))
             numel = sum(share.numel for _, share in shares)
             if numel != wanted.numel:
                 raise CorruptCheckpointError(
@@ -269,20 +269,20 @@ class ShareFinder:
                     where=entry.label,
                     todo="restore an older step",
                 )
-        return [FileShare(rank, self.file(rank).piece_of[place], share) for rank, share in shares]
+        return [FileShare(rank, self.file(rank).piece_of[index], share) for rank, share in shares]
 
-    def _find_shares(self, place: int, wanted: Region) -> Iterator[tuple[int, SharedRun | SharedPatch]]:
+    def _find_shares(self, index: int, wanted: Region) -> Iterator[tuple[int, SharedRun | SharedPatch]]:
         """(rank, part) for each stored part of a region."""
         if not wanted.numel:
             return
-        manifest, entry = self.manifest, self.manifest.entries[place]
-        holders = manifest.holders_of(place)
-        touching = manifest.distributions[place].touching(entry.shape, wanted, manifest.structure.layouts)
+        manifest, entry = self.manifest, self.manifest.entries[index]
+        holders = manifest.holders_of(index)
+        touching = manifest.distributions[index].touching(entry.shape, wanted, manifest.structure.layouts)
         for coordinates, region in touching:
             ranks = holders.ranks_at(coordinates)
             if manifest.split_bytes is None:
                 ranks = [min(ranks, key=self._cost)]
             for replica, rank in enumerate(ranks):
-                share = manifest.split(place, region, replica, len(ranks))
+                share = manifest.split(index, region, replica, len(ranks))
                 for part in overlaps(share, wanted) if share.numel else ():
                     yield rank, part

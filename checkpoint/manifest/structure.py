@@ -267,7 +267,7 @@ def check_complete(
     for entry, ranks in zip(structure.entries, sets, strict=True):
         key = (ranks, entry.axes)
         if key not in checked:
-            checked[key] = Holders(ranks, structure.axes[entry.axes]).missing_place()
+            checked[key] = Holders(ranks, structure.axes[entry.axes]).missing_cell()
         missing = checked[key]
         if missing is not None and entry.numel:
             raise CheckpointError(

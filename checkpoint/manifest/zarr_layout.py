@@ -38,20 +38,20 @@ def as_arrays(manifest: Manifest, chunks: Sequence[tuple[int, ...]] | None = Non
         chunks: sizes of each tensor's chunks; default: `chunk_shape`.
     """
     if chunks is None:
-        chunks = [chunk_shape(manifest, place) for place in range(len(manifest.entries))]
+        chunks = [chunk_shape(manifest, index) for index in range(len(manifest.entries))]
     return replace(manifest, chunks=tuple(chunks), version=FORMAT_VERSION)
 
 
-def chunk_shape(manifest: Manifest, place: int) -> tuple[int, ...]:
+def chunk_shape(manifest: Manifest, index: int) -> tuple[int, ...]:
     """Sizes of a tensor's chunks: at most a shard's along dims that are cut, and whole rows of about 4 MiB."""
-    entry = manifest.entries[place]
+    entry = manifest.entries[index]
     sizes = [max(1, size) for size in entry.shape]
     limit_rows = None
     for axis, cut in zip(manifest.structure.axes[entry.axes], entry.cuts, strict=True):
         if isinstance(cut, ShardCut):
             sizes[cut.dim] = max(1, chunk_of(sizes[cut.dim], axis.size, 0).numel)
         elif isinstance(cut, LayoutCut) and sizes and len(entry.cuts) == 1:
-            limit_rows = _aligned_rows(manifest, place, cut)
+            limit_rows = _aligned_rows(manifest, index, cut)
     if not sizes:
         return ()
     row_bytes = max(1, numel_of(sizes[1:]) * entry.itemsize)
@@ -63,9 +63,9 @@ def chunk_shape(manifest: Manifest, place: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _aligned_rows(manifest: Manifest, place: int, cut: LayoutCut) -> int | None:
+def _aligned_rows(manifest: Manifest, index: int, cut: LayoutCut) -> int | None:
     """Number of rows that divides every rank boundary; None without a boundary, or with one inside a row."""
-    entry = manifest.entries[place]
+    entry = manifest.entries[index]
     layout = manifest.structure.layouts[cut.layout]
     slot = layout.slots[cut.slot]
     row_numel = numel_of(entry.shape[1:])
@@ -101,15 +101,15 @@ def clipped(box: Box, shape: tuple[int, ...]) -> Box:
     return Box(box.offsets, sizes)
 
 
-def chunk_file(manifest: Manifest, place: int, box: Box) -> str:
+def chunk_file(manifest: Manifest, index: int, box: Box) -> str:
     """A chunk's file, relative to the checkpoint's folder."""
-    index = (str(o // c) for o, c in zip(box.offsets, box.sizes, strict=True))
-    return "/".join([manifest.array_paths[place], "c", *index])
+    coordinates = (str(o // c) for o, c in zip(box.offsets, box.sizes, strict=True))
+    return "/".join([manifest.array_paths[index], "c", *coordinates])
 
 
-def array_json(manifest: Manifest, place: int) -> bytes:
+def array_json(manifest: Manifest, index: int) -> bytes:
     """``zarr.json`` of a tensor's array."""
-    entry = manifest.entries[place]
+    entry = manifest.entries[index]
     stored = stored_dtype(entry.dtype).zarr_name
     fill_value: Json = 0.0 if stored.startswith("float") else 0
     if stored == "bool":
@@ -128,7 +128,7 @@ def array_json(manifest: Manifest, place: int) -> bytes:
             "shard_numel": layout.shard_numel,
             "slot": layout.slots[cut.slot].to_json(),
         }
-    grid = {"name": "regular", "configuration": {"chunk_shape": list(manifest.chunk_sizes[place])}}
+    grid = {"name": "regular", "configuration": {"chunk_shape": list(manifest.chunk_sizes[index])}}
     return dump_json(
         {
             "zarr_format": 3,
@@ -160,9 +160,9 @@ def group_files(manifest: Manifest) -> dict[str, bytes]:
 
 
 class Chunk(NamedTuple):
-    """A chunk of tensor number ``place``; ``box`` may extend over the tensor's edges."""
+    """A chunk of a tensor's array; ``box`` may extend over the tensor's edges."""
 
-    place: int
+    tensor_index: int
     box: Box
 
     @property
@@ -181,37 +181,37 @@ class Holder(NamedTuple):
 
 def held_chunks(manifest: Manifest, rank: int) -> Iterator[tuple[Chunk, list[Holder]]]:
     """The chunks of which a rank provides a part: tensors in the manifest's order, chunks in row-major order."""
-    for places in manifest.places_by_name.values():
-        place = places[0]  # other descriptions of a tensor have the same values
-        entry = manifest.entries[place]
-        held = manifest.holders_of(place).position(rank)
+    for indices in manifest.indices_by_name.values():
+        index = indices[0]  # other descriptions of a tensor have the same values
+        entry = manifest.entries[index]
+        held = manifest.holders_of(index).position(rank)
         if held is None or not entry.numel:
             continue
-        own = manifest.distributions[place].region(entry.shape, held[0], manifest.structure.layouts)
-        for chunk in chunks_of(manifest, place, own):
+        own = manifest.distributions[index].region(entry.shape, held[0], manifest.structure.layouts)
+        for chunk in chunks_of(manifest, index, own):
             holders = holders_of(manifest, chunk)
             if any(holder.rank == rank for holder in holders):
                 yield chunk, holders
 
 
-def chunks_of(manifest: Manifest, place: int, region: Region) -> list[Chunk]:
+def chunks_of(manifest: Manifest, index: int, region: Region) -> list[Chunk]:
     """Chunks that overlap a region of a tensor, each once, in row-major order."""
-    shape, sizes = manifest.entries[place].shape, manifest.chunk_sizes[place]
+    shape, sizes = manifest.entries[index].shape, manifest.chunk_sizes[index]
     boxes = {
         box
         for part, _ in region.pieces()
         for box in chunk_boxes(shape, sizes, part)
         if box.intersect(part) is not None or not shape
     }
-    return [Chunk(place, box) for box in sorted(boxes, key=lambda box: box.offsets)]
+    return [Chunk(index, box) for box in sorted(boxes, key=lambda box: box.offsets)]
 
 
 def holders_of(manifest: Manifest, chunk: Chunk) -> list[Holder]:
     """The ranks that provide a chunk's elements, in element order; the first one writes the chunk."""
-    entry, holders = manifest.entries[chunk.place], manifest.holders_of(chunk.place)
+    entry, holders = manifest.entries[chunk.tensor_index], manifest.holders_of(chunk.tensor_index)
     turn = sum(offset // size for offset, size in zip(chunk.box.offsets, chunk.box.sizes, strict=True))
     chosen = []
-    for coordinates, region in manifest.distributions[chunk.place].touching(
+    for coordinates, region in manifest.distributions[chunk.tensor_index].touching(
         entry.shape, chunk.region, manifest.structure.layouts
     ):
         numel = sum(share.numel for share in overlaps(region, chunk.region))

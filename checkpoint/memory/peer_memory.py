@@ -66,10 +66,10 @@ class DiskTwin:
         locals_by_name = {}
         wanted = []
         for piece in file.pieces:
-            entry = manifest.entries[piece.place]
+            entry = manifest.entries[piece.tensor_index]
             tensor = torch.empty(piece.region.numel, dtype=dtype_named(entry.dtype), device="cpu")
             locals_by_name[entry.name] = tensor
-            wanted.append((piece.place, piece.region, tensor))
+            wanted.append((piece.tensor_index, piece.region, tensor))
         reader.fill(wanted, verify=True)
         blob = bytes(reader.blobs([saved_rank])[0])
         working = memory.working_name(file.name, "disk")

@@ -156,7 +156,7 @@ def hold_root(root: Storage) -> RootHold:
     Raises:
         BlockingIOError: if another job has locked it.
     """
-    hold = _holds.get(root.place)
+    hold = _holds.get(root.location)
     if hold is None:
-        hold = _holds[root.place] = RootHold(root)
+        hold = _holds[root.location] = RootHold(root)
     return hold

@@ -356,7 +356,7 @@ class Storage(ABC):
 
     @property
     @abstractmethod
-    def place(self) -> tuple[str, ...]:
+    def location(self) -> tuple[str, ...]:
         """The location in comparable components: the location of a folder inside starts with the same ones."""
 
     @abstractmethod

@@ -453,7 +453,7 @@ class LocalStorage(Storage):
             return []
 
     @property
-    def place(self) -> tuple[str, ...]:
+    def location(self) -> tuple[str, ...]:
         """Symbolic links are resolved."""
         return ("file", *Path(os.path.realpath(self.root)).parts)
 

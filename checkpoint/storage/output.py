@@ -382,7 +382,7 @@ def _open_target(url: str, source_url: str, *, single_file: bool) -> tuple[Stora
         ConversionError: if the target is over, inside or around the source, or of the wrong kind: where writing could
             destroy something.
     """
-    target, source = open_store(url).place, open_store(source_url).place
+    target, source = open_store(url).location, open_store(source_url).location
     shared = min(len(target), len(source))
     # A single file has nothing inside it: it may be in a folder around the source.
     if target[:shared] == source[:shared] and not (single_file and len(target) < len(source)):

@@ -333,7 +333,7 @@ class RemoteStorage(Storage):
         return RemoteStorage(f"{self._url}/{name}", **self._options)
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
-        if size_bytes > PART_BYTES and self.place[0] == "s3":
+        if size_bytes > PART_BYTES and self.location[0] == "s3":
             return MultipartWriter(self.filesystem, self._path(name), size_bytes, self.retrying)
         file = self.filesystem.open(self._path(name), "wb", block_size=PART_BYTES)
         return _RemoteWriter(file, lambda: self.remove(name))
@@ -380,7 +380,7 @@ class RemoteStorage(Storage):
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     @property
-    def place(self) -> tuple[str, ...]:
+    def location(self) -> tuple[str, ...]:
         protocol = self.filesystem.protocol  # s3a is s3
         name = protocol if isinstance(protocol, str) else protocol[0]
         return (name, *filter(None, self._root.split("/")))
@@ -413,7 +413,7 @@ class RemoteStorage(Storage):
     def check_root(self) -> str | None:
         bucket = self._root.lstrip("/").partition("/")[0]
         try:
-            if not self.list_folder("") and self.place[0] in _WITH_BUCKETS:
+            if not self.list_folder("") and self.location[0] in _WITH_BUCKETS:
                 self.retrying(lambda: self.filesystem.ls(bucket, detail=False))
         except PermissionError as error:
             # A prefix of the bucket may be writable all the same.
@@ -435,7 +435,7 @@ class RemoteStorage(Storage):
 
     def remove_abandoned(self, folders: Sequence[str], older_than_s: float) -> list[str]:
         """Remove open uploads of S3; Google and Azure drop open uploads within a week."""
-        if self.place[0] != "s3":
+        if self.location[0] != "s3":
             return []
         bucket, prefix, _ = self.filesystem.split_path(f"{self._root}/")
         asked: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}

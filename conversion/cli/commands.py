@@ -16,7 +16,6 @@ import click
 from vescale_fsdp import checkpoint, conversion
 from vescale_fsdp.checkpoint.manifest.file_names import FORMAT_VERSION
 from vescale_fsdp.checkpoint.storage.progress import ProgressBar
-from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.cli.options import (
     CONVERT_OPTIONS,
     GRANULARITY,
@@ -32,7 +31,7 @@ from vescale_fsdp.conversion.cli.options import (
     with_options,
 )
 from vescale_fsdp.conversion.formats.table import TARGETS
-from vescale_fsdp.errors import some
+from vescale_fsdp.errors import format_bytes, some
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.moves.carried_state import ModelNames
@@ -91,7 +90,7 @@ def inspect_command(
 ) -> None:
     """Print what the checkpoint SRC holds; of the folder around a run's steps, the newest."""
     from vescale_fsdp.checkpoint.storage.open import open_parent
-    from vescale_fsdp.conversion.checks.describe import describe, draw, format_description
+    from vescale_fsdp.conversion.report.describe import describe, draw, format_description
 
     if layout is not None and svg is None:
         raise click.UsageError("--layout needs --svg")

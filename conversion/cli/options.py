@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from vescale_fsdp.conversion.checks.byte_sizes import parse_bytes
 from vescale_fsdp.conversion.formats.table import OPTIMIZER_FORMS
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.formats import FORMATS
@@ -45,18 +44,25 @@ def part_of(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+_UNITS = {"": 1, "B": 1} | {
+    unit + end: base**power
+    for power, unit in enumerate("KMGT", 1)
+    for end, base in (("B", 1000), ("", 1000), ("IB", 1024))
+}
+
+
 class Size(click.ParamType[int]):
-    """Bytes with a unit."""
+    """A number of bytes: ``5GB`` (decimal), ``512MiB`` (binary) or ``1000000``."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        try:
-            return parse_bytes(value)
-        except ConversionError as error:
-            self.fail(str(error), param, ctx)
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].upper() not in _UNITS:
+            self.fail(f"{value!r} is not a size such as 5GB, 512MiB or 1000000.", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 class FiniteRange(click.FloatRange):

@@ -50,7 +50,7 @@ _granularities = lazy_function("vescale_fsdp.layout.granularity", "parse_granula
 _plan_native = lazy_function("vescale_fsdp.checkpoint.formats.native.plan", "plan_native")
 _plan_dcp = lazy_function("vescale_fsdp.checkpoint.formats.dcp.plan", "plan_dcp")
 _plan_zarr = lazy_function("vescale_fsdp.checkpoint.formats.zarr.plan", "plan_zarr")
-_plan_adapter = lazy_function("vescale_fsdp.conversion.adapters.peft_folder", "plan_adapter")
+_plan_adapter = lazy_function("vescale_fsdp.conversion.formats.peft", "plan_adapter")
 _plan_hf = lazy_function("vescale_fsdp.checkpoint.formats.huggingface.plan", "plan_hf")
 _plan_torch = lazy_function("vescale_fsdp.checkpoint.formats.torch_save.write", "plan_torch")
 
@@ -132,7 +132,7 @@ def open_orbax(store: Storage, file: str, trust_pickle: bool) -> Source:
 
 
 def open_adapter(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.conversion.adapters.peft_folder import open_adapter
+    from vescale_fsdp.conversion.formats.peft import open_adapter
 
     return open_adapter(store)
 

@@ -28,7 +28,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
 from vescale_fsdp.checkpoint.state.match import Match, match
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
-from vescale_fsdp.conversion.adapters.peft_folder import one_adapter, trained_names
+from vescale_fsdp.conversion.formats.peft import one_adapter, trained_names
 from vescale_fsdp.conversion.live.live_state import LiveState
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules

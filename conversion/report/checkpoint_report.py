@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, re
 from vescale_fsdp.checkpoint.steps.retention import read_record
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.conversion.checks.diff import Views, matched_views
+from vescale_fsdp.conversion.diff import Views, matched_views
 from vescale_fsdp.conversion.report.tensor_values import ValueDistance, ValueSummary, values_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 

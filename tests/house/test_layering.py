@@ -58,9 +58,9 @@ LEVELS = (
         "conversion.formats.side_files",
         "conversion.formats.orbax",
         "conversion.formats.deepspeed",
-        "conversion.checks",
+        "conversion.diff",
     ),
-    ("conversion.adapters", "conversion.formats.megatron"),
+    ("conversion.formats.megatron",),
     ("conversion.formats", "conversion.report", "elastic"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
     ("conversion",),

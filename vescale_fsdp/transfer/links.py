@@ -450,7 +450,7 @@ def resolve_links(
 def _missing_parts(leaves: Sequence[PlacedLeaf]) -> Iterator[str]:
     """The parts of tensors that leaves read and no rank stores."""
     for source in {id(leaf.source): leaf.source for leaf in leaves}.values():
-        missing = source.holders.missing_place()
+        missing = source.holders.missing_cell()
         if missing is not None:
             sizes = [axis.size for axis in source.distribution.axes]
             where = np.unravel_index(missing, sizes) if sizes else ()

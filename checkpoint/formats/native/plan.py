@@ -215,7 +215,7 @@ class _Stripes(FileWriter):
 def _file(file: RankFile, views: Mapping[str, TensorView], tables: dict[str, _Stripes]) -> FilePlan:
     contents: list[Content] = [FixedBytes(file.header)]
     for piece in file.pieces:  # every region here is a run of the whole tensor
-        view = views[file.manifest.entries[piece.place].name]
+        view = views[file.manifest.entries[piece.tensor_index].name]
         contents.append(TensorItems(view, piece.region.span.start, piece.region.span.stop))
     name = file.name  # the file's pieces need not be kept
     contents.append(ComputedBytes(file.total_bytes - file.table_start, lambda _: tables.pop(name).table()))

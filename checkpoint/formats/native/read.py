@@ -264,8 +264,8 @@ class Reads(ABC):
                 self.num_bytes_read += num_bytes
 
     @abstractmethod
-    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
-        """Ask for a region of tensor number ``place``, which fills ``tensor``."""
+    def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
+        """Ask for a region of tensor number ``index``, which fills ``tensor``."""
 
     def saved_ranks(self) -> set[int]:
         """The ranks whose files have what was asked for, in the native form."""
@@ -320,9 +320,9 @@ class ReadPlan(Reads):
         self._waves: list[list[SharedStripes]] = []
         self._shared: dict[int, set[int]] = {}  # by file: stripes that are read once for several ranks
 
-    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
+    def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
         target = LoadTarget(tensor)
-        for stored in self._finder.shares(place, region):
+        for stored in self._finder.shares(index, region):
             start, max_gap_bytes = stored.piece.start_bytes, self.storage.max_gap_bytes
             for sink in sinks_of(stored.share, start, target, max_gap_bytes=max_gap_bytes):
                 self.add(self._finder.file(stored.rank), sink)

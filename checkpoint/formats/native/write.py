@@ -301,7 +301,7 @@ class FileImage:
         for stream in self._streams.values():
             stream.wait_for_compute()  # here: threads that write have current streams of their own
         for piece in file.pieces:
-            entry = file.manifest.entries[piece.place]
+            entry = file.manifest.entries[piece.tensor_index]
             # Lazy conjugation and negation are flags of a view; the file has the values.
             tensor = locals_by_name[entry.name].detach().resolve_conj().resolve_neg()
             in_place = tensor.is_contiguous() and tensor.device not in self._streams

@@ -69,7 +69,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
         CorruptCheckpointError: if it is missing, of another size, damaged, or another chunk's; names file and tensor.
     """
     storage, manifest = tables.storage, tables.manifest
-    entry = manifest.entries[chunk.place]
+    entry = manifest.entries[chunk.tensor_index]
     name = chunk_file(manifest, *chunk)
     nbytes = numel_of(chunk.box.sizes) * entry.itemsize
 

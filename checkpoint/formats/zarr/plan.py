@@ -55,11 +55,11 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
     manifest = as_arrays(whole, [_chunk_shape(view.info) for view in views])
     known: dict[Chunk, int] = {}
     sums = RankFile(manifest, 0)
-    files = [_chunk_file(manifest, chunk, views[chunk.place], known) for chunk in sums.chunks]
+    files = [_chunk_file(manifest, chunk, views[chunk.tensor_index], known) for chunk in sums.chunks]
     # Made when they are written: all together are larger than the rest of the plan.
     closing = [
-        ClosingFile(f"{path}/{ZARR_NAME}", partial(_array_json, manifest, place))
-        for place, path in enumerate(manifest.array_paths)
+        ClosingFile(f"{path}/{ZARR_NAME}", partial(_array_json, manifest, index))
+        for index, path in enumerate(manifest.array_paths)
     ]
     groups = [_small(name, content) for name, content in group_files(manifest).items()]
     closing += [*groups[:-1], ClosingFile(sums.name, lambda: (_sealed(sums, known),)), groups[-1]]
@@ -77,8 +77,8 @@ def _small(name: str, content: bytes) -> ClosingFile:
     return ClosingFile(name, lambda: (content,))
 
 
-def _array_json(manifest: Manifest, place: int) -> tuple[bytes]:
-    return (array_json(manifest, place),)
+def _array_json(manifest: Manifest, index: int) -> tuple[bytes]:
+    return (array_json(manifest, index),)
 
 
 def _structure(state: CarriedState) -> tuple[Structure, list[TensorView]]:
@@ -124,7 +124,7 @@ def _learn_checksums(
     """The checksums of chunks that an earlier run or another process wrote, from the ends of their files."""
     for chunk in chunks:
         if chunk not in known:
-            nbytes = chunk.box.numel * manifest.entries[chunk.place].itemsize
+            nbytes = chunk.box.numel * manifest.entries[chunk.tensor_index].itemsize
             known[chunk] = int.from_bytes(written(chunk_file(manifest, *chunk), nbytes, CRC_BYTES), "little")
 
 

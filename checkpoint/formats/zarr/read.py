@@ -30,10 +30,10 @@ class ZarrReads(Reads):
         self._tables = tables
         self._reads: list[_ChunkRead] = []
 
-    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
+    def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
         target, manifest = LoadTarget(tensor), self._tables.manifest
-        place = manifest.places_by_name[manifest.entries[place].name][0]
-        self._reads += [_ChunkRead(chunk, region, target) for chunk in chunks_of(manifest, place, region)]
+        index = manifest.indices_by_name[manifest.entries[index].name][0]
+        self._reads += [_ChunkRead(chunk, region, target) for chunk in chunks_of(manifest, index, region)]
         return target
 
     def open(self) -> None:
@@ -53,7 +53,7 @@ class ZarrReads(Reads):
         """A chunk's file is closed when it has been read."""
 
     def _size(self, chunk: Chunk) -> int:
-        return chunk.box.numel * self._tables.manifest.entries[chunk.place].itemsize
+        return chunk.box.numel * self._tables.manifest.entries[chunk.tensor_index].itemsize
 
     def _read(self, read: _ChunkRead) -> int:
         data, whole = read_chunk(self._tables, read.chunk), read.chunk.region

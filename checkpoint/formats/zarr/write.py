@@ -101,12 +101,12 @@ class ArrayWriter:
         self._bits: tuple[int, torch.Tensor] | None = None  # of the last tensor asked for
         # Further descriptions of the same tensor have the same values.
         self._heads = [
-            places[0]
-            for places in manifest.places_by_name.values()
-            if coordinator.rank == manifest.rank_sets[manifest.holders[places[0]]].ranks[0]
+            indices[0]
+            for indices in manifest.indices_by_name.values()
+            if coordinator.rank == manifest.rank_sets[manifest.holders[indices[0]]].ranks[0]
         ]
         self._steps = [
-            _Step(chunk, holders, carrier_of(dtype_named(manifest.entries[chunk.place].dtype)))
+            _Step(chunk, holders, carrier_of(dtype_named(manifest.entries[chunk.tensor_index].dtype)))
             for chunk, holders in held_chunks(manifest, coordinator.rank)
         ]
         # Allocated now: a rank that runs out of memory later must still be able to send and receive.
@@ -125,9 +125,9 @@ class ArrayWriter:
         threads = max(1, self._storage.write_threads)
         with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-zarr") as pool:
             work: list[Future[None]] = []
-            for place in self._heads:
-                names.append(f"{self._manifest.array_paths[place]}/zarr.json")
-                work.append(pool.submit(_put, self._storage, names[-1], array_json(self._manifest, place)))
+            for index in self._heads:
+                names.append(f"{self._manifest.array_paths[index]}/zarr.json")
+                work.append(pool.submit(_put, self._storage, names[-1], array_json(self._manifest, index)))
             for step in self._steps:
                 elements = self._exchange(step)
                 if elements is not None and self._errors.error is None:
@@ -142,12 +142,12 @@ class ArrayWriter:
 
     def _exchange(self, step: _Step) -> torch.Tensor | None:
         """Assemble the chunk, 1D, if this rank writes it (None after an error); else send this rank's part."""
-        rank, place, whole = self._coordinator.rank, step.chunk.place, step.chunk.region
+        rank, index, whole = self._coordinator.rank, step.chunk.tensor_index, step.chunk.region
         owner, *others = step.holders
         if owner.rank != rank:
             mine = next(holder for holder in others if holder.rank == rank)
             part = self._part[: step.part_bytes(mine)]
-            self._errors.attempt(lambda: _pack(mine.region, self._local(place), whole, part.view(step.dtype)))
+            self._errors.attempt(lambda: _pack(mine.region, self._local(index), whole, part.view(step.dtype)))
             self._coordinator.send(part, owner.rank)
             return None
 
@@ -155,7 +155,7 @@ class ArrayWriter:
             # Zeros, also beyond the tensor's edges.
             chunk = torch.zeros(step.chunk.box.numel, dtype=step.dtype, device="cpu")
             for share in overlaps(owner.region, whole):
-                share.target_view(chunk).copy_(share.source_view(self._local(place)))
+                share.target_view(chunk).copy_(share.source_view(self._local(index)))
             return chunk
 
         chunk = self._errors.attempt(own_part)
@@ -166,11 +166,11 @@ class ArrayWriter:
                 self._errors.attempt(partial(_unpack, holder.region, whole, part.view(step.dtype), chunk))
         return chunk
 
-    def _local(self, place: int) -> torch.Tensor:
+    def _local(self, index: int) -> torch.Tensor:
         """This rank's elements of a tensor, 1D."""
-        if self._bits is None or self._bits[0] != place:
-            plain = dense(self._locals_by_name[self._manifest.entries[place].name]).view(-1)
-            self._bits = (place, plain.view(carrier_of(plain.dtype)))
+        if self._bits is None or self._bits[0] != index:
+            plain = dense(self._locals_by_name[self._manifest.entries[index].name]).view(-1)
+            self._bits = (index, plain.view(carrier_of(plain.dtype)))
         return self._bits[1]
 
     def _put_chunk(self, chunk: Chunk, elements: torch.Tensor, name: str) -> None:

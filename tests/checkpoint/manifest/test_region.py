@@ -221,6 +221,6 @@ def test_holders_number_replicas_in_rank_order() -> None:
 
     assert [holders.ranks_at((c,)) for c in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert holders.position(6) == ((1,), 2, 4)
-    assert holders.missing_place() is None
-    assert Holders(RankSet.of([0, 1, 4]), (Axis(2, 2),)).missing_place() == 1
+    assert holders.missing_cell() is None
+    assert Holders(RankSet.of([0, 1, 4]), (Axis(2, 2),)).missing_cell() == 1
     assert Holders(RankSet.of([0, 1]), ()).position(3) is None

@@ -52,7 +52,7 @@ def test_files_of_a_large_world_add_up() -> None:
     stored = Counter[str]()
     for rank in range(256):
         for piece in RankFile(manifest, rank).pieces:
-            stored[manifest.entries[piece.place].name] += piece.region.numel
+            stored[manifest.entries[piece.tensor_index].name] += piece.region.numel
     assert stored == {entry.name: entry.numel for entry in manifest.entries}
 
 
@@ -71,7 +71,7 @@ def test_one_shape_in_many_ways() -> None:
     stored: dict[str, list[int]] = {entry.name: [0] * 4 for entry in entries}
     for rank in range(4):
         for piece in RankFile(manifest, rank).pieces:
-            stored[manifest.entries[piece.place].name][rank] = piece.region.numel
+            stored[manifest.entries[piece.tensor_index].name][rank] = piece.region.numel
     sources = [finder.shares(i, whole_region(shape)) for i in range(len(ways))]
     found = [{source.rank for source in parts} for parts in sources]
     sizes = [RankFile(manifest, 1).piece_of[i].region.box.sizes for i in (0, 1, 3)]

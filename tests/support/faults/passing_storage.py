@@ -22,8 +22,8 @@ class PassingStorage(Storage):
         return self.inner.where
 
     @property
-    def place(self) -> tuple[str, ...]:
-        return self.inner.place
+    def location(self) -> tuple[str, ...]:
+        return self.inner.location
 
     def child(self, name: str) -> Storage:
         return self.inner.child(name)

@@ -8,8 +8,7 @@ from typing import Any
 from vescale_fsdp.checkpoint.formats.huggingface.repository import natural_key
 from vescale_fsdp.checkpoint.moves.carried_state import find_model
 from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, format_bytes
 
 
 def describe(source: Source) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import (
     repeated_dims,
     without_repeats,
 )
-from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
-from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.errors import ConversionError, format_bytes, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.views.float_codes import cast_array
 

@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, SourceView, TensorView
-from vescale_fsdp.conversion.adapters.peft_folder import ROOT, PeftConfig
+from vescale_fsdp.conversion.formats.peft import ROOT, PeftConfig
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.geometry import Box, whole_box
 
