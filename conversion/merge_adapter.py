@@ -1,11 +1,11 @@
-"""Base weights with an adapter in them, computed as peft's ``merge_and_unload`` computes them, one matrix at a time.
+"""Merge an adapter into base weights, with the same arithmetic as peft's ``merge_and_unload``, one matrix at a time.
 
     LoRA    W + (B A) * scaling          embeddings: the transpose of the product
     DoRA    m / |W + (B A) * scaling| per row, times that sum
-    IA3     W * l                        and the bias times l where l stands behind the layer
+    IA3     W * l                        and the bias times l if l scales the layer's output
 
-The product of whole matrices has other last bits than that of their parts, so a matrix is made whole and kept until
-another one is asked for: memory is one matrix and its change. A conversion that merges has one thread.
+The product of whole matrices differs in the last bits from the products of their parts. So a matrix is computed whole
+and kept until another one is read: memory is one matrix and its change. A conversion that merges has one thread.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-_LORA = {".lora_A.weight": "A", ".lora_B.weight": "B", ".lora_embedding_A": "A", ".lora_embedding_B": "B"}
-_LORA |= {
+# The end of a tensor's name -> its letter in the formulas above, with "e" for embeddings; "b" is a bias.
+_PARTS = {
+    ".lora_A.weight": "A",
+    ".lora_B.weight": "B",
+    ".lora_embedding_A": "Ae",
+    ".lora_embedding_B": "Be",
     ".lora_magnitude_vector": "m",
     ".lora_magnitude_vector.weight": "m",
     ".lora_B.bias": "b",
@@ -42,64 +46,61 @@ _LORA |= {
 def merged_state(
     base: CarriedState, adapter: Source, config: PeftConfig, model_config: Mapping[str, Any]
 ) -> CarriedState:
-    """The base with its weights merged. A tied weight that the adapter changes is parted from its twins, which keep
-    their values, as in the model that was trained.
+    """The base with the adapter merged into its weights. If the adapter changes a tied weight, its aliases are stored
+    apart and keep their values, as in the model that was trained.
 
     Args:
-        model_config: the base's config.json, whose class says which weights are tied, and which are [in, out].
+        model_config: the base's config.json. The class that it names determines which weights are tied, and which are
+            stored as [in, out].
 
     Raises:
-        ConversionError: if the base has no such weights, or they do not fit.
+        ConversionError: if the base lacks weights that the adapter changes, or their shapes do not fit.
     """
-    parts, others = _by_module(adapter)
-    changed = {*(f"{module}.weight" for module in parts), *others}
-    twins = absent_names(model_config, base.views)
-    touched = {twins.get(name, name) for name in changed}
-    base = base.with_names_of({name: kept for name, kept in twins.items() if kept in touched})
-    merging = _Merging(base.views, config, model_config, adapter.url)
-    merging.find_root([*(f"{module}.weight" for module in parts), *others])
-    for (
-        name,
-        view,
-    ) in others.items():  # what was trained whole, or goes along: embeddings under a LoRA of theirs
-        merging.replace(name, view)
-    for module, found in parts.items():
-        merging.add(module, found)
-    return base.with_replaced(merging.made, set(merging.made))
+    parts, whole_weights = _by_module(adapter)
+    changed = [*(f"{module}.weight" for module in parts), *whole_weights]
+    aliases = absent_names(model_config, base.views)
+    changed_tensors = {aliases.get(name, name) for name in changed}
+    base = base.with_names_of({name: kept for name, kept in aliases.items() if kept in changed_tensors})
+    merge = _Merge(base.views, config, model_config, adapter.url)
+    merge.find_root(changed)
+    # First, since a LoRA of an embedding may apply to an embedding that is stored whole too.
+    for name, view in whole_weights.items():
+        merge.replace(name, view)
+    for module, module_parts in parts.items():
+        merge.add(module, module_parts)
+    return base.with_replaced(merge.merged, set(merge.merged))
 
 
 def _by_module(adapter: Source) -> tuple[dict[str, dict[str, TensorView]], dict[str, TensorView]]:
-    """A module's matrices by the letters above, and whole weights by the base's names."""
+    """The tensors of an adapter: parts by module and letter, and whole weights by the base's names."""
     parts: dict[str, dict[str, TensorView]] = {}
-    others: dict[str, TensorView] = {}
+    whole_weights: dict[str, TensorView] = {}
     for name in adapter.tensors:
         short, view = name.removeprefix(ROOT), SourceView(adapter, name, name)
-        end = next((end for end in _LORA if short.endswith(end)), None)
+        end = next((end for end in _PARTS if short.endswith(end)), None)
         if end is not None:
-            parts.setdefault(short.removesuffix(end), {})[
-                _LORA[end] + ("e" if "embedding" in end else "")
-            ] = view
+            parts.setdefault(short.removesuffix(end), {})[_PARTS[end]] = view
         elif "lora_" in short or "ia3_" in short or "token_adapter" in short:
-            raise _misfit(f"parts such as {', '.join(_LORA)}", name, adapter.url)
+            raise _no_fit(f"parts such as {', '.join(_PARTS)}", name, adapter.url)
         else:
-            others[short.replace(".base_layer.", ".")] = view
-    if not parts and not others:
-        raise _misfit("tensors of an adapter", "none", adapter.url)
-    return parts, others
+            whole_weights[short.replace(".base_layer.", ".")] = view
+    if not parts and not whole_weights:
+        raise _no_fit("tensors of an adapter", "none", adapter.url)
+    return parts, whole_weights
 
 
-def _misfit(expected: str, got: object, where: str, todo: str = "") -> ConversionError:
-    right = (
+def _no_fit(expected: str, got: object, where: str, todo: str = "") -> ConversionError:
+    base = (
         "pass the base that the adapter was trained on (base_model_name_or_path in its adapter_config.json)"
     )
     return ConversionError(
-        "The adapter does not fit the base.", expected=expected, got=got, where=where, todo=right + todo
+        "The adapter does not fit the base.", expected=expected, got=got, where=where, todo=base + todo
     )
 
 
 @dataclass
 class _Latest:
-    """The matrix that was made last."""
+    """The matrix that was computed last."""
 
     view: MergedView | None = None
     raw: np.ndarray | None = None
@@ -107,14 +108,14 @@ class _Latest:
 
 @dataclass(frozen=True, eq=False)
 class MergedView(TensorView):
-    """A weight that is computed whole, of whole tensors.
+    """A weight that is computed whole, from whole tensors.
 
     Args:
-        inputs: the base's weight, and what changes it.
-        compute: the new weight of these; it may write into the first.
-        recipe: what it is computed by, for its identity.
-        latest: shared by all, so that one is held.
-        lost: gets, under the name, how many finite values became infinite in the base's type.
+        inputs: the base's weight, and the parts of the adapter.
+        compute: makes the new weight from the inputs; it may write into the first.
+        recipe: identifies the computation.
+        latest: shared by all views, so that memory contains one matrix.
+        lost: name -> number of finite values that became infinite in the base's type.
     """
 
     inputs: tuple[TensorView, ...]
@@ -129,13 +130,13 @@ class MergedView(TensorView):
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         if self.latest.view is not self:
-            self.latest.view = self.latest.raw = None  # before the next is made
+            self.latest.view = self.latest.raw = None  # freed before the next matrix is computed
             tensors = [_read(view) for view in self.inputs]
-            before = int(tensors[0].isinf().sum())  # computing may write into it
-            made = self.compute(*tensors).to(tensors[0].dtype).contiguous()
-            if (lost := int(made.isinf().sum()) - before) > 0:
+            before = int(tensors[0].isinf().sum())  # counted now, since `compute` may write into the tensor
+            weight = self.compute(*tensors).to(tensors[0].dtype).contiguous()
+            if (lost := int(weight.isinf().sum()) - before) > 0:
                 self.lost[self.info.name] = lost
-            self.latest.raw = made.view(_raw_type(made)).numpy()
+            self.latest.raw = weight.view(_raw_type(weight)).numpy()
             self.latest.view = self
         assert self.latest.raw is not None
         out[...] = self.latest.raw[box.slices()]
@@ -177,84 +178,91 @@ def _read(view: TensorView) -> torch.Tensor:
 
 
 @dataclass
-class _Merging:
-    """What has been merged so far."""
+class _Merge:
+    """A merge in progress.
+
+    Attributes:
+        merged: name of a weight -> (the merged tensor, the name).
+        root: a prefix of the adapter's module names that the base's files leave out.
+    """
 
     base: Mapping[str, TensorView]
     config: PeftConfig
     model_config: Mapping[str, Any]
     where: str
-    made: dict[str, tuple[TensorView, str]] = field(default_factory=dict)
+    merged: dict[str, tuple[TensorView, str]] = field(default_factory=dict)
     latest: _Latest = field(default_factory=_Latest)
-    root: str = ""  # what module names begin with that the base's files leave out
+    root: str = ""
 
     def find_root(self, names: list[str]) -> None:
-        """Files of a model without its head leave out the model's own name: ``h.0`` for ``transformer.h.0``."""
+        """Find `root`: files of a model without its head leave out the model's name (``h.0`` for ``transformer.h.0``).
+
+        Raises:
+            ConversionError: if the base lacks one of the names.
+        """
         first = {name.partition(".")[0] for name in names}
         if len(first) == 1 and not any(name in self.base for name in names):
             self.root = f"{first.pop()}."
         missing = [name for name in names if name.removeprefix(self.root) not in self.base]
         if missing:
-            todo = "; where its files have other names than the model in memory, with --rules transformers-.."
-            expected = f"a base with {missing[0]} (one that is tied is stored under one name)"
-            raise _misfit(expected, "none", self.where, todo)
+            todo = "; if its files have other names than the model in memory, with --rules transformers-.."
+            expected = f"a base with {missing[0]} (a tied weight is stored under one name)"
+            raise _no_fit(expected, "none", self.where, todo)
 
     def add(self, module: str, parts: Mapping[str, TensorView]) -> None:
-        """Merge what an adapter has for one module."""
+        """Merge the adapter's parts of one module."""
         name = f"{module}.weight".removeprefix(self.root)
-        base = self._now(name)
+        base = self._current(name)
         if base.info.dtype.kind != "float" or len(base.info.shape) != 2:
-            raise _misfit(
+            raise _no_fit(
                 "matrices of floats", f"{name}: {base.info.dtype.name} {base.info.shape}", self.where
             )
         bias = f"{module}.bias".removeprefix(self.root)
         if "l" in parts:
             self._add_ia3(module, name, bias, parts["l"])
             return
-        ends = "e" if "Ae" in parts else ""
-        lacking = [letter for letter in ("A", "B") if letter + ends not in parts]
-        if lacking or (self.config.is_dora != ("m" in parts)):
-            raise _misfit(
-                f"A and B{' and magnitudes' * self.config.is_dora}", f"{module}: {some(parts)}", self.where
-            )
-        a, b, scaling = parts[f"A{ends}"], parts[f"B{ends}"], self.config.scaling_of(module)
-        is_transposed = bool(ends) or self._is_transposed(
+        suffix = "e" if "Ae" in parts else ""
+        is_complete = {f"A{suffix}", f"B{suffix}"} <= parts.keys()
+        if not is_complete or (self.config.is_dora != ("m" in parts)):
+            expected = "A, B and magnitudes" if self.config.is_dora else "A and B"
+            raise _no_fit(expected, f"{module}: {some(parts)}", self.where)
+        a, b, scaling = parts[f"A{suffix}"], parts[f"B{suffix}"], self.config.scaling_of(module)
+        is_transposed = bool(suffix) or self._is_transposed(
             module, base.info.shape, b.info.shape[:1], a.info.shape[1:]
         )
         rows, cols = reversed(base.info.shape) if is_transposed else base.info.shape
         rank = self.config.rank_of(module)
         if (a.info.shape, b.info.shape) != ((rank, cols), (rows, rank)):
             got = f"{module}: {a.info.shape} and {b.info.shape} for {base.info.shape}"
-            raise _misfit(f"matrices {(rank, cols)} and {(rows, rank)}", got, self.where)
+            raise _no_fit(f"matrices {(rank, cols)} and {(rows, rank)}", got, self.where)
         magnitudes = (parts["m"],) if "m" in parts else ()
-        compute = partial(_with_lora, scaling=scaling, is_transposed=is_transposed, is_embedding=bool(ends))
-        self._merge(name, (base, a, b, *magnitudes), compute, f"LoRA {scaling!r} {is_transposed} {ends}")
+        compute = partial(_with_lora, scaling=scaling, is_transposed=is_transposed, is_embedding=bool(suffix))
+        self._set(name, (base, a, b, *magnitudes), compute, f"LoRA {scaling!r} {is_transposed} {suffix}")
         if "b" in parts:
-            self._merge(
-                bias,
-                (self._bias(bias), parts["b"]),
-                partial(_with_bias, scaling=scaling),
-                f"bias {scaling!r}",
-            )
+            if bias not in self.base:
+                raise _no_fit(f"a base with {bias}, as the adapter has a bias", "none", self.where)
+            inputs = (self._current(bias), parts["b"])
+            self._set(bias, inputs, partial(_with_bias, scaling=scaling), f"bias {scaling!r}")
 
     def _is_transposed(
         self, module: str, shape: tuple[int, ...], rows: tuple[int, ...], cols: tuple[int, ...]
     ) -> bool:
-        """Whether a weight is [in, out], as Conv1D has it: by what the adapter has for its rows or columns; where the
-        weight is square, by the model's class. ``fan_in_fan_out`` of the adapter's config is that of one module.
+        """Whether a weight is stored as [in, out], as Conv1D does. The adapter's rows and columns show it; for a square
+        weight the model's class does. ``fan_in_fan_out`` of the adapter's config is of one module only.
+
+        Args:
+            shape: of the weight.
+            rows, cols: the adapter's number of rows and of columns, each as (number,); () if it is not known.
 
         Raises:
-            ConversionError: if it is square and its class is not known.
+            ConversionError: if the weight is square and its class is not known.
         """
         if shape[0] != shape[1]:
-            plain, turned = (
-                (rows in ((), shape[:1]) and cols in ((), shape[1:])),
-                (rows in ((), shape[1:]) and cols in ((), shape[:1])),
-            )
-            return turned and not plain
+            is_plain = rows in ((), shape[:1]) and cols in ((), shape[1:])
+            return not is_plain and rows in ((), shape[1:]) and cols in ((), shape[:1])
         class_name = config_class(self.model_config)
-        found = None if class_name is None else orientation_of_class(self.model_config, class_name, module)
-        if found is None:
+        known = None if class_name is None else orientation_of_class(self.model_config, class_name, module)
+        if known is None:
             raise ConversionError(
                 "It is not known whether a square weight is [out, in] (Linear) or [in, out] (Conv1D).",
                 expected="a config.json that names a class of transformers, and transformers installed",
@@ -263,48 +271,43 @@ class _Merging:
                 todo="pass the base's config.json with --assets; or, if the class is the repository's own code, merge "
                 "with peft itself: PeftModel.from_pretrained(base, adapter).merge_and_unload()",
             )
-        return found
+        return known
 
     def _add_ia3(self, module: str, name: str, bias: str, scales: TensorView) -> None:
-        shape, factors = self._now(name).info.shape, scales.info.shape
+        shape, factors = self._current(name).info.shape, scales.info.shape
         if len(factors) != 2 or 1 not in factors or max(factors) not in shape:
-            raise _misfit(f"factors {(shape[0], 1)} or {(1, shape[1])}", f"{name}: {factors}", self.where)
-        is_before = factors[0] == 1
-        rows, cols = ((), factors[1:]) if is_before else (factors[:1], ())
+            raise _no_fit(f"factors {(shape[0], 1)} or {(1, shape[1])}", f"{name}: {factors}", self.where)
+        scales_input = factors[0] == 1
+        rows, cols = ((), factors[1:]) if scales_input else (factors[:1], ())
         is_transposed = self._is_transposed(module, shape, rows, cols)
         compute = partial(_with_ia3, is_transposed=is_transposed)
-        self._merge(name, (self._now(name), scales), compute, f"IA3 {is_transposed}")
-        if not is_before and bias in self.base:
-            self._merge(bias, (self._now(bias), scales), _with_ia3_bias, "IA3 bias")
+        self._set(name, (self._current(name), scales), compute, f"IA3 {is_transposed}")
+        if not scales_input and bias in self.base:
+            self._set(bias, (self._current(bias), scales), _with_ia3_bias, "IA3 bias")
 
-    def _bias(self, name: str) -> TensorView:
-        if name not in self.base:
-            raise _misfit(f"a base with {name}, as the adapter has a bias", "none", self.where)
-        return self._now(name)
+    def _current(self, name: str) -> TensorView:
+        """A weight as merged so far."""
+        return self.merged[name][0] if name in self.merged else self.base[name]
 
-    def _now(self, name: str) -> TensorView:
-        """A weight of the base, or what has come in its place."""
-        return self.made[name][0] if name in self.made else self.base[name]
-
-    def _merge(
+    def _set(
         self, name: str, inputs: tuple[TensorView, ...], compute: Callable[..., torch.Tensor], recipe: str
     ) -> None:
-        self.made[name] = (MergedView(inputs, compute, recipe, self.latest), name)
+        self.merged[name] = (MergedView(inputs, compute, recipe, self.latest), name)
 
     def replace(self, name: str, view: TensorView) -> None:
-        """A weight that was trained whole."""
+        """Replace a weight of the base by one that was trained whole."""
         name = name.removeprefix(self.root)
         old = self.base[name].info
         if view.info.shape != old.shape:
-            raise _misfit(f"{name} of shape {old.shape}", view.info.shape, self.where)
+            raise _no_fit(f"{name} of shape {old.shape}", view.info.shape, self.where)
         from vescale_fsdp.checkpoint.moves.casting import CastView
 
-        found = view if view.info.dtype == old.dtype else CastView(view, old.dtype)
-        self.made[name] = (RenamedView(found, name), name)
+        cast = view if view.info.dtype == old.dtype else CastView(view, old.dtype)
+        self.merged[name] = (RenamedView(cast, name), name)
 
 
-def _trained(tensor: torch.Tensor) -> torch.Tensor:
-    """As peft loads an adapter: halves become float32."""
+def _as_loaded(tensor: torch.Tensor) -> torch.Tensor:
+    """A part of the adapter as peft loads it: types of 16 bits and less become float32."""
     return tensor.float() if tensor.element_size() < 4 else tensor
 
 
@@ -320,27 +323,28 @@ def _with_lora(
 ) -> torch.Tensor:
     import torch
 
-    delta = _trained(b) @ _trained(a)
+    delta = _as_loaded(b) @ _as_loaded(a)
     delta = (delta.T if is_transposed else delta) * scaling
     if magnitudes is None:
-        weight += delta.to(weight.dtype) if is_embedding else delta  # peft rounds twice for embeddings alone
+        weight += delta.to(weight.dtype) if is_embedding else delta  # only for embeddings peft rounds twice
         return weight
+    # The expressions of peft, whose rounding they share: ``1 *`` is its scaling.
     rows = (weight.T if is_transposed else weight) + 1 * (delta.T if is_transposed else delta)
     norms = torch.linalg.norm(rows, dim=1).to(rows.dtype)
-    del rows
-    factors = (_trained(magnitudes) / norms).view(-1, 1)
+    del rows  # memory for one matrix less
+    factors = (_as_loaded(magnitudes) / norms).view(-1, 1)
     return (factors.T if is_transposed else factors) * (weight + delta)
 
 
 def _with_bias(bias: torch.Tensor, change: torch.Tensor, *, scaling: float) -> torch.Tensor:
-    bias += _trained(change) * scaling
+    bias += _as_loaded(change) * scaling
     return bias
 
 
 def _with_ia3(weight: torch.Tensor, scales: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
-    scales = _trained(scales)
+    scales = _as_loaded(scales)
     return weight * (scales.T if is_transposed else scales)
 
 
 def _with_ia3_bias(bias: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return bias * _trained(scales).reshape(bias.shape)
+    return bias * _as_loaded(scales).reshape(bias.shape)

@@ -349,7 +349,7 @@ def summary(report: ConvertReport) -> str:
     if count > 1:
         mine = report.plan.files[index::count]
         names = some((file.name for file in mine), _MOST)
-        lines.append(f"part {index} of {count} (counted from 0): {names}")
+        lines.append(f"part {index} of {count}, counted from 0: {names}")
     if report.outcome.published and not report.outcome.written:
         lines.append("nothing to do: the result exists already")
     elif report.outcome.kept:
