@@ -13,29 +13,28 @@ from __future__ import annotations
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.checkpoint.formats.loadable import Loadable, NativeCheckpoint, Supply
 from vescale_fsdp.checkpoint.formats.native.read import Reads
 from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
-from vescale_fsdp.checkpoint.formats.read_state import CheckpointReader, read_manifest
+from vescale_fsdp.checkpoint.formats.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region
-from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbours
 from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
-from vescale_fsdp.checkpoint.state.live_objects import has_meta_modules
-from vescale_fsdp.checkpoint.state.match import Match, Strict, TensorRead, match
+from vescale_fsdp.checkpoint.state.live_objects import has_meta_modules, is_meta
+from vescale_fsdp.checkpoint.state.match import Match, Strict, TensorRead
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_storage
@@ -51,7 +50,7 @@ from vescale_fsdp.errors import (
     VescaleError,
     some,
 )
-from vescale_fsdp.formats import is_known, load_through_views
+from vescale_fsdp.formats import is_known, open_for_load
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import local_of
 
@@ -225,21 +224,20 @@ def load(
                 where=str(path),
                 todo="leave verify and read out",
             )
-    if not through_views:
-        loader = Loader(storage, coordinator, verify, read=read, meter=meter, manifest=manifest)
-        return loader.load(state, strict=strict, include=patterns)
-    report: LoadReport = load_through_views(
-        os.fspath(path) if isinstance(path, (str, os.PathLike)) else path.where,
-        state,
-        source or SourceOptions(),
-        casts=casts,
-        include=patterns,
-        strict=strict,
-        init=init,
-        coordinator=coordinator,
-        meter=meter,
-    )
-    return report if manifest is None else replace(report, metadata=manifest.metadata)
+    opener = None
+    if through_views:
+
+        def opener() -> Loadable:
+            # Views bring numpy and other modules that most native loads do without.
+            from vescale_fsdp.checkpoint.formats.viewed_checkpoint import ViewedCheckpoint
+
+            url = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path.where
+            opened = open_for_load(url, source or SourceOptions())
+            metadata = None if manifest is None else manifest.metadata
+            return ViewedCheckpoint(opened, coordinator, casts, init, strict=strict, metadata=metadata)
+
+    loader = Loader(storage, coordinator, verify, None, read, meter, manifest, opener)
+    return loader.load(state, strict=strict, include=patterns)
 
 
 def _manifest_of(storage: Storage, path: str | os.PathLike[str] | Storage) -> Manifest | None:
@@ -264,19 +262,15 @@ def _manifest_of(storage: Storage, path: str | os.PathLike[str] | Storage) -> Ma
         return None
 
 
-class Supply(Protocol):
-    """Brings ranks' files to this rank's storage, where they do not lie there from the start."""
-
-    def cost(self, saved_rank: int) -> int:
-        """Of bringing the file of a rank that saved; the cheapest of equal ones is asked for."""
-
-    def fetch(self, manifest: Manifest, saved_ranks: set[int]) -> None:
-        """Bring the files of these ranks; a collective, each rank with its own."""
-
-
 @dataclass
 class Loader:
-    """The steps of a load."""
+    """The steps of a load.
+
+    Args:
+        opener: opens what is loaded; by default a native checkpoint in ``storage``, with ``supply`` and ``manifest``.
+        supply: brings files of ranks that are not in the storage.
+        manifest: None to read it.
+    """
 
     storage: Storage
     coordinator: Coordinator
@@ -284,7 +278,8 @@ class Loader:
     supply: Supply | None = None
     read: Read = "auto"
     meter: Meter = field(default_factory=Meter)
-    manifest: Manifest | None = None  # None to read it
+    manifest: Manifest | None = None
+    opener: Callable[[], Loadable] | None = None
 
     def __post_init__(self) -> None:
         check_choices(self.verify, self.read)
@@ -293,14 +288,14 @@ class Loader:
     def _reads_once(self) -> bool:
         """Whether ranks compare what they want."""
         if self.supply is not None or self.coordinator.world_size == 1:
-            return False  # memory of other nodes, which brings each file to a node once
+            return False  # a supply is memory of other nodes, and brings each file to a node once
         return self.read == "once" or (self.read == "auto" and self.storage.is_shared)
 
     @plainly
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
-        """All steps in turn. ``strict="missing"`` lets the checkpoint hold more than the state."""
+        """Load a state. ``strict="missing"`` lets the checkpoint have more leaves than the state."""
         start_s = time.monotonic()
-        reader = self._open()
+        checkpoint, found = self._open(state, include)
         once = self._reads_once
         reading: Json = "once" if once else "each"
         alike: dict[str, Json] = {
@@ -310,191 +305,144 @@ class Loader:
             "read": reading,
         }
         overwriting = Overwriting()
-        with _closed_behind(reader.reads()) as reads:
+        with ExitStack() as on_failure, _closed_behind(checkpoint.reads()) as reads:
             reads.meter = self.meter
-            with self._preparing(reader, alike):
+            with self._preparing(checkpoint, alike):
                 with gc_paused():
-                    found, targets = self._prepare(reader, reads, state, strict, include, overwriting)
+                    found.require_fit(checkpoint.where, strict)
+                    found = checkpoint.allocate(found, state, include, on_failure)
+                    targets = self._targets(checkpoint, reads, found, overwriting)
                 stripes = reads.stripes() if once else []
                 if self.supply is None and not once:
-                    self._prove(reader, reads, found)
-            if self.supply is not None:
-                self.supply.fetch(reader.manifest, reads.saved_ranks() | self._whose_values(reader, found))
+                    self._check_files(checkpoint, reads, found)
+            checkpoint.fetch(reads, found)
             wanted = self.coordinator.everyone(stripes) if once else []
             if self.supply is not None or once:
-                with self._preparing(reader):
+                with self._preparing(checkpoint):
                     if any(wanted):
                         reads.share(self.coordinator, wanted)
-                    self._prove(reader, reads, found)
+                    self._check_files(checkpoint, reads, found)
             with (
                 overwriting.together(self.coordinator.world_size),
-                self.coordinator.together(f"loading {self.storage.where}", _HALF_LOADED),
-                self._reading(reader),
+                self.coordinator.together(f"loading {checkpoint.where}", _HALF_LOADED),
+                self._reading(checkpoint),
             ):
                 reads.run(verify=self.verify == "while")
                 for target in targets:
                     target.finish()
                 found.finish()
-                reads.close()  # where what it raises is raised on all ranks
+                reads.close()  # inside the block, so that all ranks raise if it fails
+            on_failure.pop_all()
         if self.coordinator.rank == 0:
             seconds = time.monotonic() - start_s
             rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9
-            told = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s"
-            _log.info(told, self.storage.where, reads.num_bytes_read, seconds, rate)
+            text = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s"
+            _log.info(text, checkpoint.where, reads.num_bytes_read, seconds, rate)
+            for doubt in checkpoint.warnings:
+                _log.warning("%s: %s", checkpoint.where, doubt)
         return LoadReport(
             tuple(found.missing),
             tuple(found.unexpected),
-            reader.metadata,
+            checkpoint.metadata,
             reads.num_bytes_read,
             reads.num_bytes_received,
             found.mismatched,
+            checkpoint.left_out,
+            checkpoint.warnings,
         )
 
-    def _open(self) -> CheckpointReader:
-        """The checkpoint, proven to be one and the same for all ranks: it may be replaced between two reads."""
+    def _open(self, state: Any, include: tuple[str, ...] | None) -> tuple[Loadable, Match]:
+        """Open the checkpoint, match it, and compare it between ranks: another save may replace it at any time."""
         with self.coordinator.together(f"opening {self.storage.where}", _NOTHING_LOADED), gc_paused():
-            cost = self.supply.cost if self.supply else self._cost
-            reader = CheckpointReader(self.storage, cost=cost, manifest=self.manifest)
-        save_ids = self.coordinator.everyone(reader.manifest.save_id)
-        first_ranks = {save_id: save_ids.index(save_id) for save_id in save_ids}
+            if self.opener is not None:
+                checkpoint = self.opener()
+            else:
+                checkpoint = NativeCheckpoint(self.storage, self.coordinator, self.supply, self.manifest)
+            found = checkpoint.match(state, include)
+        unexpected = found.unexpected if checkpoint.joins_stages else []
+        by_rank = self.coordinator.everyone((checkpoint.identity, unexpected))
+        first_ranks: dict[str, int] = {}
+        for rank, (identity, _) in enumerate(by_rank):
+            first_ranks.setdefault(identity, rank)
         if len(first_ranks) > 1:
             raise NoCheckpointError(
                 "Ranks found different checkpoints at this path.",
                 expected="one checkpoint, which stays until it is read",
-                got=", ".join(f"{save_id} on rank {rank}" for save_id, rank in first_ranks.items()),
-                where=self.storage.where,
+                got=", ".join(f"{identity} on rank {rank}" for identity, rank in first_ranks.items()),
+                where=checkpoint.where,
                 todo="load again when the save that replaces it is done",
             )
-        return reader
-
-    def _cost(self, saved_rank: int) -> int:
-        return saved_rank != self.coordinator.rank
+        if unexpected:
+            lacking_everywhere = set(unexpected).intersection(*(names for _, names in by_rank))
+            found.unexpected = [name for name in unexpected if name in lacking_everywhere]
+        return checkpoint, found
 
     @contextmanager
-    def _preparing(self, reader: CheckpointReader, alike: Mapping[str, Json] | None = None) -> Iterator[None]:
-        doing = f"preparing to load {self.storage.where}"
-        with self.coordinator.together(doing, _NOTHING_LOADED, alike or {}), self._reading(reader):
+    def _preparing(self, checkpoint: Loadable, alike: Mapping[str, Json] | None = None) -> Iterator[None]:
+        doing = f"preparing to load {checkpoint.where}"
+        with self.coordinator.together(doing, _NOTHING_LOADED, alike or {}), self._reading(checkpoint):
             yield
 
     @contextmanager
-    def _reading(self, reader: CheckpointReader) -> Iterator[None]:
-        """Tell a checkpoint that is removed meanwhile from damage, and from errors that say nothing of its bytes."""
+    def _reading(self, checkpoint: Loadable) -> Iterator[None]:
+        """Distinguish a checkpoint that is removed while it is read from damage and from other errors."""
         try:
             yield
         except (CorruptCheckpointError, OSError) as error:
-            if self._is_gone(reader.manifest.save_id):
-                raise _gone(self.storage, error) from error
-            raise
+            if not checkpoint.is_gone():
+                raise
+            raise NoCheckpointError(
+                "The checkpoint was removed or replaced while it was read.",
+                expected="one that stays until it is read",
+                got=f"{type(error).__name__}: {error}",
+                where=checkpoint.where,
+                todo="load a newer one",
+            ) from error
 
-    def _is_gone(self, save_id: str) -> bool:
-        """Whether the checkpoint is surely not there any more."""
-        try:
-            return read_manifest(self.storage).save_id != save_id
-        except NoCheckpointError:
-            return True
-        except (CheckpointError, OSError):
-            return False  # the error that led here says more
-
-    def _prepare(
-        self,
-        reader: CheckpointReader,
-        reads: Reads,
-        state: Any,
-        strict: Strict,
-        include: tuple[str, ...] | None,
-        overwriting: Overwriting,
-    ) -> tuple[Match, list[LoadTarget]]:
-        """Everything that can fail before a file is opened."""
-        found = match(state, reader.manifest.structure.tree, include)
-        entries = reader.manifest.entries
-        fitting = [
-            read
-            for read in found.reads
-            if found.fits(read, entries[read.place].dtype, entries[read.place].shape)
-        ]
-        found.require_fit(self.storage.where, strict)
+    def _targets(
+        self, checkpoint: Loadable, reads: Reads, found: Match, overwriting: Overwriting
+    ) -> list[LoadTarget]:
+        """Ask for this rank's regions of everything that is filled."""
         describer = Describer(self.coordinator.rank_of)
         wanted: dict[object, tuple[TensorRead, Region, torch.Tensor]] = {}
-        for read in fitting:
-            tensor = local_of(read.tensor) if isinstance(read.tensor, DTensor) else read.tensor
-            if tensor.device.type == "meta":
+        for read in found.reads:
+            if is_meta(read.tensor):
                 raise _cannot_fill(
                     read.name, "a tensor on the meta device", "call to_empty() on its module first"
                 )
             described = describer.describe(read.name, read.tensor)
             local = described.local
-            if local is not None:
-                _check_writable(read.name, local)
-                region = describer.region(described, self.coordinator.rank)
-                # Tensors that were two and are one now: the last one counts, as in load_state_dict, and
-                # not which of them a thread happens to bring later.
-                memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
-                wanted[memory] = (read, region, local)
+            if local is None:
+                continue  # other ranks have all of it
+            _check_writable(read.name, local)
+            region = describer.region(described, self.coordinator.rank)
+            memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
+            if memory in wanted:
+                checkpoint.require_equal(wanted[memory][0], read, region)
+            # Of several stored tensors that fill one memory the last one does, as in load_state_dict: chosen here,
+            # since the order of the reading threads is not known.
+            wanted[memory] = (read, region, local)
         targets = []
         for read, region, local in wanted.values():
             target = reads.ask(read.place, region, local)
             overwriting.add(read.name, read.tensor, target)
             targets.append(target)
         for new in found.fresh:
-            entry = reader.manifest.entries[new.place]
-            tensor = new.make(
-                entry.shape,
-                dtype_named(entry.dtype),
-                is_sharded=bool(entry.cuts),
-                where=self.storage.where,
-            )
+            shape, dtype, is_sharded = checkpoint.describe(new.place)
+            tensor = new.make(shape, dtype_named(dtype), is_sharded=is_sharded, where=checkpoint.where)
             described = describer.describe(new.name, tensor)
             if described.local is not None:
                 region = describer.region(described, self.coordinator.rank)
                 targets.append(reads.ask(new.place, region, described.local))
-        return found, targets
+        return targets
 
-    def _prove(self, reader: CheckpointReader, reads: Reads, found: Match) -> None:
-        """Everything else that can fail before a byte is overwritten."""
+    def _check_files(self, checkpoint: Loadable, reads: Reads, found: Match) -> None:
+        """Do what can fail before a byte is overwritten: read per-rank values, open files, verify if asked to."""
         with gc_paused():
-            self._per_rank(reader, found)
+            checkpoint.read_values(found)
             reads.open()
         if self.verify == "before":
             reads.verify()
-
-    def _merging(self, reader: CheckpointReader, found: Match) -> set[str]:
-        """Per-rank values that are made of those of all ranks that saved."""
-        if self.coordinator.world_size == reader.manifest.world_size:
-            return set()
-        return {name for name, leaf in found.per_rank.items() if leaf.merge is not None}
-
-    def _whose_values(self, reader: CheckpointReader, found: Match) -> set[int]:
-        """The saved ranks whose per-rank values `_per_rank` reads."""
-        saved = reader.manifest.world_size
-        if not found.per_rank or not reader.manifest.blob_bytes:
-            return set()
-        return (
-            set(range(saved)) if self._merging(reader, found) else {self.coordinator.rank} & set(range(saved))
-        )
-
-    def _per_rank(self, reader: CheckpointReader, found: Match) -> None:
-        """This rank's per-rank values: its own, or merged from all saved ranks."""
-        if not found.per_rank:
-            return
-        rank, world, saved = self.coordinator.rank, self.coordinator.world_size, reader.manifest.world_size
-        merging = self._merging(reader, found)
-        if rank < saved:
-            (own,) = reader.per_rank_values([rank])
-            found.per_rank_values.update({name: own[name] for name in found.per_rank if name in own})
-        elif merging != set(found.per_rank):
-            lacking = sorted(set(found.per_rank) - merging)
-            warnings.warn(
-                f"rank {rank} keeps its own value of {', '.join(map(dotted_name, lacking))}: {saved} ranks saved. "
-                "Give PerRank a merge function to derive one.",
-                stacklevel=5,
-            )
-        if merging:
-            everyone = reader.per_rank_values()
-            for name in merging:
-                values = [values[name] for values in everyone if name in values]
-                merge = found.per_rank[name].merge
-                assert merge is not None
-                found.per_rank_values[name] = merge(values, rank, world)
 
 
 @contextmanager
@@ -539,16 +487,6 @@ def _cannot_fill(name: str, got: str, todo: str) -> CheckpointError:
         got=got,
         where=name,
         todo=todo,
-    )
-
-
-def _gone(storage: Storage, error: Exception) -> NoCheckpointError:
-    return NoCheckpointError(
-        "The checkpoint was removed or replaced while it was read.",
-        expected="one that stays until it is read",
-        got=f"{type(error).__name__}: {error}",
-        where=storage.where,
-        todo="load a newer one",
     )
 
 

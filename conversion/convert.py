@@ -24,7 +24,12 @@ from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import (
     find_tied_twins,
     left_out_by,
 )
-from vescale_fsdp.checkpoint.moves.carried_state import CarriedState, model_state, whole_state
+from vescale_fsdp.checkpoint.moves.carried_state import (
+    CarriedState,
+    model_state,
+    whole_state,
+    with_optimizer_form,
+)
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits, Progress, no_progress
 from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
 from vescale_fsdp.checkpoint.moves.run_plan import Outcome, run_plan
@@ -278,7 +283,6 @@ def _state_for(kind: str, source: Source, options: ConvertOptions) -> CarriedSta
     if kind == "hf":
         _check_is_model(source)
         return model_state(source, options.model_prefix)
-    from vescale_fsdp.conversion.state.optimizers import with_optimizer_form
 
     state = whole_state(source, options.model_prefix, options.prefix)
     return with_optimizer_form(state, options.optimizer)

@@ -1,8 +1,8 @@
-"""The collectives of this package, each in the one spelling that torch 2.11-2.15 and gloo and NCCL share.
+"""The collectives of this package, by functions that torch 2.11-2.15, gloo and NCCL all support.
 
-Every function starts its collective and returns the work to wait on; the buffers must live until then. Where gloo is
-to be asked otherwise than NCCL, `_BACKENDS` says how. Times below: two ranks of one idle machine, torch 2.13, 30 MB,
-``python tools/bench/collectives.py``.
+Every function starts its collective and returns the work to wait for; the buffers must live until then. `_BACKENDS` has
+a class per backend, because gloo needs other calls than NCCL. Times in comments: two ranks of one idle machine, torch
+2.13, 30 MB, ``python tools/bench/collectives.py``.
 """
 
 from __future__ import annotations
@@ -31,74 +31,68 @@ from vescale_fsdp.torch_private import (
 def new_group(
     base: dist.ProcessGroup, ranks: list[int] | None = None, *, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Another group that waits as long as ``base``. A collective of its ranks, or of all, where it has all.
+    """A new group with the timeout of ``base``. A collective of the group's ranks.
 
     Args:
-        ranks: global numbers; default: those of ``base``.
-        backend: default: that of the default group.
+        ranks: global ranks; default: the ranks of ``base``.
+        backend: name of the backend; default: the default group's.
     """
     members = dist.get_process_group_ranks(base) if ranks is None else ranks
     timeout = timeout_of(base)
     is_gloo = (backend or dist.get_backend()) == "gloo"
     if is_gloo and timeout is not None and len(members) < dist.get_world_size():
-        # torch puts the number of groups that a process has into such a group's name: ranks that have different
-        # numbers would wait for each other in vain.
+        # torch names such a group by the number of groups of the process. Ranks with different numbers of groups would
+        # wait under different names, so the name here counts groups of the same members only. All members create
+        # those in the same order.
+        world = dist.group.WORLD
+        assert world is not None
+        counts = _num_groups.setdefault(world, Counter())
+        counts[tuple(members)] += 1
+        digest = xxhash.xxh3_128_hexdigest(",".join(map(str, members)).encode())
+        name = f"vescale_fsdp {digest} {counts[tuple(members)]}"
         numbers = {rank: number for number, rank in enumerate(members)}
-        return gloo_group(numbers[dist.get_rank()], numbers, _new_name(members), timeout)
+        return gloo_group(numbers[dist.get_rank()], numbers, name, timeout)
     return dist.new_group(
         members,
         timeout=timeout,
         backend=backend,
-        # Only the ranks of a smaller group come here, so the others must not be waited for.
+        # Only the members of a smaller group call this, so torch must not wait for other ranks.
         use_local_synchronization=len(members) < dist.get_world_size(),
     )
 
 
-# How many groups of the same ranks were made, by the default group: all members make them in the same order.
-_num_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
+# By default group: the number of groups that this process created, by their members.
+_num_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()
 )
 
-
-def _new_name(ranks: Sequence[int]) -> str:
-    """A name that all of these ranks find, whatever other groups each of them is in."""
-    world = dist.group.WORLD
-    assert world is not None
-    made = _num_made.setdefault(world, Counter())
-    made[tuple(ranks)] += 1
-    members = xxhash.xxh3_128_hexdigest(",".join(map(str, ranks)).encode())
-    return f"vescale_fsdp {members} {made[tuple(ranks)]}"
-
-
-_CHUNK_NUMEL = 1 << 16  # elements that are summed at a time, small enough for a cache
-_ROOM_BYTES = 8 << 20  # on the CPU, for what is received and waits to be summed
-_RECEIVED_BYTES = (
-    64 << 20
-)  # on an accelerator, that wait to be summed at most: a piece of the slices of all ranks
-_ALIGN_NUMEL = (
-    64  # pieces start at multiples of so many elements, so that copies of them are as fast as of the whole
-)
-_MESSAGE_TAG = 0x5E4D  # of single messages
-_BREAK_TAG = 0xB4EA  # of a message that nobody sends
-_SLICE_TAG = 0x51CE  # of slices sent between two ranks, apart from a user's messages in the same group
+_CHUNK_NUMEL = 1 << 16  # elements that are summed at a time: they fit into a core's cache
+_ROOM_BYTES = 8 << 20  # 8 MiB; on the CPU, buffer for received slices until they are summed
+# 64 MiB; on an accelerator, upper limit of the buffer for received slices.
+_RECEIVED_BYTES = 64 << 20
+# Pieces of a slice start at multiples of this number of elements: copies are then as fast as of the whole slice.
+_ALIGN_NUMEL = 64
+_MESSAGE_TAG = 0x5E4D  # of `send_async` and `receive_async`
+_BREAK_TAG = 0xB4EA  # of a message that no rank sends
+_SLICE_TAG = 0x51CE  # of slices between two ranks, distinct from a user's messages in the same group
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> object:
         """Block the caller (on an accelerator: its current stream) until the collective is done."""
 
 
 def wait_for(*works: Work | None) -> None:
-    """Wait for collectives; None stands for one that was done at once."""
+    """Wait for collectives; None is one that is complete."""
     for work in works:
         if work is not None:
             work.wait()
 
 
 class _AllOf:
-    """Several collectives under way, as one."""
+    """Several collectives in flight, waited for together."""
 
     def __init__(self, works: Sequence[Work | None]) -> None:
         self._works = works
@@ -108,7 +102,7 @@ class _AllOf:
 
 
 class _KeepSlice:
-    """An all-reduce under way of which this rank keeps one slice."""
+    """An all-reduce in flight, of whose result this rank copies one slice."""
 
     def __init__(self, work: dist.Work | None, kept: torch.Tensor, into: torch.Tensor) -> None:
         self._work, self._kept, self._into = work, kept, into
@@ -118,7 +112,7 @@ class _KeepSlice:
         self._into.copy_(self._kept)
 
 
-# What gloo and NCCL both move as it is; other dtypes (bool, int16, float8, ..) travel as bytes.
+# Dtypes that both gloo and NCCL send; others (bool, int16, float8, ..) are sent as bytes.
 _COMMON = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _COMMON |= {torch.int64, torch.int32, torch.int8, torch.uint8}
 
@@ -132,16 +126,16 @@ def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def runs_beside(tensor: torch.Tensor) -> bool:
-    """Whether a collective on this tensor is started as one to be waited for.
+    """Whether collectives on this tensor are started with ``async_op=True``.
 
-    On an accelerator it becomes work of the stream that the caller has chosen, one of high priority: asked to run
-    beside it, NCCL's would go to the communicator's own, of normal priority, with a pair of events around it.
+    On an accelerator they run on the caller's current stream, which has high priority. With ``async_op=True``, NCCL
+    would use the communicator's own stream, of normal priority, and synchronize with a pair of events.
     """
     return tensor.device.type in ("cpu", "meta")
 
 
 class _Native:
-    """A backend that gathers into and reduces from the buffers it is given, on streams: NCCL."""
+    """A backend that gathers into and reduces from the caller's buffers, on streams: NCCL, and unknown backends."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
         return all_gather_single(_movable(full), _movable(shard), group=group, async_op=runs_beside(full))
@@ -162,11 +156,11 @@ class _Native:
         return None
 
     def sums_in_wider(self, device_type: str) -> bool:
-        return True  # by an exchange of slices: its own reduction reads a buffer in the dtype it sums in
+        return True  # by `_sum_in_pieces`: the backend's own reduction sums in the dtype of the buffer
 
 
 class _Coalescing(_Native):
-    """One that makes one launch of several gathers."""
+    """A backend that launches several gathers at once."""
 
     def all_gather_each(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
@@ -180,12 +174,12 @@ class _Coalescing(_Native):
 
 
 class _Gloo(_Native):
-    """gloo, whose own all-gather and reduce-scatter work on copies of the whole buffer."""
+    """gloo; not its own all-gather and reduce-scatter, which copy the whole buffer."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
         slices = full.split(shard.numel()) if shard.numel() else ()
         if slices and not _share_storage(full, shard):
-            slices[group.rank()].copy_(shard)  # the one copy; the others' slices come to where they belong
+            slices[group.rank()].copy_(shard)  # the only copy: other ranks' slices are received in place
         return _AllOf([broadcast_in_place(part, group, owner) for owner, part in enumerate(slices)])
 
     def reduce_scatter(
@@ -194,13 +188,13 @@ class _Gloo(_Native):
         if self.sums_in_wider(full.device.type):
             _sum_slices(shard, full, group, group.size() if op == dist.ReduceOp.AVG else 1)
             return None
-        # An all-reduce in place, of which each rank keeps its slice: gloo sends no slices of a GPU's memory.
+        # An all-reduce in place, because gloo cannot send slices of a GPU's memory.
         first = group.rank() * shard.numel()
         work = dist.all_reduce(full, op, group=group, async_op=True)
         return _KeepSlice(work, full[first : first + shard.numel()], shard)
 
     def sums_in_wider(self, device_type: str) -> bool:
-        return device_type == "cpu"  # by slices, which go from rank to rank
+        return device_type == "cpu"  # by `_sum_slices`
 
 
 _OTHER = _Native()
@@ -208,34 +202,21 @@ _BACKENDS = {"gloo": _Gloo(), "nccl": _Coalescing()}
 
 
 def _backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
-    """The backend that moves tensors of a device; those that are not listed are asked as NCCL is."""
+    """The backend for tensors of a device type; NCCL's calls for backends that are not listed."""
     return _BACKENDS.get(_backends_of(group).get(device_type, ""), _OTHER)
 
 
 def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """By type of device."""
+    """Device type -> name of the backend."""
     return dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
 
 
-def _trade(
-    received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> list[dist.Work | None]:
-    """Start to send every other rank its own of ``sent``, and to receive of each its own of ``received``."""
-    rank, size = group.rank(), group.size()
-    works: list[dist.Work | None] = []
-    for distance in range(1, size):
-        to, source = (rank + distance) % size, (rank - distance) % size
-        works.append(dist.irecv(_movable(received[source]), group=group, group_src=source, tag=_SLICE_TAG))
-        works.append(dist.isend(_movable(sent[to]), group=group, group_dst=to, tag=_SLICE_TAG))
-    return works
-
-
 def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, divisor: int) -> None:
-    """Sum this rank's slice of all ranks' buffers, in the order of ranks; every slice travels once, as it is.
+    """Sum this rank's slice of all ranks' buffers, in the order of ranks. Every slice is sent once, in its own dtype.
 
-    Half the bytes of an all-reduce, and of bf16 gradients that are summed in fp32 a quarter. What is received has room
-    of bounded size. Pieces as large as that come and are summed in turn: halves of it, of which one comes
-    while the other is summed, are twice as many messages and took a tenth longer.
+    Sends half the bytes of an all-reduce, and a quarter for bf16 gradients that are summed in fp32. The buffer for
+    received slices has a bounded size: pieces of that size are received and summed one after another. Receiving one
+    half of the buffer while the other half is summed was a tenth slower, because of twice as many messages.
     """
     rank, size, numel = group.rank(), group.size(), shard.numel()
     slices = full.view(size, numel)
@@ -245,14 +226,21 @@ def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
         piece = slice(start, min(start + room_numel, numel))
         others = room[:, : piece.stop - piece.start].unbind()
         parts = [*others[:rank], slices[rank, piece], *others[rank:]]
-        wait_for(*_trade(parts, slices[:, piece].unbind(), group))
+        works: list[dist.Work | None] = []
+        for distance in range(1, size):  # every rank sends to another rank at a time
+            to, source = (rank + distance) % size, (rank - distance) % size
+            works += [
+                dist.irecv(_movable(parts[source]), group=group, group_src=source, tag=_SLICE_TAG),
+                dist.isend(_movable(slices[to, piece]), group=group, group_dst=to, tag=_SLICE_TAG),
+            ]
+        wait_for(*works)
         _sum_into(shard[piece], parts, divisor)
 
 
 def _sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) -> None:
-    """The sum of 1-D tensors, in their order, divided; by chunks that stay in a core's cache.
+    """The sum of 1-D tensors, in their order, divided by ``divisor``.
 
-    A sum of two dtypes widens all of the second one first.
+    Computed by chunks that stay in a core's cache: a sum of two dtypes first converts all of the second operand.
     """
     chunked = [part.split(_CHUNK_NUMEL) for part in parts]
     for into, first, *others in zip(total.split(_CHUNK_NUMEL), *chunked, strict=True):
@@ -264,10 +252,10 @@ def _sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) 
 
 
 def _sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """`_sum_slices` as work of the current stream: the host waits for nothing, and what is received is bounded.
+    """`_sum_slices` on the current stream of an accelerator, without waiting on the host.
 
-    Piece by piece every rank gets what all ranks have of its slice, and sums that in one kernel. Half the bytes of a
-    reduction in fp32, and a buffer half as large.
+    For one piece of its slice at a time, every rank receives that piece from all ranks and sums it in one kernel. Sends
+    half the bytes of a reduction in fp32. The receive buffer has a bounded size.
     """
     size, numel = group.size(), shard.numel()
     received_bytes = min(_RECEIVED_BYTES, max(_RECEIVED_BYTES // 8, full.numel() * full.element_size() // 4))
@@ -294,7 +282,7 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.Process
         group: the ranks that take part.
 
     Returns:
-        The work to wait on; None if there is none, as for one rank alone.
+        The work to wait for; None if it is complete, as for one rank.
     """
     if group.size() > 1:
         return _backend_of(group, full.device.type).all_gather(full, shard, group)
@@ -306,7 +294,7 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.Process
 def all_gather_each(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
 ) -> Work | None:
-    """`all_gather_into` for several (full, shard), on NCCL in one launch; in the same order on all ranks."""
+    """`all_gather_into` for several (full, shard), in the same order on all ranks; one launch on NCCL."""
     if group.size() > 1:
         return _backend_of(group, pairs[0][0].device.type).all_gather_each(pairs, group)
     for full, shard in pairs:
@@ -317,17 +305,17 @@ def all_gather_each(
 def reduce_scatter_into(
     shard: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> Work | None:
-    """Reduce ``full`` over the ranks, in the dtype of ``shard``, and leave this rank's part there.
+    """Reduce ``full`` over the ranks, in the dtype of ``shard``, and write this rank's slice of the result.
 
     Args:
         shard: 1-D [shard_numel], written.
-        full: 1-D [num_ranks * shard_numel], read; its contents are undefined afterwards. Of a narrower dtype, the
-            same on all ranks, only where `sums_in_wider`.
+        full: 1-D [num_ranks * shard_numel], read; its contents are undefined afterwards. May have a narrower dtype
+            than ``shard`` if `sums_in_wider`.
         op: SUM or AVG.
         group: the ranks that take part.
 
     Returns:
-        The work to wait on; None if there is none, as for one rank alone.
+        The work to wait for; None if it is complete, as for one rank.
     """
     if group.size() > 1:
         return _backend_of(group, full.device.type).reduce_scatter(shard, full, op, group)
@@ -336,7 +324,7 @@ def reduce_scatter_into(
 
 
 def sums_in_wider(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether `reduce_scatter_into` takes a buffer of a narrower dtype than it sums in."""
+    """Whether `reduce_scatter_into` accepts a buffer of a narrower dtype than the sum's."""
     return group.size() == 1 or _backend_of(group, device_type).sums_in_wider(device_type)
 
 
@@ -356,7 +344,7 @@ def all_to_all_into(
         group: the ranks that take part.
 
     Returns:
-        The work to wait on.
+        The work to wait for.
     """
     scale = received.element_size() if received.dtype not in _COMMON else 1
     return dist.all_to_all_single(
@@ -372,46 +360,46 @@ def all_to_all_into(
 def all_reduce_in_place(
     tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> dist.Work | None:
-    """Reduce a tensor of equal shape over the ranks, in place; wherever the current stream is, beside it."""
+    """Reduce a tensor over the ranks, in place, concurrently with the current stream."""
     return dist.all_reduce(tensor, op, group=group, async_op=True)
 
 
 def all_reduce_at_once(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    """The same as work of the current stream (on the CPU: the caller waits)."""
+    """Reduce a tensor over the ranks, in place, on the current stream (on the CPU, the caller waits)."""
     dist.all_reduce(tensor, op, group=group)
 
 
 def reduce_in_place(
     tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, owner: int
 ) -> dist.Work | None:
-    """Reduce a tensor onto one rank of the group; what the others hold afterwards is undefined."""
+    """Reduce a tensor to one rank of the group; its contents on other ranks are undefined afterwards."""
     return dist.reduce(tensor, op=op, group=group, group_dst=owner, async_op=True)
 
 
 def broadcast_in_place(tensor: torch.Tensor, group: dist.ProcessGroup, owner: int) -> dist.Work | None:
-    """Give every rank of the group what ``owner`` has in ``tensor``."""
+    """Copy ``tensor`` from rank ``owner`` of the group to all other ranks."""
     return dist.broadcast(_movable(tensor), group=group, group_src=owner, async_op=True)
 
 
 def send_async(tensor: torch.Tensor, group: dist.ProcessGroup, to: int) -> dist.Work | None:
-    """Send a contiguous tensor to a rank of the group, which calls `receive_async`."""
+    """Send a contiguous tensor to a rank of the group, which must call `receive_async`."""
     return dist.isend(_movable(tensor), group=group, group_dst=to, tag=_MESSAGE_TAG)
 
 
 def receive_async(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> dist.Work | None:
-    """Fill a contiguous tensor with what a rank of the group sends; of one rank in the order in which it sends."""
+    """Receive a contiguous tensor from a rank of the group. Messages of one rank arrive in the order of sending."""
     return dist.irecv(_movable(tensor), group=group, group_src=source, tag=_MESSAGE_TAG)
 
 
 def break_group(group: dist.ProcessGroup) -> None:
-    """End what waits in a group: its collectives raise, on this rank and on those that wait for it, then and later."""
+    """Abort a group: its present and later collectives raise, on this rank and on ranks that wait for it."""
     if group.size() == 1:
         return
     backends = set(_backends_of(group).values())
     if "gloo" in backends:
-        # gloo's abort ends nothing (torch 2.13); a message that is not waited for closes all connections.
+        # gloo's abort does nothing (torch 2.13), but a receive that times out closes all connections.
         room = torch.empty(1, dtype=torch.uint8, device="cpu")
-        with suppress(RuntimeError):  # also where they are closed already
+        with suppress(RuntimeError):  # the time-out, or connections that are closed already
             work = dist.irecv(room, group=group, group_src=(group.rank() + 1) % group.size(), tag=_BREAK_TAG)
             assert work is not None
             work.wait(timedelta(milliseconds=1))
@@ -420,7 +408,7 @@ def break_group(group: dist.ProcessGroup) -> None:
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A small tensor of every rank, stacked: [num_ranks, *tensor.shape]. Waits."""
+    """A small tensor of every rank, stacked: [num_ranks, *tensor.shape]. Waits for all ranks."""
     flat = tensor.detach().contiguous().view(-1)
     full = flat.new_empty(dist.get_world_size(group) * flat.numel())
     wait_for(all_gather_into(full, flat, group))

@@ -91,8 +91,6 @@ def open_foreign(url: Any) -> Any:
     return function_named("vescale_fsdp.conversion.formats.detect:open_source")(url)
 
 
-def load_through_views(url: str, state: Any, source: Any, **options: Any) -> Any:
-    """Fill a live state from a checkpoint of any format, through casts and key rules; returns its `LoadReport`."""
-    return function_named("vescale_fsdp.conversion.live.load:load_through_views")(
-        url, state, source, **options
-    )
+def open_for_load(url: Any, options: Any) -> Any:
+    """The `OpenedSource` of a checkpoint of any format, for a load with these `SourceOptions`."""
+    return function_named("vescale_fsdp.conversion.source_state:open_for_load")(url, options)

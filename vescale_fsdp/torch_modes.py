@@ -1,8 +1,6 @@
-"""Modes of torch that what we do must know of, or step out of: no values, transforms, inference, profiling.
+"""Modes of torch that this package detects or leaves (fake tensors, transforms, inference, profiling); memory pools.
 
-And pools that memory is taken from: process groups' own, and the symmetric memory of ranks.
-
-Torch keeps most of these names to itself; beside `torch_private` this is the one file that has them.
+Most of these names are private to torch. Only this file and `torch_private` use private names.
 """
 
 from __future__ import annotations
@@ -15,16 +13,16 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-# torch 2.11-2.15: memory that ranks reach into; there is no public name for it yet.
+# torch 2.11-2.15: memory that other ranks can access; it has no public name yet.
 import torch.distributed._symmetric_memory as symmetric
 
-# torch 2.11-2.13: tensors of a mode that traces or estimates memory; their values cannot be asked for.
+# torch 2.11-2.13: tensors without values, of a mode that traces or estimates memory.
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 Given = ParamSpec("Given")
 T = TypeVar("T")
 
-NULL_CONTEXT = nullcontext()  # may be entered again inside itself: one for all uses, of which a step has many
+NULL_CONTEXT = nullcontext()  # re-entrant, so one object serves the many uses of a step
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -33,12 +31,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def outside_fake_mode() -> AbstractContextManager[Any]:
-    """Compute what is inside with values although a mode that computes shapes only is active (torch 2.11-2.15)."""
+    """A context that computes with values although a mode that computes shapes only is active (torch 2.11-2.15)."""
     return unset_fake_temporarily()
 
 
 def fake_mode_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """The mode that a tensor without values belongs to, so that others are made like it; nothing for any other."""
+    """The fake mode of a tensor without values, to create more of them; a null context for any other tensor."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else NULL_CONTEXT
 
 
@@ -48,38 +46,38 @@ def in_functorch() -> bool:
 
 
 def outside_modes() -> AbstractContextManager[Any]:
-    """Do what is inside as if no transform of ``torch.func`` (torch 2.11-2.13) nor inference mode were active."""
+    """A context outside the transforms of ``torch.func`` (torch 2.11-2.13) and outside inference mode."""
     # A transform's wrapped tensors have no storage to resize, and refuse requires_grad_. Tensors made in inference
     # mode have no version counter, and no later forward could save them for its backward.
-    left = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NULL_CONTEXT
+    no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NULL_CONTEXT
     if not in_functorch():
-        return left
+        return no_inference
     both = ExitStack()
-    both.enter_context(left)
+    both.enter_context(no_inference)
     both.enter_context(torch._C._DisableFuncTorch())
     return both
 
 
 def without_grad() -> AbstractContextManager[Any]:
-    """``torch.no_grad()`` where autograd records: entering it costs microseconds, and hooks run where it does not."""
+    """``torch.no_grad()`` if autograd is recording; entering it costs microseconds, and hooks often run without."""
     return torch.no_grad() if torch.is_grad_enabled() else NULL_CONTEXT
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """Compute what is inside in the dtypes of its tensors."""
+    """A context without autocast: operators compute in the dtypes of their tensors."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
-    left = ExitStack()
+    stack = ExitStack()
     for kind in kinds:
         if torch.is_autocast_enabled(kind):
-            left.enter_context(torch.autocast(kind, enabled=False))
-    return left
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def plainly(function: Callable[Given, T]) -> Callable[Given, T]:
-    """A function that runs without gradients, and outside the caller's transforms, inference mode and autocast.
+    """Decorator: run without gradients, and outside the caller's transforms, inference mode and autocast.
 
-    Tensors that it makes and keeps are used later, elsewhere and by other threads, which know nothing of such modes.
+    For functions that create tensors which later calls and other threads use, outside the caller's modes.
     """
 
     @functools.wraps(function)
@@ -91,7 +89,7 @@ def plainly(function: Callable[Given, T]) -> Callable[Given, T]:
 
 
 def profiled(label: str, name: str) -> AbstractContextManager[Any]:
-    """A profiler range called ``label + name``; nothing at all while no profiler runs.
+    """A profiler range named ``label + name``; a null context while no profiler runs.
 
     torch 2.11-2.13: ``record_function`` costs microseconds per use even without a profiler.
     """
@@ -101,7 +99,7 @@ def profiled(label: str, name: str) -> AbstractContextManager[Any]:
 
 
 def process_group_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """A `torch.cuda.MemPool` of the allocator that a group's backend brings (torch 2.11-2.15: NCCL's)."""
+    """A `torch.cuda.MemPool` on the allocator of a group's backend (torch 2.11-2.15: NCCL has one)."""
     backend: Any = group._get_backend(device)
     return torch.cuda.MemPool(backend.mem_allocator)
 
@@ -109,10 +107,10 @@ def process_group_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
 def symmetric_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The `torch.cuda.MemPool` of NCCL's symmetric memory (torch 2.13-2.15). A collective of the group."""
     symmetric.set_backend("NCCL")
-    dist.barrier(group=group)  # a group makes its communicator at its first collective
+    dist.barrier(group=group)  # creates the communicator, as any first collective of a group
     return symmetric.get_mem_pool(device)
 
 
 def meet_over(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Tell the ranks of a group where each other's symmetric buffers lie (torch 2.11-2.15). A collective."""
+    """Exchange the addresses of a symmetric buffer among the ranks of a group (torch 2.11-2.15). A collective."""
     symmetric.rendezvous(buffer, group=group.group_name)

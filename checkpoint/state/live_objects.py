@@ -6,6 +6,8 @@
      "optimizer": {"state": {"a.weight": {"step": .., "exp_avg": tensor}, ..},
                    "param_groups": [{"params": ["a.weight", ..], "lr": .., ..}]}}
 
+Modules on the meta device get memory when a load fills them (`allocate`).
+
 This is the form of torch's ``get_model_state_dict`` and ``get_optimizer_state_dict``, without the optimizer step that
 the latter takes where there is no state yet. An optimizer's parameters are looked up, by identity, in the modules of
 the same state. Names are without the parts that ``torch.compile``, DDP and activation checkpointing add.
@@ -14,17 +16,20 @@ the same state. Names are without the parts that ``torch.compile``, DDP and acti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, child_name, join_name
-from vescale_fsdp.checkpoint.state.nesting import without_wrappers
+from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of, without_wrappers
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, some
+from vescale_fsdp.torch_private import apply_to_tensors, local_of, storage_id
 
 
 @runtime_checkable
@@ -102,6 +107,45 @@ class LiveObjects:
             state = ModuleState(raw, values, {short: name for name, short in names.items()})
             self._module_states[id(module)] = known = (module, state)
         return known[1]
+
+    @cached_property
+    def modules(self) -> dict[Path, nn.Module]:
+        """The modules in the state's dicts, by path."""
+        found: dict[Path, nn.Module] = {}
+
+        def visit(value: Any, path: Path) -> None:
+            if isinstance(value, nn.Module):
+                found[path] = value
+            elif isinstance(value, Mapping):
+                for key, item in value.items():
+                    visit(item, (*path, key))
+
+        visit(self._state, ())
+        return found
+
+    def leaves(self) -> dict[Path, Any]:
+        """Leaves of the state by path, with modules and optimizers as dicts of their state.
+
+        Raises:
+            CheckpointError: if an optimizer has parameters on the meta device.
+        """
+
+        def opened(value: Any, name: str) -> Any:
+            if isinstance(value, nn.Module):
+                return self.module_state(value).values
+            if isinstance(value, torch.optim.Optimizer):
+                _require_memory(value, name)
+                named = self.named(value, name)
+                return value.state_dict() if named is None else named.value()
+            if isinstance(value, Mapping):
+                return {key: opened(item, child_name(name, key)) for key, item in value.items()}
+            return value
+
+        tree = opened(self._state, "")
+        return flatten(
+            tree if isinstance(tree, Mapping) else {"state": tree},
+            lambda value: isinstance(value, torch.Tensor),
+        )
 
     def named(self, optimizer: torch.optim.Optimizer, where: str) -> NamedOptimizer | None:
         """An optimizer's state by parameter name; None for one whose ``state_dict()`` does not number parameters.
@@ -237,6 +281,112 @@ def has_meta_modules(state: Any) -> bool:
         for _, module in _modules(state, "", 0)
         for tensor in (*module.parameters(), *module.buffers())
     )
+
+
+def is_meta(tensor: torch.Tensor) -> bool:
+    """Whether this rank has no memory for its part of a tensor."""
+    return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
+
+
+def aliases_of(leaves: Mapping[Path, Any]) -> dict[str, list[str]]:
+    """Names of leaves that are one tensor, by each of these names; parameters on the meta device too."""
+    groups: dict[object, list[str]] = {}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            local = local_of(leaf) if isinstance(leaf, DTensor) else leaf
+            # A rank's empty pieces of different tensors may have one address, so names in a layout count too.
+            slot = leaf.layout_ref if isinstance(leaf, RaggedDTensor) else None
+            name = None if slot is None else slot[1]
+            memory = storage_id(local), local.storage_offset(), tuple(leaf.shape), local.stride(), leaf.dtype
+            groups.setdefault((memory, name), []).append(name_of(path))
+    return {name: names for names in groups.values() if len(names) > 1 for name in names}
+
+
+def unsaved_meta_buffers(live: LiveObjects) -> dict[str, nn.Module]:
+    """Buffers on the meta device that are in no checkpoint, by name, and the module that owns each."""
+    found = {}
+    for model in live.modules.values():
+        if not any(buffer.is_meta for buffer in model.buffers()):
+            continue
+        saved = live.module_state(model).raw
+        for path, owner in model.named_modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                full = f"{path}.{name}".removeprefix(".")
+                if buffer.is_meta and full not in saved:
+                    found[full] = owner
+    return found
+
+
+def allocate(live: LiveObjects, names: Iterable[str], buffers: Iterable[str]) -> Callable[[], None]:
+    """Give tensors of modules that are on the meta device memory. ``live`` is outdated then.
+
+    Args:
+        names: of leaves of the state.
+        buffers: names, in their modules, of buffers that are no leaves.
+
+    Returns:
+        Puts the tensors back on the meta device, for a load that fails: values that nothing has filled must not be
+        used.
+    """
+    wanted, unsaved = set(names), set(buffers)
+    moved: list[tuple[nn.Module, set[str]]] = []
+    for path, model in live.modules.items():
+        state = live.module_state(model)
+        leaf_names = {raw: name_of((*path, short)) for short, raw in state.raw_names.items()}
+        chosen = {
+            name
+            for name, tensor in _tensors(model)
+            if tensor.is_meta and (leaf_names.get(name) in wanted or name in unsaved)
+        }
+        if chosen:
+            _move(model, chosen, home_device(state.values))
+            moved.append((model, chosen))
+
+    def put_back() -> None:
+        for model, chosen in moved:
+            _move(model, chosen, torch.device("meta"))
+
+    return put_back
+
+
+def home_device(state: Mapping[str, Any]) -> torch.device:
+    """The device of a module's tensors, or the one that tensors on the meta device are for."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.ndim]
+    there = [tensor.device for tensor in tensors if not tensor.is_meta]
+    if there:
+        return there[0]
+    kind = next((tensor.device_mesh.device_type for tensor in tensors if isinstance(tensor, DTensor)), "cpu")
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _require_memory(optimizer: torch.optim.Optimizer, name: str) -> None:
+    if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
+        raise CheckpointError(
+            "An optimizer has parameters on the meta device, which it would not have once they are made.",
+            expected="an optimizer of parameters that have memory",
+            got=f"{type(optimizer).__name__} of parameters on the meta device",
+            where=name,
+            todo="load the model first, then make the optimizer and load both; or call to_empty()",
+        )
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """All parameters and buffers by every name that they have."""
+    params = model.named_parameters(remove_duplicate=False)
+    return [*params, *model.named_buffers(remove_duplicate=False)]
+
+
+def _move(model: nn.Module, names: set[str], device: torch.device) -> None:
+    """Replace some tensors of a model by uninitialized ones on a device; tied tensors stay tied."""
+    before = _tensors(model)
+    chosen = {id(tensor) for name, tensor in before if name in names}
+    apply_to_tensors(model, lambda t: torch.empty_like(t, device=device) if id(t) in chosen else t)
+    first: dict[int, torch.Tensor] = {}
+    for (name, old), (_, new) in zip(before, _tensors(model), strict=True):
+        kept = first.setdefault(id(old), new)
+        if kept is not new:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, kept)
 
 
 def _modules(value: Any, name: str, depth: int) -> Iterator[tuple[str, nn.Module]]:

@@ -207,21 +207,31 @@ def _different_starts(name: str, other: str) -> tuple[str, str]:
     return "".join(parts), "".join(others)
 
 
-def match(state: Any, tree: Json, include: tuple[str, ...] | None, *, within: Any = None) -> Match:
+def match(
+    state: Any,
+    tree: Json,
+    include: tuple[str, ...] | None,
+    *,
+    live: LiveObjects | None = None,
+    gives_modules: bool = True,
+) -> Match:
     """Match a state with a tree.
 
     Args:
         include: patterns; only leaves whose names fit one are matched. None for all.
-        within: where the modules of the state's optimizers are, if not in the state.
+        live: the state's modules and optimizers, if the caller has looked them up.
+        gives_modules: whether modules get ``load_state_dict`` with all entries when they are filled, or only with
+            those that are not tensors.
     """
-    matcher = _Matcher(state if within is None else within, include)
+    matcher = _Matcher(LiveObjects(state) if live is None else live, include, gives_modules)
     matcher.found.finish = matcher.visit(state, tree, "", False)
     return matcher.found
 
 
 class _Matcher:
-    def __init__(self, state: Any, include: tuple[str, ...] | None) -> None:
-        self._live = LiveObjects(state)
+    def __init__(self, live: LiveObjects, include: tuple[str, ...] | None, gives_modules: bool) -> None:
+        self._live = live
+        self._gives_modules = gives_modules
         self._shared_new: dict[int, NewTensor] = {}  # by place
         self._include = include
         self.found = Match(unused=set(include or ()))
@@ -394,9 +404,12 @@ class _Matcher:
         inner = self._mapping(state.values, node, name, False, opaque)
 
         def finish() -> Any:
-            for short, value in inner().items():
-                state.raw[state.raw_names[short]] = value
-            return _give(module, state.raw, name)
+            values = {state.raw_names[short]: value for short, value in inner().items()}
+            if self._gives_modules:
+                state.raw.update(values)
+                return _give(module, state.raw, name)
+            others = {raw: value for raw, value in values.items() if not isinstance(value, torch.Tensor)}
+            return _give(module, others, name, strict=False) if others else module
 
         return finish
 
@@ -652,13 +665,13 @@ def _no_room(name: str, kind: str, has_room: bool) -> CheckpointError:
     )
 
 
-def _give(target: Any, state: Any, name: str) -> Any:
-    """An object that has taken its state."""
+def _give(target: Any, state: Any, name: str, **options: Any) -> Any:
+    """An object that has taken its state; ``options`` are those of its ``load_state_dict``."""
     # What was made in inference mode is written in it.
     is_inference = isinstance(target, nn.Module) and any(part.is_inference() for part in target.parameters())
     try:
         with torch.inference_mode() if is_inference else NULL_CONTEXT:
-            target.load_state_dict(state)
+            target.load_state_dict(state, **options)
     except Exception as error:
         raise CheckpointError(
             "An object did not take the state that was stored for it.",

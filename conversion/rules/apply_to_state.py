@@ -13,13 +13,18 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
+from vescale_fsdp.checkpoint.moves.carried_state import (
+    CarriedState,
+    home_of,
+    other_models,
+    own_optimizer,
+    parameter_key,
+)
 from vescale_fsdp.checkpoint.moves.source import StoredValue
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView, read_range
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.conversion.rules.apply_to_tensors import Applied, apply_rules
 from vescale_fsdp.conversion.rules.rule_file import RuleSet
-from vescale_fsdp.conversion.state.optimizers import home_of, other_models, own_optimizer, parameter_key
 from vescale_fsdp.errors import ConversionError, some
 
 

@@ -64,7 +64,7 @@ LEVELS = (
     ("conversion.formats", "conversion.report", "elastic"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
     ("conversion",),
-    ("conversion.live", "conversion.cli"),
+    ("conversion.cli",),
     ("integrations",),
 )
 LEVEL_OF = {folder: level for level, row in enumerate(LEVELS) for folder in row}
@@ -417,7 +417,7 @@ def test_pure_folders_know_no_torch() -> None:
         ("checkpoint.save", "layout.geometry", True),
         ("checkpoint.save", "checkpoint.load", False),
         ("checkpoint.manager", "runtime.comm.dbuffer", False),
-        ("checkpoint.manager", "conversion.state.carried_state", False),
+        ("checkpoint.manager", "conversion.state.quantized_weights", False),
         ("conversion.cli.main", "checkpoint.manager", True),
         ("conversion.cli.main", "runtime.fully_shard", False),
         ("optim.flat_optimizer", "runtime.fsdp_state", True),

@@ -51,14 +51,13 @@ from vescale_fsdp.torch_private import (
     grad_dtype_of,
     is_asked_by,
     local_of,
+    local_slot,
     piece_in,
     refuse_set_state_dict,
     refuse_takers,
     register_foreach_type,
     takes_address_for_memory,
 )
-
-_local_slot: Any = vars(DTensor)["_local_tensor"]  # torch's slot, which stores the piece of a RaggedDTensor
 
 Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -271,7 +270,7 @@ class RaggedDTensor(DTensor):
 
     @_local_tensor.setter
     def _local_tensor(self, local: torch.Tensor) -> None:
-        _local_slot.__set__(self, local)
+        local_slot.__set__(self, local)
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
         """torch's, of the global shape."""

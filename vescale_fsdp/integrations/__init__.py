@@ -1,4 +1,4 @@
-"""Training stacks with this package's runtime in place of torch's FSDP2. Nothing is replaced by importing it."""
+"""Training stacks on this package's runtime instead of torch's FSDP2. Importing it replaces nothing."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,10 @@
-"""accelerate's FSDP plugin with this package's runtime behind it.
+"""accelerate's FSDP plugin on this package's runtime.
 
     accelerator = Accelerator(fsdp_plugin=VescalePlugin(granularity={"*.down_proj.weight": Rows(32)}))
 
-The plugin is accelerate's own with ``fsdp_version=2``; making one calls `install`, so torch's names are replaced in the
-whole process until ``plugin.installation.uninstall()``. accelerate knows one plugin per process, so the newest counts.
+The plugin is accelerate's own with ``fsdp_version=2``. Its constructor calls `install`, which replaces torch's
+functions in the whole process until ``plugin.installation.uninstall()``. accelerate uses the newest plugin of a
+process.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class VescalePlugin(FullyShardedDataParallelPlugin):
 
     Args:
         granularity: as for `vescale_fsdp.integrations.install`.
-        padding_policy: likewise.
+        padding_policy: as for `vescale_fsdp.integrations.install`.
 
     Raises:
-        UnsupportedOpError: for flags that cannot be honoured, before anything is replaced.
+        UnsupportedOpError: for options that are not supported, before anything is replaced.
 
     Examples:
         >>> def accelerator():
@@ -47,16 +48,12 @@ class VescalePlugin(FullyShardedDataParallelPlugin):
         if self.fsdp_version is None:
             self.fsdp_version = int(os.environ.get("FSDP_VERSION", "2"))
         if self.fsdp_version != 2:
-            raise _fsdp1_refused(self.fsdp_version)
+            raise UnsupportedOpError(
+                "vescale_fsdp replaces FSDP2 only.",
+                expected="fsdp_version=2",
+                got=f"fsdp_version={self.fsdp_version}, as an argument or in the variable FSDP_VERSION",
+                todo="set fsdp_version: 2 in the plugin, the YAML file or the launcher's options",
+            )
         super().__post_init__()
         check_policies(self.mixed_precision_policy or MixedPrecisionPolicy(), self.cpu_offload)
         self.installation = install(granularity=self.granularity, padding_policy=self.padding_policy)
-
-
-def _fsdp1_refused(version: int) -> UnsupportedOpError:
-    return UnsupportedOpError(
-        "vescale_fsdp takes the place of FSDP2.",
-        expected="fsdp_version=2",
-        got=f"fsdp_version={version}, as an argument or in the variable FSDP_VERSION",
-        todo="say fsdp_version: 2 in the plugin, the YAML file or the launcher's options",
-    )

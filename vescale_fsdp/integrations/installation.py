@@ -1,17 +1,16 @@
-"""as_fsdp2, install, uninstall: let stacks that ask torch for FSDP2 find this package.
+"""as_fsdp2, install, uninstall: replace torch's FSDP2 functions by this package's, for stacks that call torch's.
 
     with as_fsdp2(granularity=Rows(32)):
-        trainer = Trainer(...)          # accelerate, Trainer, TRL import torch's names inside their functions
+        trainer = Trainer(...)          # accelerate, Trainer and TRL import torch's names inside their functions
         trainer.train()
 
-**The replacement is process-wide**: while it stands, every caller in the process that looks one of the names up finds
-the stand-ins of `stand_ins`, in whatever thread. They do torch's own for everything that is not ours. Installations
-are counted: the first one replaces the names, the last one that goes puts torch's back, and the newest one that stands
-decides about granularity and padding. A lock keeps threads from doing half of that.
+**The replacement is process-wide**: while it is active, every caller in every thread of the process gets the functions
+of `stand_ins`. They call torch's own for everything that this package did not shard. Installations are counted: the
+first one replaces the names, the end of the last one restores them, and the newest one sets granularity and padding.
 
-What cannot be replaced is a name that a module has bound already (``from torch.distributed.fsdp import fully_shard`` at
-its top): a `BoundNamesWarning` names those modules. The few stack modules known to do so (homes in `stand_ins`) are
-replaced too.
+A name that a module has already imported (``from torch.distributed.fsdp import fully_shard`` at its top) cannot be
+replaced: a `BoundNamesWarning` lists those modules. The few modules of stacks that are known to do so are listed in
+`stand_ins`, and replaced too.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from vescale_fsdp.errors import LifecycleError, explain
-from vescale_fsdp.integrations.replaced_names import StandIn, bound_names, put_back, replace
-from vescale_fsdp.integrations.stand_ins import IN_FORCE, STAND_INS, PatternRule, Settings
+from vescale_fsdp.integrations.replaced_names import StandIn, bound_names, replace, restore
+from vescale_fsdp.integrations.stand_ins import ACTIVE, STAND_INS, PatternRule, Settings
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 
 
 class BoundNamesWarning(UserWarning):
-    """Modules hold torch's own functions under a name of theirs, which no installation can replace.
+    """Modules have imported torch's own functions at their top, where no installation can replace them.
 
     Examples:
         >>> import warnings
@@ -41,39 +40,48 @@ class BoundNamesWarning(UserWarning):
 
 
 class Installation:
-    """One standing `install`; made by it.
+    """An active installation, created by `install`.
 
     Args:
-        settings: what it adds to the arguments of ``fully_shard``.
-        stand_ins: what it replaces.
+        settings: arguments that it adds to ``fully_shard``.
+        stand_ins: the functions that it replaces.
     """
 
     def __init__(self, settings: Settings, stand_ins: Sequence[StandIn]) -> None:
         self._settings = settings
         self._stand_ins = tuple(stand_ins)
         replace(self._stand_ins)
-        IN_FORCE.append(settings)
-        _standing.append(self)
+        ACTIVE.append(settings)
+        _installed.append(self)
 
     def uninstall(self) -> None:
-        """End it; the last one that ends puts torch's names back. A second call does nothing.
+        """End this installation; the end of the last one restores torch's names. A second call does nothing.
 
         Warns:
             UserWarning: if a pattern of its granularity matched no parameter of any ``fully_shard`` call.
         """
         try:
-            _standing.remove(self)  # atomic: of two threads one gets further
+            _installed.remove(self)  # atomic: of two threads that end it, one gets further
         except ValueError:
             return
-        IN_FORCE.remove(self._settings)
-        put_back(self._stand_ins)
+        ACTIVE.remove(self._settings)
+        restore(self._stand_ins)
         rule = self._settings.granularity
         unmatched = rule.unmatched() if isinstance(rule, PatternRule) else {}
         if unmatched:
-            warnings.warn(_unmatched_text(unmatched), stacklevel=_callers_level())
+            text = explain(
+                "A pattern of the granularity mapping matched no parameter of the sharded modules.",
+                expected="patterns (fnmatch) of names relative to the modules that the stack shards",
+                got=", ".join(map(repr, unmatched)),
+                where="; ".join(
+                    f"near {pattern!r}: {', '.join(near)}" for pattern, near in unmatched.items()
+                ),
+                todo="begin the pattern with *",
+            )
+            warnings.warn(text, stacklevel=_callers_level())
 
 
-_standing: list[Installation] = []
+_installed: list[Installation] = []
 
 
 def install(
@@ -81,7 +89,7 @@ def install(
     granularity: GranularityRule = None,
     padding_policy: PaddingPolicy | None = None,
 ) -> Installation:
-    """Replace torch's names, process-wide, until as many `uninstall` calls have been made.
+    """Replace torch's functions in the whole process, until the installation ends.
 
     Args:
         granularity: as for `vescale_fsdp.fully_shard`, for all modules that stacks shard from now on. A pattern of a
@@ -89,29 +97,36 @@ def install(
         padding_policy: as for `vescale_fsdp.fully_shard`.
 
     Returns:
-        The installation, to end this very one; `uninstall` ends the newest.
+        The installation, whose ``uninstall()`` ends it; the function `uninstall` ends the newest.
 
     Raises:
-        LayoutError: if a granularity is none; nothing was replaced.
+        LayoutError: for a granularity that is not valid, before anything is replaced.
 
     Warns:
-        BoundNamesWarning: if modules hold torch's own functions already.
-        UntriedVersionWarning: if a stack is loaded in a version that was not tried. Of a stack that is imported later
-            it comes when that shards a model.
+        BoundNamesWarning: if modules have imported torch's own functions already.
+        UntriedVersionWarning: if an untested version of a stack is imported. For a stack that is imported later, the
+            warning comes when the stack shards a model.
 
     Examples:
         >>> installation = install(granularity="rows:32")
         >>> installation.uninstall()
     """
     rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity
-    here = {package for package in TRIED if package in sys.modules}
-    loaded = _stand_ins_of({package for package in here if check_version(package)})
+    imported = {package for package in TRIED if package in sys.modules}
+    by_stack = _stand_ins_of({package for package in imported if check_version(package)})
     padding = padding_policy if padding_policy is not None else PaddingPolicy()
-    settings = Settings(rule, padding, frozenset(loaded), here)
-    stand_ins = (*STAND_INS, *(stand_in for each in loaded.values() for stand_in in each))
+    settings = Settings(rule, padding, frozenset(by_stack), imported)
+    stand_ins = (*STAND_INS, *(stand_in for each in by_stack.values() for stand_in in each))
     bound = bound_names(stand_ins)
-    if bound:  # before anything is replaced, for those who make an error of the warning
-        warnings.warn(_bound_text(bound), BoundNamesWarning, stacklevel=_callers_level())
+    if bound:  # before anything is replaced, because a filter may turn the warning into an error
+        text = explain(
+            "Some modules have imported torch's functions already, and will call those.",
+            expected="torch's names to be looked up after vescale_fsdp.integrations.install()",
+            got="; ".join(f"{module}: {', '.join(names)}" for module, names in bound.items()),
+            todo="call install() before those modules are imported, or import the names inside their functions. "
+            "Ignore modules that never call them on your model",
+        )
+        warnings.warn(text, BoundNamesWarning, stacklevel=_callers_level())
     return Installation(settings, stand_ins)
 
 
@@ -119,25 +134,23 @@ def uninstall() -> None:
     """End the newest installation.
 
     Raises:
-        LifecycleError: if none stands.
+        LifecycleError: if none is active.
 
     Examples:
         >>> _ = install()
         >>> uninstall()
     """
-    standing = list(_standing)
-    if not standing:
-        raise LifecycleError(
-            "There is nothing to uninstall.", expected="an install() that still stands", got="none"
-        )
-    standing[-1].uninstall()
+    active = list(_installed)
+    if not active:
+        raise LifecycleError("There is nothing to uninstall.", expected="an active install()", got="none")
+    active[-1].uninstall()
 
 
 @contextmanager
 def as_fsdp2(
     *, granularity: GranularityRule = None, padding_policy: PaddingPolicy | None = None
 ) -> Iterator[Installation]:
-    """`install` on the way in, and the end of that very installation on the way out, exception or not.
+    """A context with an `install` that ends with it, also after an exception.
 
     Examples:
         >>> import torch
@@ -158,43 +171,21 @@ def as_fsdp2(
 
 
 def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
-    """What else is replaced, for stacks that ask more than torch's names; of tried versions, which have these names."""
-    found: dict[str, tuple[StandIn, ...]] = {}
-    if "transformers.core_model_loading" not in sys.modules:  # it loads its parts lazily
-        return found
-    if "transformers" in stacks:
-        from vescale_fsdp.integrations.transformers import LOADER
+    """Stack -> functions of the stack itself that are replaced; only for tested versions, which have these names."""
+    # transformers imports its modules lazily, so this one may be missing.
+    if "transformers" not in stacks or "transformers.core_model_loading" not in sys.modules:
+        return {}
+    from vescale_fsdp.integrations.transformers import LOADER
 
-        found["transformers"] = LOADER
-    if "transformers" in stacks and "peft" in stacks:
-        from vescale_fsdp.integrations.peft import ADAPTERS
+    if "peft" not in stacks:
+        return {"transformers": LOADER}
+    from vescale_fsdp.integrations.peft import ADAPTERS
 
-        found["peft"] = ADAPTERS
-    return found
-
-
-def _bound_text(bound: Mapping[str, Sequence[str]]) -> str:
-    return explain(
-        "Some modules have bound torch's names already; what they call stays torch's own.",
-        expected="torch's names to be looked up after vescale_fsdp.integrations.install()",
-        got="; ".join(f"{module}: {', '.join(names)}" for module, names in bound.items()),
-        todo="call install() before those modules are imported, or have them import the names inside functions. "
-        "A module that never uses them on your model may be left as it is",
-    )
-
-
-def _unmatched_text(unmatched: Mapping[str, Sequence[str]]) -> str:
-    return explain(
-        "A pattern of the granularity mapping matched no parameter of the sharded modules.",
-        expected="patterns (fnmatch) of names relative to the modules that the stack shards",
-        got=", ".join(map(repr, unmatched)),
-        where="; ".join(f"near {pattern!r}: {', '.join(near)}" for pattern, near in unmatched.items()),
-        todo="begin the pattern with *",
-    )
+    return {"transformers": LOADER, "peft": ADAPTERS}
 
 
 def _callers_level() -> int:
-    """stacklevel of whoever called this file, be it by a with statement."""
+    """The ``stacklevel`` of the caller of this file, also through a with statement."""
     level, frame = 1, sys._getframe(1)
     own = (__file__, contextmanager.__code__.co_filename)
     while frame.f_back is not None and frame.f_code.co_filename in own:
@@ -206,14 +197,14 @@ def _callers_level() -> int:
 def ours_within(
     package: str, *, granularity: GranularityRule, padding_policy: PaddingPolicy
 ) -> Iterator[None]:
-    """Replace ``fully_shard`` in the loaded modules of one package, and nowhere else.
+    """Replace ``fully_shard`` in the imported modules of one package only.
 
-    For stacks whose modules bind the name at their top, where `as_fsdp2` comes too late.
+    For stacks whose modules import the name at their top, where `as_fsdp2` would be too late.
 
     Args:
-        package: its top-level name.
-        granularity, padding_policy: as for `vescale_fsdp.fully_shard`, for all its calls; a pattern of a mapping must
-            match in one of them.
+        package: top-level name of the package.
+        granularity, padding_policy: as for `vescale_fsdp.fully_shard`, for all calls of the package; a pattern of a
+            mapping must match in one of the calls.
     """
     (stand_in,) = (each for each in STAND_INS if each.name == "fully_shard")
     homes = tuple(

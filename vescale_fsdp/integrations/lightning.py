@@ -1,16 +1,16 @@
-"""Lightning and Fabric: their `ModelParallelStrategy`, with our runtime in the user's own hook and our checkpoints.
+"""Lightning and Fabric: their `ModelParallelStrategy` on this package's runtime and checkpoints.
 
     trainer = Trainer(strategy=VescaleStrategy(data_parallel_size=8, tensor_parallel_size=1))
     fabric = Fabric(strategy=VescaleFabricStrategy(parallelize, data_parallel_size=8, tensor_parallel_size=1))
 
-``configure_model`` (of Fabric: ``parallelize_fn``) runs under `as_fsdp2`: the ``fully_shard`` that it imports from
-torch is ours. A checkpoint is one folder of `vescale_fsdp.checkpoint`, in place of Lightning's ``.distcp`` files:
+``configure_model`` (in Fabric: ``parallelize_fn``) runs under `as_fsdp2`, so a ``fully_shard`` that it imports from
+torch is this package's. A checkpoint is one folder of `vescale_fsdp.checkpoint` instead of Lightning's ``.distcp``:
 
-    state_dict, optimizer_0 ..     (Fabric: the keys of the user's dict) shards, loadable on any number of ranks
-    epoch, loops, callbacks ..     rank 0's values, as JSON where they can be
-    pickled                        those that cannot, each as ``torch.save`` would write it (Lightning's ``meta.pt``)
+    state_dict, optimizer_0 ..     (in Fabric: the keys of the user's dict) shards, loadable on any number of ranks
+    epoch, loops, callbacks ..     rank 0's values, as JSON where possible
+    pickled                        rank 0's other values, in the format of ``torch.save`` (Lightning's ``meta.pt``)
 
-What Lightning's own strategy wrote, folders and single files alike, is loaded as well.
+The strategies also load the folders and single files of Lightning's own strategies.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ Filters = Mapping[str, Callable[[str, Any], bool]]
 
 
 class VescaleStrategy(ModelParallelStrategy):
-    """Lightning's strategy for FSDP2 and tensor parallelism, with our runtime and checkpoints.
+    """Lightning's strategy for FSDP2 and tensor parallelism, on this package's runtime and checkpoints.
 
     Args:
-        granularity, padding_policy: as for `vescale_fsdp.fully_shard`, for every call of torch's name in
+        granularity, padding_policy: as for `vescale_fsdp.fully_shard`, for every call of torch's ``fully_shard`` in
             ``configure_model``.
-        options: those of ``ModelParallelStrategy``, by name. ``save_distributed_checkpoint=False`` writes Lightning's
-            single file.
+        options: keyword arguments of ``ModelParallelStrategy``. ``save_distributed_checkpoint=False`` writes
+            Lightning's single file.
 
     Examples:
         >>> def trainer():
@@ -77,32 +77,38 @@ class VescaleStrategy(ModelParallelStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around ``configure_model``: torch's ``fully_shard`` is ours there."""
+        """The context of ``configure_model``, in which torch's ``fully_shard`` is this package's."""
         with super().model_sharded_context(), self._ours():
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Lightning's, once it is certain that the model was sharded by one runtime."""
-        prove_ours(self.model, "configure_model")
+        """Lightning's own, after a check that torch's FSDP2 has sharded no module."""
+        _check_sharded_by_us(self.model, "configure_model")
         super().setup(trainer)
 
     @property
     def checkpoint_io(self) -> Any:
-        """Lightning's own, which removes checkpoints and writes single files."""
+        """Lightning's own: it removes checkpoints and writes single files."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        raise _unused_plugin(io)
+    def checkpoint_io(self, plugin: Any) -> None:
+        raise ArgumentError(
+            "This strategy does not use a CheckpointIO plugin: its ranks write their shards themselves.",
+            expected="no such plugin",
+            got=type(plugin).__name__,
+            where="Trainer(plugins=...)",
+            todo="remove the plugin, or use Lightning's ModelParallelStrategy(save_distributed_checkpoint=False)",
+        )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's shards where they are: a save copies nothing."""
+        """The model's shards, not copied."""
         if not self._save_distributed_checkpoint:
             return super().lightning_module_state_dict()
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's shards where they are."""
+        """An optimizer's shards, not copied."""
         if not self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -111,7 +117,7 @@ class VescaleStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write what the trainer collected; a collective."""
+        """Write the trainer's state. A collective."""
         if storage_options is not None or not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -123,7 +129,7 @@ class VescaleStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fill the model and its optimizers; the rest is returned. A collective."""
+        """Load the model and its optimizers; return the other values. A collective."""
         path = self.broadcast(checkpoint_path)
         if not holds_checkpoint(path):
             with self._ours():
@@ -134,13 +140,13 @@ class VescaleStrategy(ModelParallelStrategy):
 
 
 class VescaleFabricStrategy(FabricModelParallelStrategy):
-    """Fabric's strategy for FSDP2 and tensor parallelism, with our runtime and checkpoints.
+    """Fabric's strategy for FSDP2 and tensor parallelism, on this package's runtime and checkpoints.
 
     Args:
         parallelize_fn: called as ``parallelize_fn(model, mesh)``; it shards the model and returns it.
-        granularity, padding_policy: as for `vescale_fsdp.fully_shard`, for every call of torch's name in
+        granularity, padding_policy: as for `vescale_fsdp.fully_shard`, for every call of torch's ``fully_shard`` in
             ``parallelize_fn``.
-        options: the others of ``ModelParallelStrategy``, by name.
+        options: other keyword arguments of ``ModelParallelStrategy``.
 
     Examples:
         >>> def fabric(parallelize_fn):
@@ -161,10 +167,10 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
         self._ours = partial(as_fsdp2, granularity=granularity, padding_policy=padding_policy)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Have ``parallelize_fn`` shard the model; torch's ``fully_shard`` is ours there."""
+        """Shard the model by ``parallelize_fn``, in which torch's ``fully_shard`` is this package's."""
         with self._ours():
             module = super().setup_module(module)
-        prove_ours(module, "parallelize_fn")
+        _check_sharded_by_us(module, "parallelize_fn")
         return module
 
     def save_checkpoint(
@@ -174,7 +180,7 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
         storage_options: Any = None,
         filter: Filters | None = None,
     ) -> None:
-        """Write a dict of one model, its optimizers and other values; a collective."""
+        """Write a dict of one model, its optimizers and other values. A collective."""
         if storage_options is not None or not self._save_distributed_checkpoint:
             super().save_checkpoint(path, state, storage_options, filter)
             return
@@ -196,7 +202,7 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Fill the objects of a dict, and replace its other values; what it lacks is returned. A collective."""
+        """Load the objects of a dict and replace its other values; return values without a key in it. A collective."""
         path = self.broadcast(path)
         if not isinstance(state, dict) or not state or not holds_checkpoint(path):
             with self._ours():
@@ -212,24 +218,24 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
                 expected=some(sorted(wanted)),
                 got=f"no {', '.join(map(repr, missing))}",
                 where=path,
-                todo="pass strict=False to go on without",
+                todo="pass strict=False to load without these keys",
             )
         for name in wanted & values.keys():
             state[name] = values.pop(name)
         return values
 
 
-def prove_ours(model: nn.Module | None, where: str) -> None:
-    """Refuse a model that torch's own FSDP2 has sharded, be it in part.
+def _check_sharded_by_us(model: nn.Module | None, where: str) -> None:
+    """Check that torch's own FSDP2 has sharded no module of a model.
 
     Raises:
-        MisuseError: naming the first such module.
+        MisuseError: with the first such module.
     """
     for name, module in model.named_modules() if model is not None else ():
         if isinstance(module, TorchFSDPModule) and not isinstance(module, FSDPModule):
             raise MisuseError(
                 "A module was sharded by torch's own fully_shard.",
-                expected="vescale_fsdp's, under this strategy",
+                expected="vescale_fsdp.fully_shard, under this strategy",
                 got=type(module).__name__,
                 where=name or "the root module",
                 todo=f"import fully_shard from vescale_fsdp, or from torch inside {where}",
@@ -247,55 +253,53 @@ def _unused_plugin(plugin: object) -> ValueError:
 
 
 def _kept(value: Any, filters: Filters | None, key: str) -> Any:
-    """A state without the entries that the user's filter for it leaves out."""
+    """A state without the entries that the user's filter of this key rejects."""
     if filters is None or key not in filters or not isinstance(value, Mapping):
         return value
     return {name: item for name, item in value.items() if filters[key](name, item)}
 
 
 def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
-    """The one sharded model of a dict, with its key."""
-    found = [
+    """The key and the value of the one sharded model in a dict."""
+    models = [
         (key, value)
         for key, value in state.items()
         if isinstance(value, nn.Module) and any(isinstance(each, DTensor) for each in value.parameters())
     ]
-    if len(found) != 1:
+    if len(models) != 1:
         raise ArgumentError(
-            "A checkpoint holds one sharded model.",
+            "A checkpoint contains exactly one sharded model.",
             expected="a dict with one, such as {'model': model, 'optimizer': optimizer}",
-            got=", ".join(key for key, _ in found) or "none",
-            todo="set the model up with this strategy first; save several one by one",
+            got=", ".join(key for key, _ in models) or "none",
+            todo="set up the model with this strategy first; save several models in several checkpoints",
         )
-    return found[0]
+    return models[0]
 
 
 def _save(
     strategy: Any, path: str | os.PathLike[str], shards: dict[str, Any], values: dict[str, Any]
 ) -> None:
-    """Write shards, and rank 0's other values: what ranks differ in (a timer, a path) Lightning takes from it too."""
+    """Write shards and rank 0's other values (Lightning too takes timers and paths, which differ, from rank 0)."""
     path = strategy.broadcast(path)
     stored: dict[str, Any] = {}
-    with coordinator_for().together(f"collecting what goes to {path}"):
+    with coordinator_for().together(f"collecting the values of {path}"):
         if strategy.global_rank == 0:
             stored, others = split_storable(values)
             if others:
-                stored[_PICKLED] = {key: _pickle(value) for key, value in others.items()}
+                stored[_PICKLED] = {}
+            for key, value in others.items():
+                buffer = io.BytesIO()
+                torch.save(value, buffer)
+                stored[_PICKLED][key] = buffer.getvalue()
             if os.path.isfile(path):
-                os.unlink(path)  # one of Lightning's single files, which this checkpoint replaces
+                os.unlink(path)  # a single file of Lightning's own strategy, which this folder replaces
     save(path, {**strategy.broadcast(stored), **shards}, overwrite=True)
 
 
 def _optimizer_state(model: Any, optimizer: Optimizer) -> dict[str, Any]:
-    """State by parameter name, as it is: torch's getter takes a step with an optimizer that has not taken one."""
+    """State by parameter name. torch's own getter is not used: it steps an optimizer that has not stepped yet."""
     named = LiveObjects(model).named(optimizer, type(optimizer).__name__)
     return optimizer.state_dict() if named is None else named.value()
-
-
-def _pickle(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def _load(
@@ -305,7 +309,7 @@ def _load(
     strict: bool,
     weights_only: bool | None,
 ) -> dict[str, Any]:
-    """Fill a model and its optimizers; the values saved beside them."""
+    """Load a model and its optimizers; returns the other values of the checkpoint."""
     state: dict[str, Any] = {**dict([model]), **optimizers}
     load(path, state, strict=strict, include=[f"{name}.*" for name in state])
     values = read_values(path, lambda name: name not in state and not name.startswith("optimizer_"))

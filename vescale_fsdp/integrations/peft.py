@@ -1,14 +1,13 @@
-"""peft: `merge_and_unload` of a sharded model, and adapters that load into one.
+"""peft: `merge_and_unload` of a sharded model, and loading of adapters into one.
 
     merged = merge_and_unload(trainer.model)
     get_model_state_dict(merged, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
-peft multiplies an adapter's two matrices and adds the product to the weight below, which ragged pieces cannot do. Here
-one layer at a time is gathered in the dtype it is stored in, merged by peft, and cut again: every rank holds one full
-layer more than its shards.
+peft multiplies an adapter's two matrices and adds the product to the base weight, which does not work on ragged pieces.
+`merge_and_unload` gathers one layer at a time in its stored dtype, lets peft merge it, and shards it again. So every
+rank needs memory for one full layer next to its shards.
 
-Under `as_fsdp2` ``set_peft_model_state_dict``, and with it ``load_adapter``, fills shards from whole tensors, as under
-FSDP2.
+Under `as_fsdp2`, ``set_peft_model_state_dict`` and so ``load_adapter`` fill shards from whole tensors, as under FSDP2.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module
     """peft's ``merge_and_unload`` for a model whose modules are sharded. A collective call.
 
     Args:
-        model: what peft made, sharded.
-        safe_merge: as peft's: look for NaN before a layer is changed.
+        model: peft's model, sharded.
+        safe_merge: as peft's: check each layer for NaN before it is changed.
 
     Returns:
-        The model without adapters, sharded still: for saving. Its forward is the business of ``model``'s root.
+        The model without adapters, still sharded, to be saved. Only ``model`` itself can run forward.
 
     Examples:
         >>> def save_merged(model, folder):
@@ -49,7 +48,7 @@ def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module
     check_version("peft")
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()
+            module.reshard()  # parameters are ragged from here on, which `_gathered` looks for
     for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
         with _gathered(layer):
             layer.merge(safe_merge=safe_merge)
@@ -59,34 +58,36 @@ def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module
 @contextmanager
 @torch.no_grad()
 def _gathered(module: nn.Module) -> Iterator[None]:
-    """Full plain parameters in place of ragged ones; what became of them is kept, unless an exception comes."""
-    held: list[tuple[nn.Module, str, Any]] = [
+    """Full plain parameters instead of ragged ones. Changes go to the shards, unless an exception is raised."""
+    ragged: list[tuple[nn.Module, str, Any]] = [
         (owner, name, param)
         for owner in module.modules()
         for name, param in owner._parameters.items()
         if isinstance(param, RaggedDTensor)
     ]
-    sharded = list(dict.fromkeys(param for _, _, param in held))  # a tied one once
+    sharded = list(dict.fromkeys(param for _, _, param in ragged))  # a tied parameter once
     full = {param: nn.Parameter(param.full_tensor(), param.requires_grad) for param in sharded}
-    for owner, name, param in held:
+    for owner, name, param in ragged:
         owner._parameters[name] = full[param]
     try:
         yield
         for param in sharded:
             param.to_local().copy_(local_part_of(full[param].detach(), param))
     finally:
-        for owner, name, param in held:
+        for owner, name, param in ragged:
             owner._parameters[name] = param
 
 
-_their_local_like = peft_integrations.dtensor_from_local_like
+_peft_local_like = peft_integrations.dtensor_from_local_like
 
 
 def _local_like(local_tensor: torch.Tensor, ref: Any) -> Any:
-    if isinstance(ref, RaggedDTensor):
-        return ragged_like(local_tensor, ref)
-    return _their_local_like(local_tensor, ref)
+    return (
+        ragged_like(local_tensor, ref)
+        if isinstance(ref, RaggedDTensor)
+        else _peft_local_like(local_tensor, ref)
+    )
 
 
-# What of peft is replaced.
-ADAPTERS = (StandIn(_their_local_like, _local_like, ("peft.utils.integrations", "peft.utils.save_and_load")),)
+# The functions of peft that are replaced.
+ADAPTERS = (StandIn(_peft_local_like, _local_like, ("peft.utils.integrations", "peft.utils.save_and_load")),)

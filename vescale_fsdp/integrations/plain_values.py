@@ -1,4 +1,4 @@
-"""A stack's own values beside the shards: which of them a checkpoint can hold, and how they are read back by name."""
+"""Values of a stack that are saved next to the shards: which of them a checkpoint can store, and reading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vescale_fsdp.errors import CheckpointError
 
 
 class _AnySink(TreeSink):
-    """Takes every leaf."""
+    """Accepts every tensor and per-rank value, and stores none."""
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         return None
@@ -29,7 +29,7 @@ class _AnySink(TreeSink):
 
 
 def split_storable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values that a checkpoint can hold as they are, and those that it cannot."""
+    """(values that a checkpoint can store, other values)."""
     stored, others = {}, {}
     for key, value in values.items():
         try:
@@ -42,20 +42,19 @@ def split_storable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a path holds one of our checkpoints, as all ranks see it. A collective.
+    """Whether a path contains a checkpoint of this package, on all ranks. A collective.
 
     Raises:
-        CheckpointError: if ranks see different things.
+        CheckpointError: if only some ranks see a checkpoint.
     """
-    coordinator = coordinator_for()
-    seen: dict[str, Json] = {}
-    with coordinator.together(f"looking for a checkpoint at {path}", "nothing was loaded", seen):
-        seen["manifest.json is there"] = open_storage(path).exists(MANIFEST_NAME)
-    return bool(seen["manifest.json is there"])
+    alike: dict[str, Json] = {}  # compared among the ranks when the context ends
+    with coordinator_for().together(f"looking for a checkpoint at {path}", "nothing was loaded", alike):
+        alike["manifest.json exists"] = open_storage(path).exists(MANIFEST_NAME)
+    return bool(alike["manifest.json exists"])
 
 
 def read_values(path: str | os.PathLike[str], wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """Top-level values of a checkpoint by key, tensors among them in full. A collective: all ranks read the same."""
+    """Top-level values of a checkpoint by key, with whole tensors. A collective: all ranks read the same values."""
     with coordinator_for().together(f"reading values of {path}", "tensors were loaded"):
         reader = read_state(path)
 

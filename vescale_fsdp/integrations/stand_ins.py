@@ -1,20 +1,20 @@
-"""What torch's names mean while `as_fsdp2` is in force: ours for what is ours, torch's own for everything else.
+"""The functions that replace torch's while `as_fsdp2` is active. Each calls this package's function or torch's own.
 
-    torch's name                     ours when                                         settings used
-    fully_shard                      an installation is in force                       the newest one's
-    register_fsdp_forward_method     the module was sharded by ours
+    torch's name                     calls this package's function if
+    fully_shard                      an installation is active (with the settings of the newest one)
+    register_fsdp_forward_method     the module was sharded by this package
     share_comm_ctx                   all modules were
     distribute_tensor                a placement is a RaggedShard
-    DTensor.from_local               likewise
-    set_model_state_dict             a parameter of the model is ragged
-    set_optimizer_state_dict         likewise
-    set_state_dict                   likewise
-    FullyShardedDataParallel()       an installation is in force: refused
+    DTensor.from_local               a placement is a RaggedShard
+    set_model_state_dict             the model has sharded modules or ragged parameters
+    set_optimizer_state_dict         the same
+    set_state_dict                   the same
+    FullyShardedDataParallel()       never; raises while an installation is active
 
-A stack may keep such a function beyond its installation (it imported the name while it was replaced). The function
-then does what torch's does, because each of them asks when it is called.
+A stack may import such a function while it is installed and keep it afterwards. The choice is made at each call, so the
+function then does what torch's does.
 
-torch's ``FSDPModule`` needs no stand-in: our class derives from it.
+torch's ``FSDPModule`` needs no replacement: this package's class derives from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import difflib
 import fnmatch
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,6 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
-from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
@@ -53,14 +52,14 @@ from vescale_fsdp.runtime.fully_shard import fully_shard as our_fully_shard
 
 
 class PatternRule:
-    """A granularity mapping for all ``fully_shard`` calls of a stack; it remembers which patterns matched.
+    """A granularity mapping for all ``fully_shard`` calls of a stack; it records which patterns matched.
 
-    In a mapping for one `fully_shard` call, every pattern must match a parameter of that call. A stack makes many
-    calls, and the user cannot know which call meets which parameter; here a pattern must match in one of them.
+    For one `fully_shard` call of a user, every pattern must match a parameter of that call. A stack makes many calls,
+    and the user does not know which parameters each call gets, so here a pattern must match in one of the calls.
 
     Args:
-        mapping: from name patterns (fnmatch) to granularities, the first match wins. A name is the parameter's in the
-            module that the stack shards, so ``*down_proj.weight`` is right wherever that begins.
+        mapping: from name patterns (fnmatch) to granularities; the first match wins. Names are relative to the module
+            that the stack shards, so ``*down_proj.weight`` matches in every module.
     """
 
     def __init__(self, mapping: Mapping[str, Granularity | str]) -> None:
@@ -76,7 +75,7 @@ class PatternRule:
         return resolve_granularity(self._mapping, fqn, param)
 
     def unmatched(self) -> dict[str, list[str]]:
-        """Patterns that no parameter matched, each with the names nearest to it; empty before any parameter came."""
+        """Each pattern that matched no parameter -> similar names. Empty before the first ``fully_shard``."""
         if not self._names:
             return {}
         return {
@@ -88,70 +87,52 @@ class PatternRule:
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """What one installation adds to the arguments that stacks give ``fully_shard``."""
+    """Arguments that one installation adds to every ``fully_shard`` call, and the stacks that it knows."""
 
     granularity: GranularityRule | PatternRule = None
     padding_policy: PaddingPolicy = field(default_factory=PaddingPolicy)
-    stacks: frozenset[str] = frozenset()  # those that got what they need beside torch's names
-    checked: set[str] = field(default_factory=set)  # those whose versions were looked at
+    stacks: frozenset[str] = frozenset()  # stacks of which names were replaced too
+    checked: set[str] = field(default_factory=set)  # stacks whose version was compared; a warning comes once
 
     def __post_init__(self) -> None:
         check_rule(self.granularity)
 
 
-# Of the installations that stand, oldest first; `installation` alone changes it.
-IN_FORCE: list[Settings] = []
+# Settings of the active installations, oldest first. Only `installation` changes the list.
+ACTIVE: list[Settings] = []
 
-_LOADS_BEHIND = (
-    "transformers.distributed.fsdp"  # shards for ``from_pretrained``, which then loads into the shards
-)
+# The module that shards for ``from_pretrained``, which then loads weights into the shards.
+_LOADER_MODULE = "transformers.distributed.fsdp"
 
 _torch_fully_shard = torch_fsdp.fully_shard
-_torch_register = torch_fsdp.register_fsdp_forward_method
-_torch_share = torch_fsdp.share_comm_ctx
 _torch_from_local = vars(DTensor)["from_local"]  # the static method itself, not its function
 _torch_fsdp1_init = torch_fsdp.FullyShardedDataParallel.__init__
-_torch_set_model = torch_state_dict.set_model_state_dict
-_torch_set_optimizer = torch_state_dict.set_optimizer_state_dict
-_torch_set_both = torch_state_dict.set_state_dict
 
 
 @functools.wraps(_torch_fully_shard)
 def fully_shard(module: Any, **kwargs: Any) -> Any:
-    """Ours, with the settings of the newest installation, or torch's if there is none."""
+    """This package's `fully_shard` with the settings of the newest installation; torch's if there is none."""
     try:
-        settings = IN_FORCE[-1]
+        settings = ACTIVE[-1]  # not tested first: another thread may end the installation in between
     except IndexError:
         return _torch_fully_shard(module, **kwargs)
     caller = str(sys._getframe(1).f_globals.get("__name__"))
     stack = caller.partition(".")[0]
-    if stack in TRIED and stack not in settings.checked:  # it was imported after the installation
+    if stack in TRIED and stack not in settings.checked:  # the stack was imported after the installation
         settings.checked.add(stack)
         check_version(stack)
-    if "transformers" not in settings.stacks and caller == _LOADS_BEHIND:
+    if "transformers" not in settings.stacks and caller == _LOADER_MODULE:
         raise LifecycleError(
-            "The loader of transformers does not know vescale_fsdp's shards.",
-            expected="import transformers' models, in a version that was tried, then install() or as_fsdp2()",
-            got="an installation that was made before, or beside another version",
+            "The loader of transformers cannot load into the shards of vescale_fsdp yet.",
+            expected="transformers' models, of a tested version, imported before install() or as_fsdp2()",
+            got="an installation from before the import, or an untested version",
             where="from_pretrained(distributed_config=...)",
-            todo="put the imports before the installation; Trainer and TRL work in both orders",
+            todo="move the imports before the installation; Trainer and TRL work in both orders",
         )
     added = {"granularity": settings.granularity, "padding_policy": settings.padding_policy}
-    # torch takes None for a policy that was not chosen.
+    # Stacks pass None for a policy that was not chosen, as torch's signature allows.
     chosen = {name: value for name, value in kwargs.items() if value is not None}
     return our_fully_shard(module, **{**added, **chosen})
-
-
-@functools.wraps(_torch_register)
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Ours for modules that ours has sharded."""
-    (our_register if isinstance(module, FSDPModule) else _torch_register)(module, method_name)
-
-
-@functools.wraps(_torch_share)
-def share_comm_ctx(modules: list[Any]) -> None:
-    """Ours for modules that ours has sharded."""
-    (our_share if all(isinstance(module, FSDPModule) for module in modules) else _torch_share)(modules)
 
 
 @functools.wraps(torch_distribute_tensor)
@@ -162,7 +143,7 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Ours if a placement is ragged. As in torch the values are those of the first rank, unless told otherwise."""
+    """This package's if a placement is ragged. As torch's, sends the first rank's values by default."""
     is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
     if not is_ours or device_mesh is None or placements is None:
         return torch_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
@@ -181,7 +162,7 @@ def from_local(
     grad_placements: Sequence[Placement] | None = None,
     **kwargs: Any,
 ) -> DTensor:
-    """Ours if a placement is ragged, of which torch's operators know nothing (since torch 2.15 not even `detach`)."""
+    """This package's if a placement is ragged: torch's operators reject such tensors (torch 2.15 even in `detach`)."""
     is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
     if not is_ours or device_mesh is None or placements is None:
         return _torch_from_local(  # type: ignore[no-any-return]
@@ -189,8 +170,8 @@ def from_local(
         )
     if shape is None or grad_placements is not None:
         raise PlacementError(
-            "A ragged tensor cannot be made of its piece like this.",
-            expected="shape=, which a piece does not tell, and no grad_placements",
+            "DTensor.from_local of a ragged piece needs the global shape.",
+            expected="shape=, which does not follow from a flat piece, and no grad_placements",
             got=f"shape={shape}, grad_placements={grad_placements}",
             where="DTensor.from_local",
             todo="DTensor.from_local(piece, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())",
@@ -198,83 +179,61 @@ def from_local(
     return RaggedDTensor.from_local(local_tensor, device_mesh, placements, shape=shape)
 
 
-@functools.wraps(_torch_set_model)
-def set_model_state_dict(
-    model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
-) -> Any:
-    """Ours for a model with ragged parameters."""
-    chosen = our_state_dict.set_model_state_dict if _is_ours(model) else _torch_set_model
-    return chosen(model, model_state_dict, options=options)
-
-
-@functools.wraps(_torch_set_optimizer)
-def set_optimizer_state_dict(
-    model: nn.Module,
-    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-    optim_state_dict: dict[str, Any],
-    *,
-    options: StateDictOptions | None = None,
-) -> None:
-    """Ours for a model with ragged parameters."""
-    chosen: Callable[..., None] = (
-        our_state_dict.set_optimizer_state_dict if _is_ours(model) else _torch_set_optimizer
-    )
-    chosen(model, optimizers, optim_state_dict, options=options)
-
-
-@functools.wraps(_torch_set_both)
-def set_state_dict(
-    model: nn.Module,
-    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-    *,
-    model_state_dict: dict[str, Any],
-    optim_state_dict: dict[str, Any],
-    options: StateDictOptions | None = None,
-) -> Any:
-    """Ours for a model with ragged parameters."""
-    chosen: Callable[..., Any] = our_state_dict.set_state_dict if _is_ours(model) else _torch_set_both
-    return chosen(
-        model,
-        optimizers,
-        model_state_dict=model_state_dict,
-        optim_state_dict=optim_state_dict,
-        options=options,
-    )
-
-
 @functools.wraps(_torch_fsdp1_init)
 def fsdp1_init(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse FSDP1 while an installation is in force: the model would train without anything of ours."""
-    if not IN_FORCE:
+    """Refuse FSDP1 while an installation is active: the model would silently train without vescale_fsdp."""
+    if not ACTIVE:
         return _torch_fsdp1_init(self, *args, **kwargs)
     raise UnsupportedOpError(
-        "The stack asks for FSDP1, which vescale_fsdp does not stand in for.",
+        "The stack uses FSDP1, which vescale_fsdp does not replace.",
         expected="FSDP2: fsdp_version=2 (accelerate), fsdp_config={'version': 2} (Trainer, TRL)",
         got="torch.distributed.fsdp.FullyShardedDataParallel, which is fsdp_version: 1",
         todo="switch the stack to FSDP2, or leave vescale_fsdp.integrations out",
     )
 
 
-def _is_ours(model: nn.Module) -> bool:
-    # By its modules too: between forward and backward they hold unsharded parameters.
-    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
-        is_ragged(param) for param in model.parameters()
-    )
+def _is_sharded(module: object) -> bool:
+    return isinstance(module, FSDPModule)
 
 
-# Modules inside torch that only use the names (pipelining, DCP's helpers) are no homes. A stack's module is one if it
-# binds a name at its top and calls it on users' models.
+def _has_shards(model: nn.Module) -> bool:
+    # Modules count too: between forward and backward they have unsharded parameters.
+    return any(map(_is_sharded, model.modules())) or any(map(is_ragged, model.parameters()))
+
+
+def _choice(
+    torchs: Callable[..., Any], ours: Callable[..., Any], argument: str, is_ours: Callable[[Any], bool]
+) -> Callable[..., Any]:
+    """A function that calls ``ours`` or ``torchs``, whose first argument ``argument`` decides."""
+
+    @functools.wraps(torchs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        subject = args[0] if args else kwargs.get(argument)
+        return (ours if subject is not None and is_ours(subject) else torchs)(*args, **kwargs)
+
+    return call
+
+
+# The modules in which each name is replaced. Modules inside torch that only use the names (pipelining, DCP's helpers)
+# are not listed. A module of a stack is listed if it imports the name at its top and calls it on users' models.
 _FSDP2_HOMES = (
     "torch.distributed.fsdp",
     "torch.distributed.fsdp._fully_shard",
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
 )
-_STATE_DICT_HOMES = ("torch.distributed.checkpoint.state_dict",)
 STAND_INS = (
-    StandIn(_torch_fully_shard, fully_shard, (*_FSDP2_HOMES, _LOADS_BEHIND)),
-    StandIn(_torch_register, register_fsdp_forward_method, _FSDP2_HOMES),
-    StandIn(_torch_share, share_comm_ctx, _FSDP2_HOMES),
+    StandIn(_torch_fully_shard, fully_shard, (*_FSDP2_HOMES, _LOADER_MODULE)),
+    StandIn(
+        torch_fsdp.register_fsdp_forward_method,
+        _choice(torch_fsdp.register_fsdp_forward_method, our_register, "module", _is_sharded),
+        _FSDP2_HOMES,
+    ),
+    StandIn(
+        torch_fsdp.share_comm_ctx,
+        _choice(torch_fsdp.share_comm_ctx, our_share, "modules", lambda each: all(map(_is_sharded, each))),
+        _FSDP2_HOMES,
+    ),
     StandIn(
         torch_distribute_tensor,
         distribute_tensor,
@@ -286,8 +245,15 @@ STAND_INS = (
         ),
     ),
     StandIn(_torch_from_local, staticmethod(from_local), ("torch.distributed.tensor:DTensor",)),
-    StandIn(_torch_set_model, set_model_state_dict, _STATE_DICT_HOMES),
-    StandIn(_torch_set_optimizer, set_optimizer_state_dict, _STATE_DICT_HOMES),
-    StandIn(_torch_set_both, set_state_dict, _STATE_DICT_HOMES),
+    *(
+        StandIn(
+            torchs, _choice(torchs, ours, "model", _has_shards), ("torch.distributed.checkpoint.state_dict",)
+        )
+        for torchs, ours in (
+            (torch_state_dict.set_model_state_dict, our_state_dict.set_model_state_dict),
+            (torch_state_dict.set_optimizer_state_dict, our_state_dict.set_optimizer_state_dict),
+            (torch_state_dict.set_state_dict, our_state_dict.set_state_dict),
+        )
+    ),
     StandIn(_torch_fsdp1_init, fsdp1_init, ("torch.distributed.fsdp:FullyShardedDataParallel",)),
 )

@@ -1,16 +1,16 @@
-"""torch_checkpointing, PyTorch's library of checkpoint files per rank: a resharder that knows ragged tensors.
+"""torch_checkpointing, PyTorch's library of checkpoint files per rank: a resharder for ragged tensors.
 
     spec = ItemSpec(resharder=RaggedResharder())
     manager = CheckpointManager.Config(items={"model": spec, "optimizer": spec}).build()
     manager.save(path, {"model": pieces(model_state), "optimizer": pieces(optimizer_state)})
 
-    found = manager.load(path, into={"model": pieces(model_state), "optimizer": pieces(optimizer_state)})
-    set_optimizer_state_dict(model, optimizer, rejoin(optimizer_state, found["optimizer"]))
+    loaded = manager.load(path, into={"model": pieces(model_state), "optimizer": pieces(optimizer_state)})
+    set_optimizer_state_dict(model, optimizer, rejoin(optimizer_state, loaded["optimizer"]))
 
-Its files are torch.save's, which would store a ragged tensor without the place of what it stores. `pieces` gives plain
-tensors that share the shards' memory and carry their place, the resharder writes all places into the checkpoint's
-metadata, and a load fills the memory, on any number of ranks and under any layout. Checkpoints of FSDP2 are read too,
-and FSDP2 reads ours with this resharder.
+The files are in the format of ``torch.save``, which would not store the position of a ragged tensor's piece. `pieces`
+returns plain tensors that share the shards' memory and have their position as an attribute. The resharder writes all
+positions into the checkpoint's metadata, and a load fills the memory, on any number of ranks and under any layout. It
+also reads checkpoints of FSDP2, and with it FSDP2 reads checkpoints of ragged tensors.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from vescale_fsdp.layout.geometry import Box
 from vescale_fsdp.torch_private import local_of
 
 KeyPath = tuple[str | int, ...]  # keys and indices from an item to a leaf
-_PLACE = "vescale_fsdp_place"  # of a piece: the global shape, and the boxes that lie one after another in it
+# Attribute of a piece: (global shape, boxes of the global tensor in the order of the piece's elements).
+_POSITION = "vescale_fsdp_place"
 
 
 @dataclass(frozen=True)
 class RaggedSharding(ShardingMetadata, type_name="vescale_fsdp_v1"):  # type: ignore[call-arg]
-    """What one rank's tensor holds: boxes of a global tensor, one after another."""
+    """The boxes of a global tensor that one rank's tensor contains, one after another."""
 
     global_shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As json can hold it."""
+        """As JSON values."""
         boxes = [[list(box.offsets), list(box.sizes)] for box in self.boxes]
         return {"global_shape": list(self.global_shape), "boxes": boxes}
 
@@ -61,43 +62,56 @@ class RaggedSharding(ShardingMetadata, type_name="vescale_fsdp_v1"):  # type: ig
 
     @property
     def equivalent_ranks(self) -> tuple[int, ...] | None:
-        """None: each rank has its own."""
+        """None: every rank has different elements."""
         return None
 
 
 class _Copy(NamedTuple):
+    """A box to copy from a tensor of a file into a tensor of this rank."""
+
     path: KeyPath
-    shared: Box
-    source: tuple[Sequence[Box], int]  # all boxes of a tensor, and which of them
+    shared: Box  # of the global tensor
+    source: tuple[
+        Sequence[Box], int
+    ]  # all boxes of the tensor, and the number of the one that contains `shared`
     target: tuple[Sequence[Box], int]
 
 
 def pieces(state: Any) -> Any:
-    """The same tree with this rank's piece, a plain tensor that shares its memory, for every ragged tensor."""
-    return _mapped(state, (), lambda _, leaf: _piece(leaf) if isinstance(leaf, RaggedDTensor) else leaf)
+    """The same tree with this rank's piece instead of every ragged tensor: a plain tensor that shares its memory."""
+
+    def piece(_: KeyPath, leaf: Any) -> Any:
+        if not isinstance(leaf, RaggedDTensor):
+            return leaf
+        local = local_of(leaf).detach()
+        boxes = tuple((box.offsets, box.sizes) for box in leaf.boxes)
+        vars(local)[_POSITION] = (tuple(leaf.shape), boxes)  # torch.save and copies keep attributes
+        return local
+
+    return _mapped(state, (), piece)
 
 
 def rejoin(state: Any, loaded: Any) -> Any:
-    """What was loaded into ``pieces(state)``, with the ragged tensors of ``state`` for their pieces."""
+    """The result of a load into ``pieces(state)``, with the ragged tensors of ``state`` instead of their pieces."""
     ragged = {path: leaf for path, leaf in _leaves(state) if isinstance(leaf, RaggedDTensor)}
     return _mapped(loaded, (), lambda path, leaf: ragged.get(path, leaf))
 
 
 class RaggedResharder(Resharder):  # type: ignore[misc]
-    """Reads what each rank needs out of the files of all, for ragged tensors, DTensors and plain ones alike.
+    """Reads each rank's elements from the files of all ranks, for ragged tensors, DTensors and plain tensors.
 
-    Plain tensors count as the same on all ranks; the first rank's are read. Values that are no tensors are read from
-    this rank's own file, or from the first one's where there were fewer ranks.
+    Plain tensors are taken to be the same on all ranks, and read from the first rank's file. Other values are read from
+    this rank's own file, or from the first rank's if the checkpoint has fewer ranks.
     """
 
     def __init__(self) -> None:
         check_version("torch_checkpointing")
 
     def extract_sharding_metadata(self, item_key: str, item_value: Any) -> dict[KeyPath, ShardingMetadata]:
-        """The place of every tensor of an item.
+        """The position of every tensor of an item.
 
         Raises:
-            CheckpointError: for a ragged tensor that `pieces` was not asked for.
+            CheckpointError: for a ragged tensor that was not passed through `pieces`.
         """
         return {
             path: _sharding_of(leaf, item_key, path)
@@ -110,19 +124,19 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
         source_metadata: DistributedItemMetadata | None,
         target_metadata: dict[KeyPath, ShardingMetadata] | None,
     ) -> bool:
-        """For any tensors: a file read without its metadata could hold other elements than they.
+        """Whether there are tensors: a rank's own file may contain other elements than its tensors now.
 
         Raises:
-            CheckpointError: if the checkpoint says nothing of places.
+            CheckpointError: if the checkpoint has no positions.
         """
         if not target_metadata:
             return False
         if source_metadata is None:
             raise CheckpointError(
-                "This checkpoint does not say where its pieces belong.",
+                "This checkpoint does not contain the positions of its pieces.",
                 expected="an item that was saved with a resharder",
-                got="no metadata of it",
-                todo="give the item its resharder before the first save, too",
+                got="no metadata",
+                todo="set the item's resharder before the first save",
             )
         return True
 
@@ -141,29 +155,30 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
             Paths that the checkpoint does not have.
 
         Raises:
-            CheckpointError: if a tensor has another shape there, or some of its elements are nowhere.
+            CheckpointError: if a tensor has another shape in the checkpoint, or some of its elements are missing.
         """
-        known = source_metadata.nested_path_to_metadata
-        by_rank: dict[int, list[_Copy]] = {_rank_of_values(source_metadata): []}
+        stored = source_metadata.nested_path_to_metadata
+        own = dist.get_rank() if dist.is_initialized() else 0
+        rank_of_values = own if own in source_metadata.rank_to_layout_info else 0
+        by_rank: dict[int, list[_Copy]] = {rank_of_values: []}
         for path, sharding in target_metadata.items():
-            for rank, copy in _copies(path, sharding, known.get(path, ())):
+            for rank, copy in _copies(path, sharding, stored.get(path, ())):
                 by_rank.setdefault(rank, []).append(copy)
-        memory = dict(_leaves(target))
-        for number, (rank, copies) in enumerate(by_rank.items()):
-            found = _read(source_path, item_key, rank, source_metadata, storage)
-            if number == 0:
-                _take_values(target, found)
-            there = dict(_leaves(found))
+        target_leaves = dict(_leaves(target))
+        for rank, copies in by_rank.items():  # file by file, so that one file is in memory at a time
+            item = _read(source_path, item_key, rank, source_metadata, storage)
+            if rank == rank_of_values:
+                _take_values(target, item)
+            leaves = dict(_leaves(item))
             for copy in copies:
+                part = _part(leaves[copy.path], copy.source, copy.shared)
                 with torch.no_grad():
-                    _part(memory[copy.path], copy.target, copy.shared).copy_(
-                        _part(there[copy.path], copy.source, copy.shared)
-                    )
-        return [path for path in target_metadata if path not in known]
+                    _part(target_leaves[copy.path], copy.target, copy.shared).copy_(part)
+        return [path for path in target_metadata if path not in stored]
 
 
 def _mapped(tree: Any, path: KeyPath, change: Callable[[KeyPath, Any], Any]) -> Any:
-    """A copy of the dicts, lists and tuples of a tree, with other leaves."""
+    """A copy of a tree of dicts, lists and tuples, with ``change(path, leaf)`` instead of each leaf."""
     if isinstance(tree, Mapping):
         return {key: _mapped(value, (*path, key), change) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -172,32 +187,24 @@ def _mapped(tree: Any, path: KeyPath, change: Callable[[KeyPath, Any], Any]) -> 
 
 
 def _leaves(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
-    found: list[tuple[KeyPath, Any]] = []
-    _mapped(tree, (), lambda path, leaf: found.append((path, leaf)))
-    return iter(found)
-
-
-def _piece(tensor: RaggedDTensor) -> torch.Tensor:
-    piece = local_of(tensor).detach()
-    boxes = tuple((box.offsets, box.sizes) for box in tensor.boxes)
-    vars(piece)[_PLACE] = (tuple(tensor.shape), boxes)  # which torch.save and copies keep
-    return piece
+    leaves: list[tuple[KeyPath, Any]] = []
+    _mapped(tree, (), lambda path, leaf: leaves.append((path, leaf)))
+    return iter(leaves)
 
 
 def _sharding_of(tensor: torch.Tensor, item_key: str, path: KeyPath) -> ShardingMetadata:
     if isinstance(tensor, RaggedDTensor):
         raise CheckpointError(
-            "A ragged tensor cannot be stored as it is.",
+            "A ragged tensor cannot be stored without its position.",
             expected="vescale_fsdp.integrations.torch_checkpointing.pieces(state)",
             got=f"a ragged tensor of shape {tuple(tensor.shape)}",
             where=".".join(map(str, (item_key, *path))),
-            todo="give save, and load(into=...), the pieces of the state",
+            todo="pass pieces(state) to save and to load(into=...)",
         )
     if isinstance(tensor, DTensor):
         return DTensorShardingMetadata.from_dtensor(tensor)  # type: ignore[no-any-return]
-    shape, boxes = vars(tensor).get(
-        _PLACE, (tuple(tensor.shape), (((0,) * tensor.ndim, tuple(tensor.shape)),))
-    )
+    whole = tuple(tensor.shape), (((0,) * tensor.ndim, tuple(tensor.shape)),)
+    shape, boxes = vars(tensor).get(_POSITION, whole)
     return RaggedSharding(shape, tuple(Box(*box) for box in boxes))
 
 
@@ -209,66 +216,60 @@ def _boxes_of(sharding: ShardingMetadata, rank: int) -> tuple[Box, ...]:
 
 
 def _copies(path: KeyPath, target: ShardingMetadata, groups: Sequence[Any]) -> Iterator[tuple[int, _Copy]]:
-    """What to read for one tensor of this rank, each element once, and of which rank."""
+    """(rank of a file, copy from it) for one tensor of this rank; the copies contain every element once."""
     if not groups:
         return
-    held: dict[Box, tuple[int, Sequence[Box], int]] = {}
+    stored: dict[
+        Box, tuple[int, Sequence[Box], int]
+    ] = {}  # box -> the first rank that has it, its boxes, number
     for group in groups:
-        _check_shape(path, target, group.sharding_metadata)
+        shapes = [tuple(sharding.global_shape) for sharding in (target, group.sharding_metadata)]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                "A tensor has another shape in the checkpoint.",
+                expected=f"shape {shapes[0]}",
+                got=f"shape {shapes[1]}",
+                where=".".join(map(str, path)),
+                todo="build the model that the checkpoint was saved from",
+            )
         for rank in group.ranks:
-            stored = _boxes_of(group.sharding_metadata, rank)
-            for number, box in enumerate(stored):
-                held.setdefault(box, (rank, stored, number))
-    own = _boxes_of(target, dist.get_rank() if dist.is_initialized() else 0)
-    for at, box in enumerate(own):
+            rank_boxes = _boxes_of(group.sharding_metadata, rank)
+            for number, box in enumerate(rank_boxes):
+                stored.setdefault(box, (rank, rank_boxes, number))
+    own_boxes = _boxes_of(target, dist.get_rank() if dist.is_initialized() else 0)
+    for own_number, box in enumerate(own_boxes):
         missing = box.numel
-        for theirs, (rank, boxes, number) in held.items():
-            shared = box.intersect(theirs)
+        for stored_box, (rank, boxes, number) in stored.items():
+            shared = box.intersect(stored_box)
             if shared is not None:
                 missing -= shared.numel
-                yield rank, _Copy(path, shared, (boxes, number), (own, at))
+                yield rank, _Copy(path, shared, (boxes, number), (own_boxes, own_number))
         if missing:
             raise CheckpointError(
-                "The checkpoint does not hold every element of a tensor exactly once.",
+                "The checkpoint does not contain every element of a tensor exactly once.",
                 expected=f"{box.numel} elements of {box}",
                 got=f"{box.numel - missing}",
                 where=".".join(map(str, path)),
-                todo="load a checkpoint that all of its ranks have written",
+                todo="load a checkpoint that all ranks have written",
             )
-
-
-def _check_shape(path: KeyPath, target: Any, source: Any) -> None:
-    if tuple(target.global_shape) != tuple(source.global_shape):
-        raise CheckpointError(
-            "A tensor has another shape in the checkpoint.",
-            expected=f"shape {tuple(target.global_shape)}",
-            got=f"shape {tuple(source.global_shape)}",
-            where=".".join(map(str, path)),
-            todo="build the model that the checkpoint was saved from",
-        )
-
-
-def _rank_of_values(source: DistributedItemMetadata) -> int:
-    own = dist.get_rank() if dist.is_initialized() else 0
-    return own if own in source.rank_to_layout_info else 0
 
 
 def _read(folder: Path, item_key: str, rank: int, source: DistributedItemMetadata, storage: Storage) -> Any:
     layout = source.get_layout_info(rank, item_key)
     if not isinstance(layout.serialization_format, TorchSerialization):
         raise CheckpointError(
-            "A file of another form than torch.save's cannot be resharded.",
+            "Only files in the format of torch.save can be resharded.",
             expected="an item with the default layout",
             got=f"{type(layout.serialization_format).__name__}",
             where=layout.file_path,
-            todo="save the item without a layout of its own",
+            todo="save the item with the default layout",
         )
     return load_torch_serialized_from_storage(folder / layout.file_path, storage, map_location="cpu")
 
 
-def _part(tensor: torch.Tensor, held: tuple[Sequence[Box], int], shared: Box) -> torch.Tensor:
-    """The elements of a box, in the memory that holds it behind those before it."""
-    boxes, number = held
+def _part(tensor: torch.Tensor, position: tuple[Sequence[Box], int], shared: Box) -> torch.Tensor:
+    """The elements of ``shared`` as a view of a tensor whose boxes are stored one after another."""
+    boxes, number = position
     memory = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     box = boxes[number]
     if len(boxes) > 1 or memory.shape != torch.Size(box.sizes):
@@ -278,7 +279,7 @@ def _part(tensor: torch.Tensor, held: tuple[Sequence[Box], int], shared: Box) ->
 
 
 def _take_values(target: Any, source: Any) -> None:
-    """Put what is no tensor into the dicts and lists of ``target``."""
+    """Copy all values that are not tensors into the dicts and lists of ``target``."""
     if isinstance(target, dict) and isinstance(source, Mapping):
         pairs = [(key, source[key]) for key in target if key in source]
     elif isinstance(target, list) and isinstance(source, Sequence):

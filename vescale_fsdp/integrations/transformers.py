@@ -1,14 +1,14 @@
-"""transformers 5: what ``from_pretrained(distributed_config=...)`` needs beside torch's names, to load into shards.
+"""transformers 5: loading into ragged shards by ``from_pretrained(distributed_config=...)``.
 
     with as_fsdp2():
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=8))
 
-It shards the model on the meta device and cuts each tensor of the files by torch's placements. Under `as_fsdp2` the
-loader knows ragged placements, and tied weights are tied first:
+transformers shards the model on the meta device and cuts each tensor of the files by torch's placements. Under
+`as_fsdp2`, functions of its loader are replaced by ones for ragged placements, and tied weights are tied first:
 
-    a tensor of the files that is a parameter as it is      each rank reads its boxes alone (at most 2 * ndim - 1)
-    tensors that become a parameter (merged experts)        each rank reads and merges all, then keeps its piece
-    a parameter that the files lack                         initialised on the shards
+    a tensor of the files is a parameter                    each rank reads its own boxes (at most 2 * ndim - 1)
+    several tensors become a parameter (merged experts)     each rank reads and merges all, then keeps its piece
+    the files lack a parameter                              it is initialized on the shards
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vescale_fsdp.integrations.replaced_names import StandIn
 
 
 class _PieceOperation:
-    """Reads one parameter's piece from a tensor of the files (an array of safetensors, or a tensor)."""
+    """Reads the piece of one parameter from a tensor of the files (a safetensors slice, or a tensor)."""
 
     def __init__(self, param: RaggedDTensor) -> None:
         self._boxes = param.boxes
@@ -35,7 +35,7 @@ class _PieceOperation:
     def shard_tensor(
         self, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: Any = None
     ) -> torch.Tensor:
-        """This rank's piece, flat; all of the source if it is to be merged with others first."""
+        """This rank's piece, 1-D; the whole source if it is merged with other tensors first."""
         shape = tuple(source.shape) if isinstance(source, torch.Tensor) else tuple(source.get_shape())
         if tensor_idx is not None or shape != self._shape:
             return source[...].to(device=device, dtype=dtype)
@@ -44,30 +44,26 @@ class _PieceOperation:
         return piece.to(device=device, dtype=dtype)
 
 
-_their_apply = fsdp.apply_fully_sharded_data_parallelism
-_their_operation = sharding_utils.DtensorShardOperation
-_their_wrap = sharding_utils._dtensor_from_local_like
-_their_set_param = core_model_loading.set_param_for_module
+_hf_apply = fsdp.apply_fully_sharded_data_parallelism
+_hf_operation = sharding_utils.DtensorShardOperation
+_hf_wrap = sharding_utils._dtensor_from_local_like
+_hf_set_param = core_model_loading.set_param_for_module
 
 
 def _apply(model: Any, mesh_manager: Any, fsdp_plan: dict[str, str], ep_plan: dict[str, str]) -> Any:
-    """transformers' own, with tied embeddings in one unit: the root's, which keeps full weights as their plan asks.
+    """transformers' own, with tied embeddings in the root's unit, which keeps full weights as its plan requires.
 
-    transformers shards before it ties, and ties the weight of one unit to that of another, which lies otherwise.
+    transformers shards before it ties weights. It would tie weights of two units, which have different layouts.
     """
     model.tie_weights()
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     if len({getattr(each, "weight", None) for each in embeddings}) == 1:
         fsdp_plan = {name: s for name, s in fsdp_plan.items() if model.get_submodule(name) not in embeddings}
-    return _their_apply(model, mesh_manager, fsdp_plan, ep_plan)
-
-
-def _operation(param: Any) -> Any:
-    return _PieceOperation(param) if isinstance(param, RaggedDTensor) else _their_operation(param)
+    return _hf_apply(model, mesh_manager, fsdp_plan, ep_plan)
 
 
 def ragged_like(local: torch.Tensor, ref: RaggedDTensor) -> RaggedDTensor:
-    """A piece, placed as another tensor is."""
+    """A ragged tensor of this piece, with the placements and layout of ``ref``."""
     ragged = RaggedDTensor.from_local(
         local.contiguous(), ref.device_mesh, ref.placements, shape=tuple(ref.shape)
     )
@@ -75,32 +71,32 @@ def ragged_like(local: torch.Tensor, ref: RaggedDTensor) -> RaggedDTensor:
     return ragged
 
 
-def _wrap_local_like(local: torch.Tensor, ref: Any) -> Any:
-    return ragged_like(local, ref) if isinstance(ref, RaggedDTensor) else _their_wrap(local, ref)
-
-
 def _set_param(model: nn.Module, target_name: str, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """transformers' own, after cutting what was merged whole."""
+    """transformers' own, with this rank's piece of a value that was merged whole."""
     owner, _, name = target_name.rpartition(".")
     ref = model.get_submodule(owner)._parameters.get(name)
     if isinstance(ref, RaggedDTensor) and value.shape == ref.shape and value.shape != ref.to_local().shape:
         value = local_part_of(value.detach(), ref)
-    return _their_set_param(model, target_name, value, *args, **kwargs)
+    return _hf_set_param(model, target_name, value, *args, **kwargs)
 
 
-# What of transformers is replaced.
+# The functions of transformers that are replaced.
 LOADER = (
-    StandIn(_their_apply, _apply, ("transformers.distributed.mixin",)),
+    StandIn(_hf_apply, _apply, ("transformers.distributed.mixin",)),
     StandIn(
-        _their_operation,
-        _operation,
+        _hf_operation,
+        lambda param: (_PieceOperation if isinstance(param, RaggedDTensor) else _hf_operation)(param),
         (
             "transformers.core_model_loading",
             "transformers.distributed.sharding_utils",
-        ),  # peft asks the latter
+        ),  # peft uses the latter
     ),
     StandIn(
-        _their_wrap, _wrap_local_like, ("transformers.core_model_loading", "transformers.modeling_utils")
+        _hf_wrap,
+        lambda local_tensor, ref: (ragged_like if isinstance(ref, RaggedDTensor) else _hf_wrap)(
+            local_tensor, ref
+        ),
+        ("transformers.core_model_loading", "transformers.modeling_utils"),
     ),
-    StandIn(_their_set_param, _set_param, ("transformers.core_model_loading",)),
+    StandIn(_hf_set_param, _set_param, ("transformers.core_model_loading",)),
 )

@@ -1,4 +1,4 @@
-"""The versions of each stack that our examples were run with, and a warning for any other."""
+"""The tested versions of each training stack, and a warning for any other version."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 from vescale_fsdp.errors import explain
 
-# Package -> versions that `make test-stacks` passed with. README, docs/stacks.md, docs/compatibility.json and
-# pyproject's extras say the same (tests/integrations/test_tried_versions.py).
+# Package -> versions with which `make test-stacks` passed. README, docs/stacks.md, docs/compatibility.json and
+# pyproject's extras list the same (tests/integrations/test_tried_versions.py).
 TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "accelerate": ("1.15.0",),
@@ -26,7 +26,7 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class UntriedVersionWarning(UserWarning):
-    """A stack is installed in a version that this package was not tried with.
+    """The installed version of a stack was not tested with this package.
 
     Examples:
         >>> warnings.simplefilter("ignore", UntriedVersionWarning)  # you have compared losses yourself
@@ -35,19 +35,19 @@ class UntriedVersionWarning(UserWarning):
 
 
 def check_version(package: str) -> bool:
-    """Whether the installed version of a stack is one that was tried; a warning if not."""
+    """Whether the installed version of a stack was tested; warns if not."""
     try:
         installed = version(package)
-    except PackageNotFoundError:  # it runs from its sources
+    except PackageNotFoundError:  # imported from a source tree
         installed = "of no known version"
     if installed in TRIED[package]:
         return True
     warnings.warn(
         explain(
-            f"This version of {package} was not tried with vescale_fsdp.",
+            f"This version of {package} was not tested with vescale_fsdp.",
             expected=f"{package} {' or '.join(TRIED[package])}",
             got=f"{package} {installed}",
-            todo="compare a few losses with stock FSDP2's, or install a version of the table in docs/compatibility.md",
+            todo="compare a few losses with stock FSDP2, or install a version that docs/compatibility.md lists",
         ),
         UntriedVersionWarning,
         stacklevel=3,

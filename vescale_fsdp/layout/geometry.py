@@ -103,6 +103,15 @@ def numel_of(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
+def round_up(number: int, step: int) -> int:
+    """The smallest multiple of ``step`` that is at least ``number``.
+
+    >>> round_up(13, 4), round_up(12, 4)
+    (16, 12)
+    """
+    return number + -number % step
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides in elements; ``strides[d]`` is the numel of everything right of dim ``d``."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

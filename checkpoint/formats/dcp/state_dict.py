@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict as _tor
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as _torch_set_optimizer
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.checkpoint.state.live_objects import home_device
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.dtensor.ragged_dtensor import wrap_like
 from vescale_fsdp.errors import CheckpointError
@@ -78,16 +79,6 @@ def _materialise(model: nn.Module, template: dict[str, Any], state: dict[str, An
 
 def _copy_at_home(template: dict[str, Any], fqn: str, value: torch.Tensor) -> torch.Tensor:
     return value.detach().to(home_device(template), template[fqn].dtype, copy=True)
-
-
-def home_device(template: Any) -> torch.device:
-    """Where a state's tensors lie, or will lie once they are made."""
-    tensors = [value for value in template.values() if isinstance(value, torch.Tensor) and value.ndim]
-    there = [tensor.device for tensor in tensors if not tensor.is_meta]
-    if there:
-        return there[0]
-    kind = next((tensor.device_mesh.device_type for tensor in tensors if isinstance(tensor, DTensor)), "cpu")
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def set_optimizer_state_dict(

@@ -24,14 +24,11 @@ OF_STACKS = (
     "vescale_fsdp.integrations.lightning.VescaleFabricStrategy",
     "vescale_fsdp.integrations.lightning.VescaleStrategy",
     "vescale_fsdp.integrations.nemo_automodel.automodel_with_vescale",
-    "vescale_fsdp.integrations.nemo_automodel.fully_shard_fn",
     "vescale_fsdp.integrations.peft.merge_and_unload",
     "vescale_fsdp.integrations.torchtitan.VescaleCheckpoints",
     "vescale_fsdp.integrations.torchtitan.parallelize_with",
     "vescale_fsdp.integrations.torchtitan.with_vescale",
     "vescale_fsdp.integrations.weight_sync.WholeTensors",
-    "vescale_fsdp.integrations.weight_sync.shard_specs",
-    "vescale_fsdp.integrations.weight_sync.weight_source",
 )
 
 

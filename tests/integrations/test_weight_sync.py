@@ -1,4 +1,4 @@
-"""Weights for engines that take whole tensors or flat pieces: against doubles of their published interfaces."""
+"""Whole tensors of a sharded state for engines: values, buckets, memory, and errors on all ranks."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
-from tests.integrations.weight_sync.engine_doubles import (
-    ParamMeta,
-    ShardSpec,
-    TrainerEngine,
-    WeightSource,
-    extract_weights,
-    gather_flat,
-)
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, PlacementError
-from vescale_fsdp.integrations.weight_sync import WholeTensors, shard_specs, weight_source
+from vescale_fsdp.integrations.weight_sync import WholeTensors
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.quantize import Fp8Blocks, quantize
 from vescale_fsdp.torch_private import local_of
@@ -112,22 +104,28 @@ def wrong_calls() -> None:
     assert "written to between two buckets" in said and "rank 1" in said
 
 
-def vllm_and_checkpoint_engine() -> None:
-    """A source of vLLM's class, called as its engine does, twice; buckets as checkpoint-engine's workers read them."""
+def extract_weights(payload: list[dict[str, Any]], buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Tensors of a shared buffer, as checkpoint-engine's worker reads them (its worker.py at 1f14a07fa749)."""
+    tensors = []
+    for item in payload:
+        assert isinstance(item["shape"], torch.Size) and isinstance(item["dtype"], torch.dtype)
+        stop = item["offset"] + item["dtype"].itemsize * item["shape"].numel()
+        assert stop <= buffer.numel()
+        tensors.append((item["name"], buffer[item["offset"] : stop].view(item["dtype"]).view(item["shape"])))
+    return tensors
+
+
+def one_sender_and_checkpoint_engine() -> None:
+    """Tensors on one rank alone, twice, kept while the next ones come; buckets as checkpoint-engine reads them."""
     full, state = trainer()
-    source = weight_source(WholeTensors(state, receivers=(0,), bucket_bytes=512), WeightSource, ParamMeta)
-    engine = TrainerEngine(source, is_sender=dist.get_rank() == 0)
+    whole = WholeTensors(state, receivers=(0,), bucket_bytes=512)
     for _ in range(2):
-        received = engine.send_weights()
-        assert set(received) == (set(full) if dist.get_rank() == 0 else set())
-        assert all(tensor.equal(full[name]) for name, tensor in received.items())
-    if dist.get_rank() == 0:
-        list(source)
-    else:  # who gets nothing must not be the sender: that is told from weights of zero
-        names = [name for name, tensor in source if not tensor.is_meta]
-        assert names == []
-    with pytest.raises(TypeError):
-        weight_source(WholeTensors(state), WeightSource, dict.fromkeys).metadata()
+        received = dict(whole)
+        assert all(tensor.is_meta == (dist.get_rank() == 1) for tensor in received.values())
+        if dist.get_rank() == 0:
+            assert all(
+                tensor.equal(full[name]) and tensor.is_contiguous() for name, tensor in received.items()
+            )
     shared = torch.empty(1 << 16, dtype=torch.uint8)
     seen: Full = {}
     for bucket in WholeTensors(state).buckets():
@@ -141,49 +139,12 @@ def two_ranks() -> list[int]:
     """All that two ranks can show."""
     sizes = whole_tensors()
     wrong_calls()
-    vllm_and_checkpoint_engine()
+    one_sender_and_checkpoint_engine()
     return sizes
 
 
 def test_whole_tensors() -> None:
-    """For vLLM and checkpoint-engine: the tensors themselves, no more than a bucket at a time, or all ranks raise."""
+    """The tensors themselves, no more than a bucket at a time, or all ranks raise."""
     sizes = run_ranks(2, two_ranks, timeout_s=120)[0]
 
     assert len(sizes) > 2 and sorted(sizes)[-2] <= 4096 < sum(sizes)  # the large one is a bucket of its own
-
-
-def verl_specs() -> int:
-    """Flat pieces of ragged tensors under replication, and what verl derives itself left to it."""
-    mesh = cpu_mesh(2, 2, names=("replicas", "shards"))
-    full = torch.randn(7, 3)
-    units = RaggedShard((0, 1), (5, 16))
-    tensors = {
-        "ragged": distribute_tensor(full.clone(), mesh, [Replicate(), units]),
-        "first": distribute_tensor(full.clone(), mesh["shards"], [RaggedShard((0,), (1, 0))]),
-        "stock": distribute_stock(full.clone(), mesh, [Replicate(), Shard(0)]),
-        "plain": full.clone(),
-    }
-    replica, shard = mesh.get_coordinate() or (0, 0)
-    found = {name: (local, spec) for name, local, spec in shard_specs(tensors.items(), ShardSpec)}
-    local, spec = found["ragged"]
-    assert (spec.place, local.numel()) == ((5, 16) if shard else (0, 5)) and spec.contributes is (
-        replica == 0
-    )
-    whole = gather_flat(local, spec)
-    assert whole is None if shard else whole is not None
-    if whole is not None:
-        assert whole.equal(full) if replica == 0 else whole.isnan().all()
-    whole = gather_flat(*found["first"])
-    assert shard or (whole is not None and whole.equal(full))
-    assert (
-        found["stock"][1] == ShardSpec((7, 3), mesh, (Replicate(), Shard(0)))
-        and found["plain"][1].mesh is None
-    )
-    with pytest.raises(TypeError):
-        list(shard_specs([("ragged", tensors["ragged"])], dict.fromkeys))
-    return local.numel()
-
-
-def test_flat_pieces() -> None:
-    """For verl: offsets from which the full tensor is put together again, each item by one rank."""
-    assert run_ranks(4, verl_specs, timeout_s=120) == [5, 16, 5, 16]

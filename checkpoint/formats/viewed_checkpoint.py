@@ -1,0 +1,440 @@
+"""A checkpoint of any format as `load` reads it: views of its tensors, at the paths of the state.
+
+    source    pytorch_model_fsdp_0.a.q, .k, .v      optimizer.state.0.exp_avg      (of two parameters, by number)
+    rules     a.qkv = concat(q, k, v)
+    state     model.a.qkv                           optim.state.a.qkv.exp_avg      (by name, nested or flattened)
+
+Tensors are matched by metadata alone. Then each rank reads its own regions of the views, in boxes of at most 16 MiB,
+straight into the tensors where the files have the bytes in that order. Checksums of ranges that several ranks have
+read in part are joined and compared by one of these ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from vescale_fsdp.checkpoint.formats.loadable import Loadable
+from vescale_fsdp.checkpoint.formats.native.read import Reads
+from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
+from vescale_fsdp.checkpoint.formats.native.tree import native_tree
+from vescale_fsdp.checkpoint.manifest.region import Region
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.checkpoint.moves.carried_state import (
+    CarriedState,
+    container_of,
+    home_of,
+    optimizers_of,
+    split_entries,
+)
+from vescale_fsdp.checkpoint.moves.casting import CastRules, CastView
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
+from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
+from vescale_fsdp.checkpoint.moves.verified_reads import SeenPieces
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, num_neighbours
+from vescale_fsdp.checkpoint.ranks.first_error import FirstError
+from vescale_fsdp.checkpoint.state.live_objects import (
+    LiveObjects,
+    aliases_of,
+    allocate,
+    is_meta,
+    unsaved_meta_buffers,
+)
+from vescale_fsdp.checkpoint.state.match import Match, TensorRead, match
+from vescale_fsdp.checkpoint.state.nesting import Path, name_of
+from vescale_fsdp.checkpoint.storage.checksums import RunningDigest
+from vescale_fsdp.errors import CheckpointError, some
+from vescale_fsdp.layout.dtypes import dtype_from_torch
+from vescale_fsdp.layout.geometry import Box
+
+AS_STATE = "state"  # the cast to the dtypes that the state has
+_BOX_BYTES = 16 << 20  # 16 MiB
+
+
+@dataclass(frozen=True)
+class OpenedSource:
+    """A source and what its format and the options of a load say of it.
+
+    Attributes:
+        state: its entries, dequantized and after key rules.
+        quantized: names of codes and scales in its model, which are not cast.
+        aliases: further names of tied tensors that the format leaves out, by all names that it has: name -> the name
+            that is stored; and warnings. Asked only when the state lacks tensors, since transformers may be imported.
+        adapter_names: for the names of a live model and of the source's: what the tensors of an adapter's folder are
+            called in the live model, if the source is such a folder.
+    """
+
+    source: Source
+    state: CarriedState
+    quantized: frozenset[str]
+    aliases: Callable[[Collection[str]], tuple[dict[str, str], tuple[str, ...]]]
+    adapter_names: Callable[[Collection[str], Collection[str]], Mapping[str, str]]
+
+
+class ViewedCheckpoint(Loadable):
+    """A checkpoint that is loaded through views.
+
+    Args:
+        casts: texts of `CastRules`, and `AS_STATE`.
+        init: fills buffers that are in no checkpoint, module by module; None if there is nothing that can.
+        strict: as for `load`.
+        metadata: of a native checkpoint that is loaded through views.
+    """
+
+    joins_stages = True
+
+    def __init__(
+        self,
+        opened: OpenedSource,
+        coordinator: Coordinator,
+        casts: Sequence[str],
+        init: Callable[[nn.Module], object] | None,
+        *,
+        strict: bool,
+        metadata: Json = None,
+    ) -> None:
+        self._source, self._opened, self._coordinator = opened.source, opened, coordinator
+        self._init, self._strict = init, strict
+        self._casts_to_state = AS_STATE in casts
+        self._carried, self._quantized = opened.state, opened.quantized
+        texts = [text for text in casts if text != AS_STATE]
+        self._rules = CastRules.parse(texts) if texts else None
+        self._views: list[TensorView] = []  # by number in the tree that was matched last
+        self.where, self.metadata = opened.source.url, metadata
+        self.warnings, self.left_out = tuple(opened.source.warnings), tuple[str, ...]()
+
+    @property
+    def identity(self) -> str:
+        """A digest of the tensors that the source lists; equal on all ranks that opened the same files."""
+        digest = RunningDigest()
+        for name, tensor in self._source.tensors.items():
+            chunks = [(chunk.file, chunk.offset, chunk.box.offsets) for chunk in tensor.chunks]
+            digest.update(repr((name, tensor.info.shape, tensor.info.dtype.name, chunks)).encode())
+        return digest.hexdigest()
+
+    def match(self, state: Any, include: tuple[str, ...] | None) -> Match:
+        """Match the source's entries with a state.
+
+        Raises:
+            ConversionError: if casts do not fit the source.
+            CheckpointError: for leaves that are tensors on one side only.
+        """
+        texts = self._carried.warnings
+        found = self._match(state, include)
+        if found.missing and self._carried is self._opened.state:
+            # The state may have separate tensors under names that are one tensor in the source.
+            aliases, doubts = self._opened.aliases(self._carried.views)
+            texts += doubts
+            if aliases:
+                self._carried = self._carried.with_names_of(aliases)
+                self._quantized |= {new for new, stored in aliases.items() if stored in self._quantized}
+                found = self._match(state, include)
+        for text in texts:
+            warnings.warn(text, stacklevel=5)
+        return found
+
+    def _match(self, state: Any, include: tuple[str, ...] | None) -> Match:
+        live, carried, rules = LiveObjects(state), self._carried, self._rules
+        leaves = live.leaves()
+        if rules is not None:
+            carried = carried.with_model_views(lambda views: rules.apply(views, self._quantized))
+        carried, adapter = _at_paths_of(leaves, tuple(live.modules), carried, self._opened.adapter_names)
+        tree, names = native_tree(carried, lambda _: 0)
+        self._views = [carried.views[name] for _, name in names]
+        self.left_out = carried.left_out
+        found = match(state, tree, include, live=live, gives_modules=False)
+        found.require_fit(self.where, strict=False)
+        found.reads = [read for read in found.reads if found.fits(read, *self._type_of(read))]
+        filled, aliases = {read.name for read in found.reads}, aliases_of(leaves)
+        found.missing = [name for name in found.missing if filled.isdisjoint(aliases.get(name, ()))]
+        if adapter:  # it fills the adapter alone: the base keeps its values
+            found.missing = [name for name in found.missing if name in adapter]
+        return found
+
+    def _type_of(self, read: TensorRead) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of what fills a tensor."""
+        info = self._view_for(read.place, read.tensor).info
+        return info.dtype.name, info.shape
+
+    def _view_for(self, place: int, tensor: torch.Tensor) -> TensorView:
+        """The view that fills a tensor of the state; a float in the tensor's own dtype, if that was asked for."""
+        view = self._views[place]
+        if not self._casts_to_state or view.info.name in self._quantized:
+            return view
+        wanted = dtype_from_torch(dtype_name(tensor.dtype))
+        is_cast = view.info.dtype != wanted and view.info.dtype.kind == wanted.kind == "float"
+        return CastView(view, wanted) if is_cast else view
+
+    def describe(self, place: int) -> tuple[tuple[int, ...], str, bool]:
+        """Shape and dtype of a stored tensor; it is no rank's part of one."""
+        info = self._views[place].info
+        return info.shape, info.dtype.required_torch_name, False
+
+    def allocate(
+        self, found: Match, state: Any, include: tuple[str, ...] | None, on_failure: ExitStack
+    ) -> Match:
+        """Give tensors on the meta device memory, and match again what the state has now.
+
+        Raises:
+            CheckpointError: if buffers are on the meta device that nothing fills.
+        """
+        live = LiveObjects(state)
+        names = [read.name for read in found.reads if is_meta(read.tensor)]
+        buffers = unsaved_meta_buffers(live)
+        if buffers and self._init is None and self._strict:
+            raise CheckpointError(
+                "Buffers on the meta device are in no checkpoint.",
+                expected="values for every tensor of the model",
+                got=some(buffers),
+                todo="pass init=, which is called with each module that has such buffers: for transformers "
+                "init=model._init_weights, elsewhere often lambda module: module.reset_parameters()",
+            )
+        if not names and not buffers:
+            return found
+        buffers = buffers if self._init is not None else {}
+        on_failure.callback(allocate(live, names, buffers))
+        for owner in dict.fromkeys(buffers.values()):
+            assert self._init is not None
+            self._init(owner)
+        again = self._match(state, include)
+        again.unexpected = found.unexpected
+        return again
+
+    def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
+        """Refuse two stored tensors that fill one tensor of the state, unless this rank's regions are equal.
+
+        Raises:
+            CheckpointError: if they differ.
+        """
+        views = [self._view_for(read.place, read.tensor) for read in (one, other)]
+        if one.place == other.place or views[0].identity() == views[1].identity():
+            return
+        raw = views[0].info.dtype.raw
+        for whole, _ in region.pieces():
+            for box, _ in _cut(whole, raw.itemsize, 0):
+                left, right = np.empty(box.sizes, dtype=raw), np.empty(box.sizes, dtype=raw)
+                views[0].read_into(box, left)
+                views[1].read_into(box, right)
+                if not np.array_equal(left, right):
+                    raise CheckpointError(
+                        "Two tensors of the source are one in the state, and they differ.",
+                        expected=f"equal values of {one.name} and {other.name}, which the model ties",
+                        got="other values",
+                        where=self.where,
+                        todo="untie them in the model (config.tie_word_embeddings=False), or leave one out with "
+                        "include=",
+                    )
+
+    def fetch(self, reads: Reads, found: Match) -> None:
+        """All files are in the source's storage."""
+
+    def read_values(self, found: Match) -> None:
+        """Sources have no per-rank values."""
+
+    def reads(self) -> Reads:
+        return _ViewReads(self._source, self._view_for, self._coordinator)
+
+
+def _at_paths_of(
+    leaves: Mapping[Path, Any],
+    modules: Sequence[Path],
+    carried: CarriedState,
+    adapter_names: Callable[[Collection[str], Collection[str]], Mapping[str, str]],
+) -> tuple[CarriedState, frozenset[str]]:
+    """Entries of a source at the paths where a live state has its own, and full names of the adapter that it fills.
+
+    The model of a state with one goes where the live model is, whatever either is called, and so does the optimizer of
+    a state with one. Entries that the live state cannot take (a scheduler's, or the optimizer's when the live state is
+    a model alone) are left out.
+
+    Args:
+        leaves: of the live state.
+        modules: paths of its modules; empty for a state of plain dicts, in which the model is looked for.
+    """
+    paths = {name_of(path): path for path in leaves}
+    shapes = {
+        name: leaf.shape for name, path in paths.items() if isinstance(leaf := leaves[path], torch.Tensor)
+    }
+    prefix = name_of(modules[0]) if len(modules) == 1 else None
+    live = split_entries(paths, shapes, prefix, "the state to be filled")
+    optimizers = {home for name in live.optimizer if (home := home_of(paths[name])) is not None}
+
+    names = adapter_names(live.names.values(), carried.is_model)
+    stored = carried.is_model.intersection(names)
+    if stored:
+        renamed = {names[name]: (RenamedView(carried.views[name], names[name]), name) for name in stored}
+        carried = carried.with_replaced(renamed, stored)
+
+    has_one_model = len(modules) == 1 or (not modules and not live.candidates)
+    if has_one_model and not carried.model.candidates:
+        container = modules[0] if modules else container_of(live.prefix, leaves)
+        carried = _moved(carried, dict.fromkeys(carried.is_model, carried.container), container)
+    containers = optimizers_of(carried)
+    if len(containers) == len(optimizers) == 1:
+        (container,) = optimizers
+        ((old, entries),) = containers.items()
+        carried = _moved(carried, dict.fromkeys(entries, old), container)
+        containers = {container: entries}
+
+    entries = [*carried.views, *carried.values]
+    of_optimizers = {name for names in containers.values() for name in names} if optimizers else set()
+    kept = {
+        name
+        for name in entries
+        if name in carried.is_model
+        or name in of_optimizers
+        # a leaf, or an entry of an object or of an empty container
+        or any(path[:depth] in leaves for path in (carried.path(name),) for depth in range(1, len(path) + 1))
+    }
+    carried = replace(
+        carried,
+        views={name: view for name, view in carried.views.items() if name in kept},
+        values={name: value for name, value in carried.values.items() if name in kept},
+        left_out=(*carried.left_out, *(name for name in entries if name not in kept)),
+    )
+    return carried, frozenset(f"{live.prefix}{name}" for name in names.values())
+
+
+def _moved(state: CarriedState, containers: Mapping[str, Path], new: Path) -> CarriedState:
+    """Entries in another container than theirs; a model's entry has one key in it, with whatever dots it had."""
+    paths = dict(state.paths)
+    for name, old in containers.items():
+        rest = state.path(name)[len(old) :]
+        paths[name] = (*new, name_of(rest)) if name in state.is_model else (*new, *rest)
+    return replace(state, paths=paths)
+
+
+class _Filling(NamedTuple):
+    """A view, the region of it that this rank reads, and the memory that it fills, in the view's dtype."""
+
+    view: TensorView
+    region: Region
+    target: LoadTarget
+
+
+class _BoxRead(NamedTuple):
+    """A box of a view, and the number of the target's first item that it fills."""
+
+    view: TensorView
+    box: Box
+    target: LoadTarget
+    first: int
+
+
+class _ViewReads(Reads):
+    """Reads of views.
+
+    A region is a flat range of a box, and one run of items in memory. It is cut into boxes that are runs of that memory
+    too, so that bytes which a file has in the same order are read into it without a copy:
+
+        region   rows 3.5 .. 9.0 of a matrix      boxes   half of row 3 | rows 4 .. 8       (of at most 16 MiB)
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        view_for: Callable[[int, torch.Tensor], TensorView],
+        coordinator: Coordinator,
+    ) -> None:
+        super().__init__(source.store)
+        self._source, self._view_for, self._coordinator = source, view_for, coordinator
+        self._fillings: list[_Filling] = []
+
+    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
+        filling = _Filling(self._view_for(place, tensor), region, LoadTarget(tensor))
+        self._fillings.append(filling)
+        return filling.target
+
+    def open(self) -> None:
+        """Files were checked when the source was opened; each is opened when it is read."""
+
+    def verify(self) -> None:
+        raise AssertionError("views are verified while they are read")
+
+    def run(self, *, verify: bool) -> None:
+        """Read all regions; a collective, since ranks compare checksums together."""
+        kept, checks = FirstError(), self._source.reads
+        kept.attempt(self._fill)
+        seen = None if kept.error is not None else checks.seen_in_part()
+        seen_by_rank = self._coordinator.everyone(seen)
+        kept.raise_kept()
+        if None not in seen_by_rank:  # else a rank has failed, and all ranks are about to raise
+            checks.verify_with(_share_of(self._coordinator.rank, [each or [] for each in seen_by_rank]))
+        self._source.require_unchanged()
+
+    def _fill(self) -> None:
+        total = sum(filling.region.numel * filling.target.itemsize for filling in self._fillings)
+        self.meter.begin("loading", total)
+
+        def work(shared: Shared[_BoxRead]) -> None:
+            for read in shared:
+                _fill_box(read)
+                self.meter.advance(read.box.numel * read.target.itemsize)
+
+        cores = max(1, (os.cpu_count() or 1) // num_neighbours())
+        in_threads(min(self.storage.read_threads, cores), work, self._boxes())
+        self.num_bytes_read = total
+
+    def _boxes(self) -> Iterator[_BoxRead]:
+        for view, region, target in self._fillings:
+            for whole, start in region.pieces():
+                for box, first in _cut(whole, target.itemsize, start):
+                    yield _BoxRead(view, box, target, first)
+
+    def close(self) -> None:
+        """Each file is closed when it has been read."""
+
+
+def _fill_box(read: _BoxRead) -> None:
+    view, box, target, first = read
+    target.begin()
+    raw, stop = view.info.dtype.raw, first + box.numel
+    if target.memory is not None:
+        view.read_into(box, target.memory.view(raw)[first:stop].reshape(box.sizes))
+        return
+    scratch = np.empty(box.numel, dtype=raw)  # the tensor is on a device, or not contiguous
+    view.read_into(box, scratch.reshape(box.sizes))
+    items = target.flat[first:stop]
+    items.copy_(torch.from_numpy(scratch.view(np.uint8)).view(items.dtype))
+
+
+def _share_of(rank: int, seen_by_rank: Sequence[Sequence[SeenPieces]]) -> Iterator[SeenPieces]:
+    """The partially read checksum ranges that this rank verifies.
+
+    A record of a file, such as a whole matrix, has one checksum, and each rank reads only some of it. One of these
+    ranks joins the checksums of all parts, and reads the bytes that no rank has read.
+    """
+    ranges: dict[tuple[str, int], dict[int, SeenPieces]] = {}
+    for reader, seen in enumerate(seen_by_rank):
+        for pieces in seen:
+            ranges.setdefault((pieces.file, pieces.start), {})[reader] = pieces
+    for number, by_reader in enumerate(ranges.values()):
+        if list(by_reader)[number % len(by_reader)] == rank:  # ranges in turn, so that all ranks verify some
+            yield from by_reader.values()
+
+
+def _cut(box: Box, itemsize: int, first: int) -> Iterator[tuple[Box, int]]:
+    """A row-major box in boxes of at most `_BOX_BYTES` that follow each other, each with its first item's number."""
+    nbytes = box.numel * itemsize
+    dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
+    if nbytes <= _BOX_BYTES or dim is None:
+        if box.numel:
+            yield box, first
+        return
+    rows = box.sizes[dim]
+    step = max(1, rows * _BOX_BYTES // nbytes)
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
+        part = Box(offsets, (*box.sizes[:dim], count, *box.sizes[dim + 1 :]))
+        yield from _cut(part, itemsize, first + start * (box.numel // rows))

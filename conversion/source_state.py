@@ -1,0 +1,53 @@
+"""What `checkpoint.load` asks of a conversion: a checkpoint of any format, dequantized and under the state's names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import TYPE_CHECKING
+
+from vescale_fsdp.checkpoint.formats.huggingface.repository import Assets, own_config
+from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
+from vescale_fsdp.checkpoint.formats.viewed_checkpoint import OpenedSource
+from vescale_fsdp.checkpoint.moves.carried_state import whole_state
+from vescale_fsdp.checkpoint.moves.casting import float_type
+from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.formats.peft import one_adapter, trained_names
+from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
+from vescale_fsdp.conversion.rules.rule_file import load_rules
+from vescale_fsdp.conversion.state.quantized_weights import dequantized, find_quantized
+
+if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.load import SourceOptions
+
+
+def open_for_load(url: str, options: SourceOptions) -> OpenedSource:
+    """Open a checkpoint; only its metadata is read.
+
+    Raises:
+        ConversionError: if no known format's files are there, or the options do not fit them.
+    """
+    source = open_source(url)
+    config = own_config(source.store) if options.config is None else Assets(options.config).config or {}
+    state = whole_state(source, options.model_prefix)
+    if options.dequantize is not None:
+        state = dequantized(state, config, float_type(options.dequantize))
+    if options.rules is not None:
+        to_hf = options.rules_to == "hf"
+        state = state_with_rules(state, load_rules(options.rules), config, to_hf=to_hf)
+    infos = [view.info for name, view in state.views.items() if name in state.is_model]
+    # Dequantized weights have left no codes, whatever config.json says.
+    quantized = find_quantized(infos, config) if options.dequantize is None else frozenset[str]()
+    return OpenedSource(source, state, quantized, partial(left_out_by, source), _adapter_names)
+
+
+def _adapter_names(live: Collection[str], stored: Collection[str]) -> dict[str, str]:
+    """Names in a folder of peft's adapter -> names in the model that trains it; empty for another checkpoint.
+
+    Raises:
+        ConversionError: if the live model has several adapters.
+    """
+    trained = trained_names(live)
+    if {name.saved for name in trained.values()}.isdisjoint(set(stored).difference(trained)):
+        return {}
+    return {saved: name for name, saved in one_adapter(trained, None, "the state to be filled").items()}
