@@ -351,7 +351,7 @@ def summary(report: ConvertReport) -> str:
         names = some((file.name for file in mine), _MOST)
         lines.append(f"part {index} of {count}, counted from 0: {names}")
     if report.outcome.published and not report.outcome.written:
-        lines.append("nothing to do: the result exists already")
+        lines.append("nothing left to do: the result exists already")
     elif report.outcome.kept:
         lines.append(f"kept from the interrupted run: {len(report.outcome.kept)} files")
     if not report.outcome.published and not report.dry_run:
