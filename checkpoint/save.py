@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare, root_errors
 from vescale_fsdp.checkpoint.formats.native.write import NativeForm
-from vescale_fsdp.checkpoint.formats.zarr.write import ZarrForm
+from vescale_fsdp.checkpoint.formats.zarr.live import ZarrForm
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import (
     SPLIT_BYTES,

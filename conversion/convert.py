@@ -39,7 +39,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, repeated_dims,
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.table import TARGETS
-from vescale_fsdp.conversion.state.quantized_weights import find_quantized
+from vescale_fsdp.conversion.quantization import find_quantized
 from vescale_fsdp.errors import ConversionError, format_bytes, some
 
 _ORDER_LOST = (
@@ -295,7 +295,7 @@ def _dequantized(
     if options.dequantize is None:
         return state
     from vescale_fsdp.checkpoint.moves.casting import float_type
-    from vescale_fsdp.conversion.state.quantized_weights import dequantized
+    from vescale_fsdp.conversion.quantization import dequantized
 
     dtype = float_type(options.dequantize)
     state = dequantized(state, _config(assets, source), dtype)
@@ -353,7 +353,7 @@ def _with_ties(
         tied, warnings, differing = find_tied_twins(state.views, assets.settings, is_equal)
         if differing:
             # The result's config.json ties nothing, so the names that the class would tie are all stored.
-            state = state.with_names_of(absent_names(assets.settings, state.views))
+            state = state.with_aliases(absent_names(assets.settings, state.views))
             assets.untie()
             tied, _, differing = find_tied_twins(state.views, assets.settings, is_equal)
             if differing:
@@ -369,7 +369,7 @@ def _with_ties(
     if kind in ("hf", "adapter"):
         return state, {}, ()
     aliases, warnings_of_class = left_out_by(source, state.views)
-    return state.with_names_of(aliases), {}, warnings_of_class
+    return state.with_aliases(aliases), {}, warnings_of_class
 
 
 def _newly_quantized(
@@ -378,7 +378,7 @@ def _newly_quantized(
     """Weights as codes and scales, and a config.json that says so."""
     if not options.quantize:
         return state
-    from vescale_fsdp.conversion.state.newly_quantized import newly_quantized
+    from vescale_fsdp.conversion.quantization import newly_quantized
 
     state, settings = newly_quantized(state, options.quantize, assets.settings or _config(assets, source))
     assets.set_quantization(settings)

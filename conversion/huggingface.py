@@ -32,15 +32,15 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
-from vescale_fsdp.checkpoint.moves.carried_state import find_model, is_optimizer, optimizer_homes
+from vescale_fsdp.checkpoint.moves.carried_state import find_model, optimizer_names
 from vescale_fsdp.checkpoint.moves.casting import CastRules
 from vescale_fsdp.checkpoint.moves.plan import OutputPlan
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
 from vescale_fsdp.conversion.convert import plan_conversion
 from vescale_fsdp.conversion.convert_options import ConvertOptions
+from vescale_fsdp.conversion.quantization import find_quantized
 from vescale_fsdp.conversion.rules.rule_file import load_rules
-from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 from vescale_fsdp.errors import ConversionError, some
 
 if TYPE_CHECKING:
@@ -140,10 +140,8 @@ class HuggingFace(Form):
     def left_out(self, structure: Structure) -> Collection[str]:
         """The optimizer's. What else is left out only all ranks together know."""
         leaves = NativeLeaves(structure, "the state")
-        homes = optimizer_homes(leaves.paths.values())
-        kept = {
-            place for name, place in leaves.tensors.items() if not is_optimizer(leaves.paths[name], homes)
-        }
+        optimizer = set(optimizer_names(leaves.paths))
+        kept = {place for name, place in leaves.tensors.items() if name not in optimizer}
         return [entry.name for place, entry in enumerate(structure.entries) if place not in kept]
 
     def _planned(self, shards: HeldShards, is_equal: Compare) -> tuple[OutputPlan, Sequence[str]]:

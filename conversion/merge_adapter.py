@@ -60,7 +60,7 @@ def merged_state(
     changed = [*(f"{module}.weight" for module in parts), *whole_weights]
     aliases = absent_names(model_config, base.views)
     changed_tensors = {aliases.get(name, name) for name in changed}
-    base = base.with_names_of({name: kept for name, kept in aliases.items() if kept in changed_tensors})
+    base = base.with_aliases({name: kept for name, kept in aliases.items() if kept in changed_tensors})
     merge = _Merge(base.views, config, model_config, adapter.url)
     merge.find_root(changed)
     # First, since a LoRA of an embedding may apply to an embedding that is stored whole too.

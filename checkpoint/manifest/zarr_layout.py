@@ -26,6 +26,8 @@ from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
 from vescale_fsdp.layout.geometry import Box, FlatRange, chunk_of, numel_of
 
 _TARGET_BYTES = 4 << 20  # 4 MiB per chunk, if rows allow
@@ -105,6 +107,11 @@ def chunk_file(manifest: Manifest, index: int, box: Box) -> str:
     """A chunk's file, relative to the checkpoint's folder."""
     coordinates = (str(o // c) for o, c in zip(box.offsets, box.sizes, strict=True))
     return "/".join([manifest.array_paths[index], "c", *coordinates])
+
+
+def stored_crc(store: Storage, file: str, nbytes: int) -> int:
+    """The crc32c that follows a chunk's ``nbytes`` bytes in its file."""
+    return int.from_bytes(store.read(file, nbytes, CRC_BYTES), "little")
 
 
 def array_json(manifest: Manifest, index: int) -> bytes:

@@ -1,12 +1,15 @@
-"""A conversion's state between source and target: tensors and values by name, and which are the model's.
+"""A state by flattened name, as it is carried from a source to a target: tensors, values, the model, its optimizers.
 
 Frameworks nest the model at different depths: at the root (torchtitan), under ``model`` (the DCP tutorials,
 VeOmni), ``pytorch_model_fsdp_0`` (accelerate's file), ``app.model`` (a Stateful wrapper). The path of each
 entry in the saved state distinguishes containers from dots inside a parameter's name; where paths are missing,
 only names can be used.
 
-A state of several models (``generator`` and ``discriminator``) can be converted to formats that hold them all.
-Formats that hold one require a choice: `ModelNames.require_one`.
+A state of several models (``generator`` and ``discriminator``) can be converted to formats that can store them all.
+Formats for one model require a choice: `ModelNames.require_one`. An optimizer belongs to the model that has its
+parameters, in their shapes. Among equal models the position decides
+(``{"generator": {"model": ..., "optimizer": ...}}``), then the name (``optim_g``). Where neither decides, an error is
+raised.
 """
 
 from __future__ import annotations
@@ -31,15 +34,15 @@ _OPTIMIZER = re.compile(r"^((optim|optimizer|optimizers)(_?\d+|_state_dict)?|opt
 # params: of JAX; one beside params_ema is one of two models
 _MODEL = re.compile(r"^(model|model_state_dict|module|state_dict|pytorch_model_fsdp(_\d+)?|params(_\w+)?)$")
 _OPTIMIZER_KEYS = ("state", "param_groups")
-# What lies beside a model at the root and may hold tensors, such as torchtitan's train_state.step.
+# Entries next to a model at the root that may have tensors, such as torchtitan's train_state.step.
 _TRAINING = re.compile(
     r"^(train(er|ing)?(_state)?|progress|data_?loader|sampler|(lr_)?schedulers?|(rng|random)(_states?)?|"
     r"dl_state_dict(_\d+)?|custom_checkpoint_\d+)$"
 )
-# What accelerate saves for the user: a model in it is not the model.
+# Objects that accelerate saves for the user: a model in them is not the model.
 _USERS = re.compile(r"^custom_checkpoint_\d+$")
 _OUTERMOST = "module."  # of DDP
-_PROGRESS = "loops"  # Lightning's counters, of which some are called after an optimizer
+_PROGRESS = "loops"  # Lightning's counters; some of their names contain "optimizer"
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class ModelNames:
         names: source name -> name in the model, tensors only.
         optimizer: names of optimizer entries, tensors and values.
         others: names of everything else (schedulers, counters, random states).
-        candidates: the containers, if there are several models and nothing says which is meant; ``names`` are those of
-            them all then, in full.
+        candidates: the containers, if there are several models and no choice was made; ``names`` are then the full
+            names of all their tensors.
     """
 
     prefix: str
@@ -65,11 +68,11 @@ class ModelNames:
         """Refuse several models.
 
         Raises:
-            ConversionError: if there are several; ``reason`` says what cannot hold them.
+            ConversionError: if there are several; ``reason`` says why one is needed.
         """
         if self.candidates:
             raise ConversionError(
-                "The source holds several models.",
+                "The source has several models.",
                 expected=f"one model, since {reason}",
                 got=some(self.candidates, 8),
                 where=where,
@@ -103,8 +106,7 @@ def split_entries(
     Raises:
         ConversionError: if no tensor is left for the model.
     """
-    homes = optimizer_homes(paths.values())
-    optimizer = dict.fromkeys(name for name, path in paths.items() if is_optimizer(path, homes))
+    optimizer = dict.fromkeys(optimizer_names(paths))
     rest = [name for name in shapes if name not in optimizer]
     candidates: tuple[str, ...] = ()
     if prefix is None:
@@ -152,12 +154,12 @@ def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: 
     Raises:
         ConversionError: if two names would become one.
     """
-    found = {old: without_wrappers(new) for old, new in names.items()}
-    weights = [old for old in found if old not in counters]
-    while weights and all(found[old].startswith(_OUTERMOST) for old in weights):
-        found = {old: new.removeprefix(_OUTERMOST) for old, new in found.items()}
+    unwrapped = {old: without_wrappers(new) for old, new in names.items()}
+    weights = [old for old in unwrapped if old not in counters]
+    while weights and all(unwrapped[old].startswith(_OUTERMOST) for old in weights):
+        unwrapped = {old: new.removeprefix(_OUTERMOST) for old, new in unwrapped.items()}
     first: dict[str, str] = {}
-    for old, new in found.items():
+    for old, new in unwrapped.items():
         if (other := first.setdefault(new, old)) != old:
             raise ConversionError(
                 "Two tensors have the same name without the wrappers of torch.compile, DDP or FSDP1.",
@@ -166,32 +168,36 @@ def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: 
                 where=where,
                 todo="say which model is meant with --model-prefix, or save the unwrapped module",
             )
-    return found
+    return unwrapped
 
 
-def optimizer_homes(paths: Iterable[Path]) -> frozenset[Path]:
-    """Containers that are an optimizer's state by what is in them, whatever they are called. More paths, no fewer."""
+def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
+    """Names of optimizer entries: under a container called like an optimizer or with its keys, or so named at the root.
+
+    Args:
+        paths: of all entries of a state, by flattened name.
+    """
+    # Containers with param_groups are optimizers, whatever they are called.
     groups = re.compile(r"param_groups(\.|$)")
-    return frozenset(
+    containers = {
         path[:depth]
-        for path in paths
+        for path in paths.values()
         for depth, part in enumerate(path)
         if depth and type(part) is str and groups.match(part)
-    )
+    }
 
+    def is_optimizer(path: Path) -> bool:
+        if len(path) == 1:  # a flattened name, without known containers
+            return re.match(r"^(optim|optimizer)\.(state|param_groups)\.", str(path[0])) is not None
+        if path[0] == _PROGRESS:
+            return False
+        return any(
+            _OPTIMIZER.match(str(part))
+            or (path[: depth + 1] in containers and str(path[depth + 1]).split(".", 1)[0] in _OPTIMIZER_KEYS)
+            for depth, part in enumerate(path[:-1])
+        )
 
-def is_optimizer(path: Path, homes: Collection[Path]) -> bool:
-    """Whether an entry is optimizer state: under a container of that name or kind, or named so at the root."""
-    if len(path) == 1:  # no nesting known: a flattened name
-        return re.match(r"^(optim|optimizer)\.(state|param_groups)\.", str(path[0])) is not None
-    if path[0] == _PROGRESS:
-        return False
-    for depth, part in enumerate(path[:-1]):
-        if _OPTIMIZER.match(str(part)):
-            return True
-        if path[: depth + 1] in homes and str(path[depth + 1]).split(".", 1)[0] in _OPTIMIZER_KEYS:
-            return True
-    return False
+    return [name for name, path in paths.items() if is_optimizer(path)]
 
 
 def _is_training(path: Sequence[str | int]) -> bool:
@@ -199,9 +205,9 @@ def _is_training(path: Sequence[str | int]) -> bool:
 
 
 def _find_models(paths: Mapping[str, Path], counters: Collection[str]) -> list[Path]:
-    """Containers of models: the outermost of those named like one, else the outermost of all.
+    """Containers of models: the outermost containers that are named like a model, else the outermost of all.
 
-    Counters at the root beside several containers make no model of the root.
+    The root is no model if it has only counters next to several containers.
     """
     containers = list(dict.fromkeys(path[:-1] for path in paths.values()))
     if named := [c for c in containers if c and _MODEL.match(str(c[-1])) and not _USERS.match(str(c[0]))]:
@@ -225,14 +231,14 @@ class CarriedState:
 
     Args:
         views: the tensors.
-        values: everything else.
-        paths: where each name sits in the nested state.
-        model: how the source's entries split into model, optimizer and others; ``model.names`` has this state's
-            names of the former.
-        is_model: names (of this state) that belong to the model.
+        values: all other entries.
+        paths: the path of each name in the nested state; absent names are at the root.
+        model: how the source's entries are split into model, optimizer and others; ``model.names`` has the model's
+            names in this state.
+        is_model: names in this state that belong to the model.
         left_out: names of the source that are not in this state.
-        warnings: what people must know of those.
-        file_metadata: what safetensors files of it say in ``__metadata__``.
+        warnings: for people, about changes of the state.
+        file_metadata: ``__metadata__`` of the source's safetensors files.
     """
 
     views: Mapping[str, TensorView]
@@ -269,15 +275,19 @@ class CarriedState:
         kept = {n for n in names if _matches(n, include, default=True) and not _matches(n, exclude)}
         if not kept.intersection(self.views):
             raise _no_match(" ".join((*include, *exclude)), names)
+        return self.restricted_to(kept)
+
+    def restricted_to(self, kept: Set[str]) -> CarriedState:
+        """Only these entries; the others are left out."""
         return replace(
             self,
-            views={n: v for n, v in self.views.items() if n in kept},
-            values={n: v for n, v in self.values.items() if n in kept},
-            left_out=(*self.left_out, *(n for n in names if n not in kept)),
+            views={name: view for name, view in self.views.items() if name in kept},
+            values={name: value for name, value in self.values.items() if name in kept},
+            left_out=(*self.left_out, *(name for name in (*self.views, *self.values) if name not in kept)),
         )
 
     def without(self, names: Iterable[str]) -> CarriedState:
-        """All but these tensors."""
+        """All but these tensors, which do not count as left out."""
         dropped = set(names)
         if not dropped:
             return self
@@ -286,7 +296,12 @@ class CarriedState:
     def with_replaced(
         self, made: Mapping[str, tuple[TensorView, str]], gone: Set[str], warnings: tuple[str, ...] = ()
     ) -> CarriedState:
-        """The model with some tensors in place of others: new name -> (tensor, one of those that it stands for)."""
+        """The state with some of the model's tensors replaced.
+
+        Args:
+            made: new name -> (tensor, the name of one that it replaces).
+            gone: names of all replaced tensors.
+        """
         views = {name: view for name, view in self.views.items() if name not in gone or name in made}
         views |= {name: view for name, (view, _) in made.items()}
         paths = {
@@ -304,12 +319,16 @@ class CarriedState:
             warnings=(*self.warnings, *warnings),
         )
 
-    def with_names_of(self, twins: Mapping[str, str]) -> CarriedState:
-        """The same tensors, some of the model's under further names too: name -> the one that it has."""
-        if not twins:
+    def with_aliases(self, aliases: Mapping[str, str]) -> CarriedState:
+        """The state with further names for tensors of its model.
+
+        Args:
+            aliases: new name -> a name that the tensor has.
+        """
+        if not aliases:
             return self
-        made = {new: RenamedView(self.views[old], new) for new, old in twins.items()}
-        paths = {new: (*self.path(old)[:-1], new) for new, old in twins.items()}
+        made = {new: RenamedView(self.views[old], new) for new, old in aliases.items()}
+        paths = {new: (*self.path(old)[:-1], new) for new, old in aliases.items()}
         return replace(
             self,
             views={**self.views, **made},
@@ -319,24 +338,24 @@ class CarriedState:
         )
 
     @cached_property
-    def twins(self) -> dict[str, str]:
-        """Names of tensors that are an earlier one under another name -> the name of that."""
+    def aliases(self) -> dict[str, str]:
+        """Further names of tensors -> the first name of the same tensor."""
         first: dict[object, str] = {}
-        found = {}
+        aliases = {}
         for name, view in self.views.items():
             if view.info.numel and (kept := first.setdefault(view.sameness, name)) != name:
-                found[name] = kept
-        return found
+                aliases[name] = kept
+        return aliases
 
     def with_model_views(self, change: Callable[[list[TensorView]], Iterable[TensorView]]) -> CarriedState:
-        """The model's tensors replaced one for one by what ``change`` makes of them (names kept)."""
+        """The state with its model's tensors changed one by one; ``change`` keeps their names."""
         old = [view for name, view in self.views.items() if name in self.is_model]
         changed = {view.info.name: view for view in change(old)}
         return replace(self, views={name: changed.get(name, view) for name, view in self.views.items()})
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    """A text that ends as the old name does, ending as the new one."""
+    """A text with the end that differs between two names exchanged; the text ends as the old name does."""
     differ = (at for at, letters in enumerate(zip(old, new, strict=False)) if letters[0] != letters[1])
     same = next(differ, min(len(old), len(new)))
     return text.removesuffix(old[same:]) + new[same:]
@@ -356,9 +375,9 @@ def _no_match(pattern: str, names: Sequence[str]) -> ConversionError:
 
 
 def model_state(source: Source, prefix: str | None = None) -> CarriedState:
-    """The model alone, under its own names, without those of modules that wrap it (``_orig_mod``)."""
+    """The model alone, under its own names, without the parts that wrappers add (``_orig_mod``)."""
     model = find_model(source, prefix)
-    model.require_one("a Hugging Face repository holds only one", source.url)
+    model.require_one("a Hugging Face repository has only one", source.url)
     counters = {name for name in model.names if not source.info(name).shape}
     names = unwrapped_names(model.names, counters, source.url)
     views = {new: SourceView(source, old, new) for old, new in names.items()}
@@ -374,7 +393,7 @@ def model_state(source: Source, prefix: str | None = None) -> CarriedState:
 
 
 def whole_state(source: Source, prefix: str | None = None, new_prefix: str | None = None) -> CarriedState:
-    """Everything in the source; the model's container renamed to ``new_prefix`` if that is given."""
+    """All entries of the source; the model's container renamed to ``new_prefix`` if that is given."""
     model = find_model(source, prefix)
     if new_prefix is not None:
         model.require_one("--prefix moves only one", source.url)
@@ -405,16 +424,28 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
 
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
-_BARE = {"opt", "optim", "optimizer", "optimizers", "model", "models", "module", "net", "state", "dict"}
-_BARE |= {"pytorch", "fsdp"}
+# Words in containers' names that do not say which model or optimizer is meant.
+_COMMON_WORDS = {
+    "opt",
+    "optim",
+    "optimizer",
+    "optimizers",
+    "model",
+    "models",
+    "module",
+    "net",
+    "state",
+    "dict",
+}
+_COMMON_WORDS |= {"pytorch", "fsdp"}
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def home_of(path: Path) -> Path | None:
-    """The container of an optimizer's entry: what stands before ``state`` or ``param_groups``."""
+def optimizer_container(path: Path) -> Path | None:
+    """The container of an optimizer's entry: the part of its path before ``state`` or ``param_groups``."""
     for depth, part in enumerate(path):
-        if str(part).split(".", 1)[0] in ("state", "param_groups"):
+        if str(part).split(".", 1)[0] in _OPTIMIZER_KEYS:
             return path[:depth]
     return None
 
@@ -422,12 +453,12 @@ def home_of(path: Path) -> Path | None:
 def optimizers_of(state: CarriedState) -> dict[Path, list[str]]:
     """Names of optimizer entries, by the container that they are in."""
     entries = {name: state.path(name) for name in (*state.views, *state.values) if name not in state.is_model}
-    by_content, found = optimizer_homes(entries.values()), dict[Path, list[str]]()
-    for name, path in entries.items():
-        home = home_of(path)
-        if home is not None and is_optimizer(path, by_content):
-            found.setdefault(home, []).append(name)
-    return found
+    by_container: dict[Path, list[str]] = {}
+    for name in optimizer_names(entries):
+        container = optimizer_container(entries[name])
+        if container is not None:
+            by_container.setdefault(container, []).append(name)
+    return by_container
 
 
 class _Entry(NamedTuple):
@@ -447,57 +478,51 @@ def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
     """
     if form == "keep":
         return state
-    if form == "drop":  # whatever form they have, torch's or not
-        gone = set(state.model.optimizer)
-        return replace(
-            state,
-            views={name: view for name, view in state.views.items() if name not in gone},
-            values={name: value for name, value in state.values.items() if name not in gone},
-            paths={name: path for name, path in state.paths.items() if name not in gone},
-            left_out=(*state.left_out, *(n for n in (*state.views, *state.values) if n in gone)),
-        )
+    if form == "drop":  # by name, since an optimizer's entries may have none of torch's forms
+        return state.restricted_to({*state.views, *state.values}.difference(state.model.optimizer))
     params = frozenset(str(state.path(name)[-1]) for name in state.is_model)
-    for home, names in optimizers_of(state).items():
-        is_nested = all(len(state.path(name)) - len(home) >= 3 for name in names)
+    for container, names in optimizers_of(state).items():
+        is_nested = all(len(state.path(name)) - len(container) >= 3 for name in names)
         if is_nested != (form == "nested"):
-            state = _with_form(state, home, names, form, params)
+            state = _with_form(state, container, names, form, params)
     return state
 
 
 def _with_form(
-    state: CarriedState, home: Path, names: list[str], form: str, params: frozenset[str]
+    state: CarriedState, container: Path, names: list[str], form: str, params: frozenset[str]
 ) -> CarriedState:
     """The state with one optimizer's entries in the other form."""
     leaves: dict[Path, Any] = {}
     for name in names:
-        path = state.path(name)[len(home) :]
+        path = state.path(name)[len(container) :]
         is_option = str(path[0]).split(".", 1)[0] == "param_groups"  # groups are compared by their values
         leaves[path] = state.values[name]() if is_option and name in state.values else _Entry(name)
-    found = optimizer_state(nest(leaves), params)
-    stray = sorted(set(found.names) - params) if found is not None and form == "nested" else []
-    if found is None or stray:
+    optimizer = optimizer_state(nest(leaves), params)
+    unknown = sorted(set(optimizer.names) - params) if optimizer is not None and form == "nested" else []
+    if optimizer is None or unknown:
         raise ConversionError(
             "An optimizer entry belongs to no parameter.",
             expected="state.PARAMETER.KIND or param_groups.PARAMETER.OPTION",
-            got=stray[0] if stray else name_of(home),
+            got=unknown[0] if unknown else name_of(container),
             todo="keep the form (--optimizer keep), or leave the entry out with --exclude",
         )
-    tree = found.nested() if form == "nested" else found.flattened()
-    if not found.groups:
+    tree = optimizer.nested() if form == "nested" else optimizer.flattened()
+    if not optimizer.groups:
         tree.pop("param_groups", None)
     views = {name: view for name, view in state.views.items() if name not in names}
     values = {name: value for name, value in state.values.items() if name not in names}
     paths = {name: path for name, path in state.paths.items() if name not in names}
-    made = []
+    new_names = []
     for path, leaf in flatten(tree, lambda value: isinstance(value, _Entry)).items():
-        paths[name := name_of((*home, *path))] = (*home, *path)
-        made.append(name)
+        name = name_of((*container, *path))
+        paths[name] = (*container, *path)
+        new_names.append(name)
         if isinstance(leaf, _Entry) and leaf.name in state.views:
             views[name] = state.views[leaf.name]
         else:
             values[name] = state.values[leaf.name] if isinstance(leaf, _Entry) else constant(leaf)
     others = (name for name in state.model.optimizer if name not in names)
-    model = replace(state.model, optimizer=(*others, *made))
+    model = replace(state.model, optimizer=(*others, *new_names))
     return replace(state, views=views, values=values, paths=paths, model=model)
 
 
@@ -507,102 +532,93 @@ def own_optimizer(state: CarriedState, container: Path, params: Shapes) -> froze
     Raises:
         ConversionError: if an optimizer may belong to this model or to another.
     """
-    others, homes = other_models(state), optimizers_of(state)
+    others, optimizers = other_models(state), optimizers_of(state)
     if not others:
-        return frozenset(name for names in homes.values() for name in names)
+        return frozenset(name for names in optimizers.values() for name in names)
     models = {container: params, **others}
-    mine: set[str] = set()
-    for home, names in homes.items():
-        owners = _owners(state, home, names, models)
-        if (len(owners) > 1 and container in owners) or not owners:
-            raise _unclear(home, owners or list(models))
+    own: set[str] = set()
+    for optimizer, names in optimizers.items():
+        owners = _owners(state, optimizer, names, models)
+        if not owners or (len(owners) > 1 and container in owners):
+            candidates = [name_of(owner) or "the root" for owner in owners or models][:4]
+            raise ConversionError(
+                "It is not clear which model an optimizer belongs to.",
+                expected="an optimizer with the parameters of one model, next to it, or named after it",
+                got=f"{name_of(optimizer) or 'an optimizer at the root'}, which may belong to "
+                + " or ".join(candidates),
+                todo="leave the optimizers out with --optimizer drop",
+            )
         if owners == [container]:
-            mine.update(names)
-    return frozenset(mine)
+            own.update(names)
+    return frozenset(own)
 
 
 def other_models(state: CarriedState) -> dict[Path, Shapes]:
-    """Containers of tensors that are neither the model nor an optimizer's."""
+    """Containers of tensors that belong neither to the model nor to an optimizer."""
     known = {*state.is_model, *state.model.optimizer}
-    found: dict[Path, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    shapes: dict[Path, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, view in state.views.items():
         path = state.path(name)
         if name not in known and len(path) > 1:
-            found[path[:-1]][str(path[-1])] = view.info.shape
-    return {home: shapes for home, shapes in found.items() if any(shapes.values())}
+            shapes[path[:-1]][str(path[-1])] = view.info.shape
+    # A container of numbers alone has counters.
+    return {container: own for container, own in shapes.items() if any(own.values())}
 
 
 def _owners(
-    state: CarriedState, home: Path, names: Iterable[str], models: Mapping[Path, Shapes]
+    state: CarriedState, optimizer: Path, names: Iterable[str], models: Mapping[Path, Shapes]
 ) -> list[Path]:
-    """Models that the optimizer may belong to; one, if anything tells."""
-    spoken_of = [
-        (rest, state.views[name].info.shape)
+    """Models that the optimizer may belong to; one, if its parameters, its position or its name decide."""
+    entries = [
+        (key, state.views[name].info.shape)
         for name in names
-        if name in state.views and (rest := parameter_key(state.path(name), home)) is not None
+        if name in state.views and (key := parameter_key(state.path(name), optimizer)) is not None
     ]
-    named = [model for model, params in models.items() if all(_find(rest, params) for rest, _ in spoken_of)]
+
+    def parameter(key: str, params: Shapes) -> str | None:
+        """The longest name of a parameter that a key is, or begins with."""
+        while key not in params and "." in key:
+            key = key.rpartition(".")[0]
+        return key if key in params else None
+
+    named = [model for model, params in models.items() if all(parameter(key, params) for key, _ in entries)]
     fitting = [
         model
         for model in named
         if all(
-            shape in ((), (1,), models[model][str(_find(rest, models[model]))]) for rest, shape in spoken_of
+            shape in ((), (1,), models[model][str(parameter(key, models[model]))]) for key, shape in entries
         )
     ]
-    found = fitting or named
-    for tell in (_by_place, _by_name):
-        if len(found) > 1:
-            found = tell(home, found)
-    return found
+    owners = fitting or named
+    if len(owners) > 1:
+        depths = {model: _num_shared(optimizer, model) for model in owners}
+        owners = [model for model in owners if depths[model] == max(depths.values())]
+    if len(owners) > 1:
+        common = _num_shared(optimizer, *owners)
+        own = _words(optimizer[common:])
+        alike = [model for model in owners if _are_alike(own, _words(model[common:]))]
+        owners = alike if len(alike) == 1 else owners
+    return owners
 
 
-def parameter_key(path: Path, home: Path) -> str | None:
-    """What an optimizer's tensor says of its parameter: its name, which is the whole text or its beginning."""
-    kind, *rest = path[len(home) :]
+def parameter_key(path: Path, container: Path) -> str | None:
+    """The part of an optimizer entry's path that begins with the parameter's name; None for an option."""
+    kind, *rest = path[len(container) :]
     if kind == "state" and rest:
         return str(rest[0])
     return str(kind).removeprefix("state.") if str(kind).startswith("state.") else None
 
 
-def _find(text: str, params: Shapes) -> str | None:
-    """The parameter that a text names or begins with; the longest."""
-    while text not in params and "." in text:
-        text = text.rpartition(".")[0]
-    return text if text in params else None
-
-
-def _by_place(home: Path, models: list[Path]) -> list[Path]:
-    shared = {model: _shared(home, model) for model in models}
-    return [model for model in models if shared[model] == max(shared.values())]
-
-
-def _shared(*paths: Path) -> int:
+def _num_shared(*paths: Path) -> int:
     """Number of parts that all paths begin with."""
     return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 
-def _by_name(home: Path, models: list[Path]) -> list[Path]:
-    common = _shared(home, *models)
-    own = _words(home[common:])
-    found = [model for model in models if _alike(own, _words(model[common:]))]
-    return found if len(found) == 1 else models
-
-
 def _words(path: Path) -> frozenset[str]:
-    return frozenset(word.lower() for word in _WORD.findall(name_of(path))) - _BARE
+    return frozenset(word.lower() for word in _WORD.findall(name_of(path))) - _COMMON_WORDS
 
 
-def _alike(left: frozenset[str], right: frozenset[str]) -> bool:
+def _are_alike(left: frozenset[str], right: frozenset[str]) -> bool:
     if not left or not right:
         return left == right
     return any(a.startswith(b) or b.startswith(a) for a in left for b in right)
-
-
-def _unclear(home: Path, owners: list[Path]) -> ConversionError:
-    return ConversionError(
-        "It is not clear which model an optimizer belongs to.",
-        expected="an optimizer with the parameters of one model, beside it, or named after it",
-        got=f"{name_of(home) or 'one at the root'}, which may belong to "
-        + " or ".join(name_of(owner) or "the root" for owner in owners[:4]),
-        todo="leave the optimizers out with --optimizer drop",
-    )

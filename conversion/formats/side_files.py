@@ -19,16 +19,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from vescale_fsdp.checkpoint.formats.torch_save.read import (
-    HeldTensor,
-    box_reader,
-    is_tensor_ref,
-    open_state_file,
-    stored_tensor,
-)
-from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
-from vescale_fsdp.checkpoint.state.nesting import Path, name_of
+from vescale_fsdp.checkpoint.formats.entries import Entries
+from vescale_fsdp.checkpoint.formats.torch_save.read import TorchFile
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, TensorInfo
+from vescale_fsdp.checkpoint.state.nesting import Path
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json
@@ -49,16 +44,21 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
     Raises:
         CorruptCheckpointError: if a file is damaged, or has what the checkpoint has too.
     """
-    found = _Beside(source.store, trust_pickle)
+    entries, read = Entries(), list[str]()
     for file in source.store.list_files():
         container = _container(file)
         if container is not None:
-            found.add(file, container)
+            try:
+                entries.update(_entries_of(source.store, file, container, trust_pickle))
+                read.append(file)
+            except ConversionError as error:
+                entries.omitted.append(file)
+                entries.warnings.append(f"{file} is left out. {' '.join(str(error).splitlines()[:3])}")
         elif file in _CLASSES:
-            found.omitted.append(file)
-    if not (found.tensors or found.values or found.omitted):
+            entries.omitted.append(file)
+    if not (entries.tensors or entries.values or entries.omitted):
         return source
-    if doubles := {**source.tensors, **source.values}.keys() & {**found.tensors, **found.values}.keys():
+    if doubles := {**source.tensors, **source.values}.keys() & {**entries.tensors, **entries.values}.keys():
         raise CorruptCheckpointError(
             "A file beside the checkpoint has an entry that the checkpoint has too.",
             expected="other names",
@@ -68,14 +68,14 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
         )
     return replace(
         source,
-        tensors={**source.tensors, **found.tensors},
-        values={**source.values, **found.values},
-        paths={**source.paths, **found.paths},
-        readers={**source.readers, **found.readers},
-        facts={**source.facts, "beside the model": ", ".join(found.files) or "nothing that can be read"},
-        omitted=(*source.omitted, *found.omitted),
-        warnings=(*source.warnings, *found.warnings),
-        locate=source.locate and partial(_located, source.locate, frozenset(found.files)),
+        tensors={**source.tensors, **entries.tensors},
+        values={**source.values, **entries.values},
+        paths={**source.paths, **entries.paths},
+        readers={**source.readers, **entries.readers},
+        facts={**source.facts, "beside the model": ", ".join(read) or "nothing that can be read"},
+        omitted=(*source.omitted, *entries.omitted),
+        warnings=(*source.warnings, *entries.warnings),
+        locate=source.locate and partial(_located, source.locate, frozenset(read)),
     )
 
 
@@ -95,53 +95,24 @@ def _located(
     return chunk if chunk.file in whole_files else locate(info, chunk)
 
 
-class _Beside:
-    """The state in the files beside a model."""
+def _entries_of(store: Storage, file: str, container: Path, trust: bool) -> Entries:
+    """The state in a file, under a container.
 
-    def __init__(self, store: Storage, trust_pickle: bool) -> None:
-        self._store, self._trust = store, trust_pickle
-        self.files: list[str] = []
-        self.tensors: dict[str, StoredTensor] = {}
-        self.values: dict[str, StoredValue] = {}
-        self.paths: dict[str, Path] = {}
-        self.readers: dict[str, BoxReader] = {}
-        self.omitted: list[str] = []
-        self.warnings: list[str] = []
-
-    def add(self, file: str, container: Path) -> None:
-        """Take a file's state, or say why it is left out."""
-        try:
-            if file == _TRAINER_STATE:
-                self._add_json(file, container)
-            else:
-                self._add_state(file, container)
-        except ConversionError as error:
-            self.omitted.append(file)
-            self.warnings.append(f"{file} is left out. {' '.join(str(error).splitlines()[:3])}")
-        else:
-            self.files.append(file)
-
-    def _add_state(self, file: str, container: Path) -> None:
-        state = open_state_file(self._store, file, trust=self._trust)
-        for path, leaf in state.leaves.items():
-            whole = (*container, *path)
-            name = name_of(whole)
-            self.paths[name] = whole
-            if not is_tensor_ref(leaf):
-                self.values[name] = constant(leaf)
-                continue
-            self.tensors[name] = stored_tensor(name, [HeldTensor(file, state.archive, leaf)])
-            if (reader := box_reader(leaf)) is not None:
-                self.readers[name] = reader
-
-    def _add_json(self, file: str, container: Path) -> None:
-        try:
-            state = dict(parse_json(self._store.read(file)))
-        except (TypeError, ValueError) as error:
-            raise ConversionError(
-                "Its text cannot be read.", expected="a JSON object", got=error, todo="copy the file again"
-            ) from error
-        for key, value in state.items():
-            path = (*container, str(key))
-            self.paths[name_of(path)] = path
-            self.values[name_of(path)] = constant(value)
+    Raises:
+        ConversionError: if it cannot be read.
+    """
+    entries = Entries()
+    if file != _TRAINER_STATE:
+        opened = TorchFile.open(store, file, trust=trust)
+        for path, leaf in opened.leaves().items():
+            opened.add_leaf(entries, (*container, *path), leaf)
+        return entries
+    try:
+        state = dict(parse_json(store.read(file)))
+    except (TypeError, ValueError) as error:
+        raise ConversionError(
+            "Its text cannot be read.", expected="a JSON object", got=error, todo="copy the file again"
+        ) from error
+    for key, value in state.items():
+        entries.add_value((*container, str(key)), value)
+    return entries

@@ -101,79 +101,13 @@ TRAINED = (
 )  # folders in which trainers leave more than the format's own files
 
 
-def open_native(store: Storage, file: str, trust_pickle: bool) -> Source:
+def open_zarr(store: Storage) -> Source:
+    """Open a zarr hierarchy; one that is the zarr form of a native checkpoint by its manifest.
+
+    Raises:
+        CorruptCheckpointError: if it is damaged.
+    """
     from vescale_fsdp.checkpoint.formats.source import open_native
+    from vescale_fsdp.checkpoint.formats.zarr import hierarchy
 
-    return open_native(store)
-
-
-def open_megatron(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.conversion.formats.megatron import open_megatron
-
-    return open_megatron(store, trust_pickle=trust_pickle)
-
-
-def open_dcp(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.checkpoint.formats.dcp.source import open_dcp
-
-    return open_dcp(store, trust_pickle=trust_pickle)
-
-
-def open_zarr(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.checkpoint.formats.zarr.hierarchy import has_manifest, open_zarr
-
-    return open_native(store, file, trust_pickle) if has_manifest(store) else open_zarr(store)
-
-
-def open_orbax(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.conversion.formats.orbax import open_orbax
-
-    return open_orbax(store)
-
-
-def open_adapter(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.conversion.formats.peft import open_adapter
-
-    return open_adapter(store)
-
-
-def open_shards(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.checkpoint.formats.huggingface.read import open_shards
-
-    return open_shards(store)
-
-
-def open_hf(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.checkpoint.formats.huggingface.read import open_hf_folder
-
-    return open_hf_folder(store)
-
-
-def open_bin(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.checkpoint.formats.huggingface.read import open_bin_folder
-
-    return open_bin_folder(store, lambda name: open_torch(store, name, trust_pickle))
-
-
-def open_deepspeed(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.conversion.formats.deepspeed.read import open_deepspeed
-
-    return open_deepspeed(store)
-
-
-def open_ranks(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.checkpoint.formats.torch_save.read import open_ranks
-
-    return open_ranks(store, trust_pickle=trust_pickle)
-
-
-def open_safetensors(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.checkpoint.formats.huggingface.read import open_safetensors
-
-    return open_safetensors(store, file)
-
-
-def open_torch(store: Storage, file: str, trust_pickle: bool) -> Source:
-    from vescale_fsdp.checkpoint.formats.torch_save.read import open_torch
-
-    return open_torch(store, file, trust_pickle=trust_pickle)
+    return open_native(store) if hierarchy.has_manifest(store) else hierarchy.open_zarr(store)

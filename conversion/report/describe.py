@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from vescale_fsdp.checkpoint.formats.huggingface.repository import natural_key
 from vescale_fsdp.checkpoint.moves.carried_state import find_model
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.errors import ConversionError, format_bytes
+from vescale_fsdp.layout.model_shapes import natural_key
 
 
 def describe(source: Source) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.moves.carried_state import (
     CarriedState,
-    home_of,
+    optimizer_container,
     other_models,
     own_optimizer,
     parameter_key,
@@ -88,7 +88,7 @@ def state_with_rules(
         _apply_to_slot(slots[slot], views, model, applied, rules, config, result, to_hf=to_hf)
     for name, value in state.values.items():
         path, entry = state.path(name), entries.get(name)
-        if name in own or home_of(path) is None:
+        if name in own or optimizer_container(path) is None:
             _add_value(path, value, entry, applied, result)
         else:
             result.add_value(path, value, name)  # another model's optimizer
@@ -186,7 +186,7 @@ class _Entries:
 def _check_has_name(state: CarriedState, name: str, own: Collection[str]) -> None:
     """Refuse moments whose parameter is only known by its number, since rules need its name."""
     path = state.path(name)
-    home = home_of(path) if name in own else None
+    home = optimizer_container(path) if name in own else None
     if home is None or state.views[name].info.numel == 1:
         return
     key = parameter_key(path, home)

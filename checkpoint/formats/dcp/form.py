@@ -63,9 +63,9 @@ class DCP(Form):
                     todo="leave them out, or save in the native form",
                 )
             state = whole_state(shards.source, "")
-            nbytes = sum(view.info.nbytes for name, view in state.views.items() if name not in state.twins)
+            nbytes = sum(view.info.nbytes for name, view in state.views.items() if name not in state.aliases)
             share.check_room(nbytes)
-            boxes = partial(_boxes, shards, state.twins)
+            boxes = partial(_boxes, shards, state.aliases)
             output = plan_dcp_by_rank(state, boxes, world_size, coordinator.rank)
         with coordinator.together(f"making {storage.where}"):
             if coordinator.rank == 0:

@@ -21,6 +21,7 @@ from vescale_fsdp.checkpoint.formats.huggingface.repository import (
     stem_in,
 )
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import equal_bytes
+from vescale_fsdp.checkpoint.formats.torch_save.read import open_torch
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView
@@ -331,9 +332,8 @@ def _disagree(store: Storage, index_file: str, name: str, expected: str, got: st
 _STEMS = ("pytorch_model", "diffusion_pytorch_model", "pytorch_model_fsdp")
 
 
-def open_bin_folder(store: Storage, open_file: Callable[[str], Source]) -> Source:
-    """Open a folder with ``pytorch_model.bin``, ``pytorch_model_fsdp.bin``, or an index and its shards; ``open_file``
-    opens one of them.
+def open_bin_folder(store: Storage, *, trust_pickle: bool = False) -> Source:
+    """Open a folder with ``pytorch_model.bin``, ``pytorch_model_fsdp.bin``, or an index and its shards.
 
     Raises:
         ConversionError: if a file holds no dict of tensors, or its pickle names more than tensors need.
@@ -346,5 +346,9 @@ def open_bin_folder(store: Storage, open_file: Callable[[str], Source]) -> Sourc
         (f"{stem}.bin" for stem in _STEMS if store.size(f"{stem}.bin") is not None), f"{_STEMS[0]}.bin"
     )
     files = [alone] if mapped is None else sorted(set(mapped.values()))
-    tensors, notes = joined_files(store, files, mapped, lambda file: open_file(file).tensors, index or alone)
+
+    def read(file: str) -> Mapping[str, StoredTensor]:
+        return open_torch(store, file, trust_pickle=trust_pickle).tensors
+
+    tensors, notes = joined_files(store, files, mapped, read, index or alone)
     return Source("bin", store, tensors, facts={"weight files": str(len(files))}, warnings=notes)

@@ -56,7 +56,7 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
             got=num_ranks,
             todo="lay it out for the ranks that will load it; any other number reads it too",
         )
-    layouts, slots = _plan_layouts(state.without(state.twins), num_ranks, granularity)
+    layouts, slots = _plan_layouts(state.without(state.aliases), num_ranks, granularity)
     structure, views = _structure(state, num_ranks, layouts, slots)
     manifest = native_manifest("", structure, views, num_ranks)
     by_name = {entry.name: view for entry, view in zip(structure.entries, views, strict=True)}
@@ -117,7 +117,7 @@ def _structure(
     cuts: dict[str, tuple[LayoutCut | None, str]] = {
         name: (slots[name], "") if name in slots else _cut_of(name, state, layouts, parameters)
         for name in state.views
-        if name not in state.twins
+        if name not in state.aliases
     }
 
     def file_order(name: str) -> tuple[int, int, str, int]:

@@ -48,7 +48,7 @@ def native_tree(
     taken = set(reserved)
 
     def number(name: str, leaf: _TensorLeaf) -> Json:
-        first = state.twins.get(leaf.name, leaf.name)
+        first = state.aliases.get(leaf.name, leaf.name)
         if first not in numbers:
             claim_name(name, taken)
             taken.add(name)

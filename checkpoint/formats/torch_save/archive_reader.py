@@ -34,12 +34,14 @@ ReadRange = Callable[[int, int], bytes]  # (offset, nbytes) -> exactly those byt
 _HEAD_BYTES = 4096  # holds the pickle of a one-tensor archive and the header of its data
 _READ_BYTES = 2**20  # 1 MiB
 _TAIL_BYTES = 4096  # holds the whole directory of a one-tensor archive; larger ones take a second read
-_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL_HEADER = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END = struct.Struct("<4sHHHHIIH")
-_END64 = struct.Struct("<4sQHHIIQQQQ")
-_END64_LOCATOR = struct.Struct("<4sIQI")
-_UNKNOWN_32 = 0xFFFFFFFF  # "see the zip64 field"
+# Records of a zip archive: PKWARE's APPNOTE, sections 4.3.7 to 4.3.16. Each begins with its signature.
+LOCAL_HEADER, LOCAL_SIGNATURE = struct.Struct("<4sHHHHHIIIHH"), b"PK\x03\x04"
+CENTRAL_HEADER, CENTRAL_SIGNATURE = struct.Struct("<4sHHHHHHIIIHHHHHII"), b"PK\x01\x02"
+END, END_SIGNATURE = struct.Struct("<4sHHHHIIH"), b"PK\x05\x06"
+END64, END64_SIGNATURE = struct.Struct("<4sQHHIIQQQQ"), b"PK\x06\x06"
+END64_LOCATOR, END64_LOCATOR_SIGNATURE = struct.Struct("<4sIQI"), b"PK\x06\x07"
+MAX_32 = 0xFFFFFFFF  # in a 32-bit field: the value is in the zip64 field, since it is at least as large
+ZIP64_TAG = 1  # of the zip64 field among a record's extra fields
 
 
 @dataclass(frozen=True)
@@ -170,10 +172,10 @@ class TorchArchive:
     def _data_offset(self, record: _ZipRecord) -> int:
         if not record.is_stored:
             raise self._damaged("stored (uncompressed) records", "a compressed one")
-        header = _LOCAL_HEADER.unpack(self._read(record.header_offset, _LOCAL_HEADER.size))
-        if header[0] != b"PK\x03\x04":
+        header = LOCAL_HEADER.unpack(self._read(record.header_offset, LOCAL_HEADER.size))
+        if header[0] != LOCAL_SIGNATURE:
             raise self._damaged("a record header", repr(header[0]))
-        start = record.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
+        start = record.header_offset + LOCAL_HEADER.size + header[9] + header[10]
         if start + record.nbytes > self.nbytes:
             raise self._damaged(f"records within its {self.nbytes} bytes", f"one to {start + record.nbytes}")
         return start
@@ -184,12 +186,12 @@ class TorchArchive:
         data = self._read(offset, nbytes)
         records: dict[str, _ZipRecord] = {}
         position = 0
-        while position + _CENTRAL_HEADER.size <= len(data):
-            head = _CENTRAL_HEADER.unpack_from(data, position)
-            if head[0] != b"PK\x01\x02":
+        while position + CENTRAL_HEADER.size <= len(data):
+            head = CENTRAL_HEADER.unpack_from(data, position)
+            if head[0] != CENTRAL_SIGNATURE:
                 raise self._damaged("a directory entry", repr(head[0]))
-            name_end = position + _CENTRAL_HEADER.size + head[10]
-            name = data[position + _CENTRAL_HEADER.size : name_end].decode("utf-8", "replace")
+            name_end = position + CENTRAL_HEADER.size + head[10]
+            name = data[position + CENTRAL_HEADER.size : name_end].decode("utf-8", "replace")
             extra = data[name_end : name_end + head[11]]
             records[name] = self._entry(head, extra)
             position = name_end + head[11] + head[12]
@@ -197,7 +199,7 @@ class TorchArchive:
 
     def _entry(self, head: tuple[Any, ...], extra: bytes) -> _ZipRecord:
         nbytes, header_offset = head[9], head[16]
-        wide = [field == _UNKNOWN_32 for field in (head[9], head[8], header_offset)]
+        wide = [field == MAX_32 for field in (head[9], head[8], header_offset)]
         if any(wide):  # the zip64 field lists only the values that did not fit, in this order
             values = iter(_zip64_values(extra))
             try:
@@ -209,15 +211,15 @@ class TorchArchive:
         return _ZipRecord(header_offset, nbytes, head[7], head[4] == 0)
 
     def _directory_range(self) -> tuple[int, int]:
-        at = self._tail.rfind(b"PK\x05\x06")
-        if at < 0 or at + _END.size > len(self._tail):
+        at = self._tail.rfind(END_SIGNATURE)
+        if at < 0 or at + END.size > len(self._tail):
             raise self._damaged("a torch.save archive", "bytes without a zip directory at their end")
-        end = _END.unpack_from(self._tail, at)
+        end = END.unpack_from(self._tail, at)
         nbytes, offset = end[5], end[6]
-        locator_at = at - _END64_LOCATOR.size
-        if locator_at >= 0 and self._tail[locator_at : locator_at + 4] == b"PK\x06\x07":
-            end64_at = _END64_LOCATOR.unpack_from(self._tail, locator_at)[2]
-            end64 = _END64.unpack(self._read(end64_at, _END64.size))
+        locator_at = at - END64_LOCATOR.size
+        if locator_at >= 0 and self._tail[locator_at : locator_at + 4] == END64_LOCATOR_SIGNATURE:
+            end64_at = END64_LOCATOR.unpack_from(self._tail, locator_at)[2]
+            end64 = END64.unpack(self._read(end64_at, END64.size))
             nbytes, offset = end64[8], end64[9]
         return int(offset), int(nbytes)
 
@@ -235,7 +237,7 @@ def _zip64_values(extra: bytes) -> list[int]:
     position = 0
     while position + 4 <= len(extra):
         tag, size = struct.unpack_from("<HH", extra, position)
-        if tag == 1:
+        if tag == ZIP64_TAG:
             body = extra[position + 4 : position + 4 + size]
             return [v for (v,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
         position += 4 + size

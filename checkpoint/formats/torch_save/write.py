@@ -17,6 +17,20 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
+from vescale_fsdp.checkpoint.formats.torch_save.archive_reader import (
+    CENTRAL_HEADER,
+    CENTRAL_SIGNATURE,
+    END,
+    END64,
+    END64_LOCATOR,
+    END64_LOCATOR_SIGNATURE,
+    END64_SIGNATURE,
+    END_SIGNATURE,
+    LOCAL_HEADER,
+    LOCAL_SIGNATURE,
+    MAX_32,
+    ZIP64_TAG,
+)
 from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import STORAGE_TYPES
 from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
 from vescale_fsdp.checkpoint.moves.plan import (
@@ -272,7 +286,6 @@ _OPCODES_OF: dict[type, Callable[[_Writer, Any], None]] = {
 
 
 _ALIGNMENT_BYTES = 64
-_MAX_32 = 0xFFFFFFFF
 _UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
 _VERSION_NEEDED = 45  # zip64
 _PADDING_TAG = b"FB"
@@ -287,7 +300,7 @@ class _PlannedRecord(NamedTuple):
 
     @property
     def is_wide(self) -> bool:
-        return self.nbytes >= _MAX_32
+        return self.nbytes >= MAX_32
 
     @property
     def flags(self) -> int:
@@ -381,13 +394,13 @@ _small_archive = lru_cache(maxsize=256)(_ArchivePlan)
 
 def _local_header(record: _PlannedRecord) -> bytes:
     """The header, padded so that the data begins at a multiple of the alignment."""
-    wide = struct.pack("<HHQQ", 1, 16, 0, 0) if record.is_wide else b""
+    wide = struct.pack("<HHQQ", ZIP64_TAG, 16, 0, 0) if record.is_wide else b""
     fixed = 30 + len(record.name) + len(wide)
     padding = -(record.offset + fixed + 4) % _ALIGNMENT_BYTES
     extra = wide + _PADDING_TAG + struct.pack("<H", padding) + b"Z" * padding
-    known = record.nbytes if record.storage is None else _MAX_32 if record.is_wide else 0
+    known = record.nbytes if record.storage is None else MAX_32 if record.is_wide else 0
     fields = _shared_fields(record, record.crc, known, extra)
-    return struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", *fields) + record.name + extra
+    return LOCAL_HEADER.pack(LOCAL_SIGNATURE, *fields) + record.name + extra
 
 
 def _shared_fields(record: _PlannedRecord, crc: int, nbytes: int, extra: bytes) -> tuple[int, ...]:
@@ -398,32 +411,32 @@ def _shared_fields(record: _PlannedRecord, crc: int, nbytes: int, extra: bytes) 
 
 
 def _descriptor(crc: int, nbytes: int) -> bytes:
-    form = "<4sIQQ" if nbytes >= _MAX_32 else "<4sIII"
+    form = "<4sIQQ" if nbytes >= MAX_32 else "<4sIII"
     return struct.pack(form, b"PK\x07\x08", crc, nbytes, nbytes)
 
 
 def _descriptor_bytes(nbytes: int) -> int:
-    return 24 if nbytes >= _MAX_32 else 16
+    return 24 if nbytes >= MAX_32 else 16
 
 
 def _directory_entry(record: _PlannedRecord, crc: int) -> bytes:
     wide = [record.nbytes, record.nbytes] if record.is_wide else []
-    far = record.offset >= _MAX_32
+    far = record.offset >= MAX_32
     values = [*wide, *([record.offset] if far else [])]
-    extra = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
-    fields = _shared_fields(record, crc, _MAX_32 if record.is_wide else record.nbytes, extra)
-    ends = (0, 0, 0, 0, _MAX_32 if far else record.offset)
-    head = struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", _VERSION_NEEDED, *fields, *ends)
+    extra = struct.pack(f"<HH{len(values)}Q", ZIP64_TAG, 8 * len(values), *values) if values else b""
+    fields = _shared_fields(record, crc, MAX_32 if record.is_wide else record.nbytes, extra)
+    ends = (0, 0, 0, 0, MAX_32 if far else record.offset)
+    head = CENTRAL_HEADER.pack(CENTRAL_SIGNATURE, _VERSION_NEEDED, *fields, *ends)
     return head + record.name + extra
 
 
 def _end(count: int, nbytes: int, start: int) -> bytes:
     wide = b""
-    if count >= 0xFFFF or nbytes >= _MAX_32 or start >= _MAX_32:
-        wide = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, nbytes, start)
-        wide += struct.pack("<4sIQI", b"PK\x06\x07", 0, start + nbytes, 1)
-    short = (min(count, 0xFFFF), min(count, 0xFFFF), min(nbytes, _MAX_32), min(start, _MAX_32))
-    return wide + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, *short, 0)
+    if count >= 0xFFFF or nbytes >= MAX_32 or start >= MAX_32:
+        wide = END64.pack(END64_SIGNATURE, 44, 45, 45, 0, 0, count, count, nbytes, start)
+        wide += END64_LOCATOR.pack(END64_LOCATOR_SIGNATURE, 0, start + nbytes, 1)
+    short = (min(count, 0xFFFF), min(count, 0xFFFF), min(nbytes, MAX_32), min(start, MAX_32))
+    return wide + END.pack(END_SIGNATURE, 0, 0, *short, 0)
 
 
 def plan_torch(state: CarriedState, file: str) -> OutputPlan:
@@ -436,7 +449,7 @@ def plan_torch(state: CarriedState, file: str) -> OutputPlan:
     storages: list[TensorItems] = []
     keys: dict[str, str] = {}  # of the storage of each tensor
     for name, view in state.views.items():
-        info, first = view.info, state.twins.get(name, name)
+        info, first = view.info, state.aliases.get(name, name)
         if first not in keys:
             keys[first] = str(len(storages))
             storages.append(whole(without_repeats(view, repeated_dims(view))))

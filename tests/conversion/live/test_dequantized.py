@@ -131,7 +131,7 @@ def test_what_cannot_be_dequantised_is_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "plain.safetensors")
     model = nn.Module()
     model.w = nn.Parameter(torch.zeros(2))
-    with pytest.raises(ConversionError, match="nothing to dequantise"):
+    with pytest.raises(ConversionError, match="nothing to dequantize"):
         load(tmp_path / "plain.safetensors", model, source=SourceOptions(dequantize="bf16"))
     for text in ("int8", "*.w=bf16"):
         with pytest.raises(ConversionError, match="cannot be cast"):

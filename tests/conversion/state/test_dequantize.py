@@ -267,7 +267,7 @@ def test_there_and_back_through_another_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "options", "told"),
     [
-        ({"w": torch.ones(4)}, {"dequantize": "bf16"}, "nothing to dequantise"),
+        ({"w": torch.ones(4)}, {"dequantize": "bf16"}, "nothing to dequantize"),
         ({"w": torch.ones(4)}, {"dequantize": "int8"}, "float16, bfloat16"),
         (
             {"o.qweight": torch.ones(4, 4, dtype=torch.int32)},
@@ -287,7 +287,7 @@ def test_there_and_back_through_another_format(tmp_path: Path) -> None:
         (
             {"o.weight": torch.ones(128, 128).to(FP8), "o.weight_scale": torch.ones(1)},
             {"quantize": ["mxfp4"]},
-            "quantised ones(.|\n)*--dequantize bf16 beside",
+            "quantized ones(.|\n)*--dequantize bf16 beside",
         ),
     ],
 )

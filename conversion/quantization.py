@@ -1,4 +1,4 @@
-"""Quantised weights: which tensors are codes and scales, what belongs together, and their values as ordinary floats.
+"""Quantized weights: which tensors are codes and scales, their values as floats, and codes and scales made of floats.
 
     q.weight (fp8)  + q.weight_scale_inv | q.weight_scale     blocks, rows, or one scale: DeepSeek, compressed-tensors
     w (fp8)         + w_scale_inv | w_scale                   stacked experts
@@ -6,25 +6,31 @@
     q.weight (int8) + q.SCB (+ q.weight_format)               bitsandbytes, 8 bits
     q.weight (u8)   + q.weight.absmax, .quant_map, ...        bitsandbytes, nf4 and fp4, nested scales too; the bytes
                                                               may be stored as bfloat16 (FSDP-QLoRA) or another dtype
-    norm.scale (float32)                                      no scale: a parameter, without codes next to it
+    norm.scale (float32)                                      a parameter, not a scale: there are no codes next to it
 
-Scales are ordinary floats by type, but a weight is code times scale: rounding a scale changes every weight of its
-block. They are recognized by the tensors next to them and, where a config.json says that the model is quantised, by the
-names that loaders look for. Codes of other kinds are refused by name, since a half dequantised weight would be wrong.
+Scales are ordinary floats by dtype, but a weight is code times scale: rounding a scale changes every weight of its
+block. Scales are recognized by the tensors next to them and, where a config.json has a quantization config, by the
+names that loaders look for. Other kinds of codes are refused by name, since a partly dequantized weight would be wrong.
+
+    --quantize fp8-128x128              matrices of linear layers, as in DeepSeek-V3 (not embeddings, heads and routers,
+                                        and no matrix with a side that is not a multiple of 128)
+    --quantize mxfp4                    stacked experts, as in gpt-oss
+    --quantize '*.mlp.*=fp8-128x128'    only these; --quantize '*.visual.*=keep' excludes weights from the default
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
-from vescale_fsdp.checkpoint.moves.casting import CastView
-from vescale_fsdp.checkpoint.moves.coded_tensors import DecodedView, RawBytesView, ScaledView
+from vescale_fsdp.checkpoint.moves.casting import CastView, require_one_rule_each
+from vescale_fsdp.checkpoint.moves.coded_tensors import DecodedView, EncodedView, RawBytesView, ScaledView
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, RenamedView, TensorView, read_range
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
@@ -45,7 +51,7 @@ _CODES = re.compile(
 _SCALE_WORDS = re.compile(
     r"scale|absmax|amax|quant|zero|(^|[._:])scb$|codebook|table|shift|offset|g_idx", re.IGNORECASE
 )
-# Of attention: no code lies beside them, but inside the layers of their module.
+# Of attention: the codes are not next to these scales, but in the layers of the same module.
 _KV_SCALE = re.compile(r"(q|k|v|kv|prob|attn)_(scale|zero_point)(_float)?")
 _LOADERS_NAMES = re.compile(
     r"(q|k|v|kv|prob|attn|weight|input|output|activation|[^.]*_proj)_(global_)?(scale|zero_point)s?(_inv|_2)?"
@@ -54,51 +60,35 @@ _LOADERS_NAMES = re.compile(
 
 def find_quantized(infos: Iterable[TensorInfo], config: Mapping[str, Any] | None) -> frozenset[str]:
     """Names of codes and scales among a model's tensors; ``config`` is its config.json."""
-    found = list(infos)
-    codes = {info.name for info in found if _is_code(info)}
-    codes |= {info.name.partition(BITSANDBYTES_STATE)[0] for info in found if BITSANDBYTES_STATE in info.name}
-    codes &= {info.name for info in found}
-    homes = {home for name in codes for home in _homes(name)}
-    around = {home[:at] for home in homes for at, letter in enumerate(home) if letter == "."}
-    says_so = bool(config and (config.get("quantization_config") or config.get("compression_config")))
-    scales = {
-        info.name
-        for info in found
-        if info.name not in codes and _is_scale(*_split(info.name), homes, around, says_so=says_so)
+    dtypes = {info.name: info.dtype for info in infos}
+    codes = {
+        name
+        for name, dtype in dtypes.items()
+        if dtype.kind == "quantized" or (dtype.kind == "int" and _CODES.fullmatch(name.rpartition(".")[2]))
     }
-    return frozenset(codes | scales)
+    packed = {name.partition(BITSANDBYTES_STATE)[0] for name in dtypes if BITSANDBYTES_STATE in name}
+    codes |= packed & dtypes.keys()
+    # Modules with codes. The parts of a tensor subclass (weight._data) are codes of the module around, and a weight has
+    # parts of its own (weight.absmax).
+    containers = set(codes)
+    for name in codes:
+        module, _, leaf = name.rpartition(".")
+        containers |= {module, module.rpartition(".")[0]} if leaf.startswith("_") else {module}
+    around = {name[:at] for name in containers for at, letter in enumerate(name) if letter == "."}
+    is_declared = bool(config and (config.get("quantization_config") or config.get("compression_config")))
 
+    def is_scale(name: str) -> bool:
+        module, _, leaf = name.rpartition(".")
+        outer, _, last = module.rpartition(".")
+        if _SCALE_WORDS.search(leaf) and (
+            module in containers or (last in ("quant_state", "meta") and outer in containers)
+        ):
+            return True
+        if _KV_SCALE.fullmatch(leaf) and module in around:
+            return True
+        return is_declared and _LOADERS_NAMES.fullmatch(leaf) is not None
 
-def _split(name: str) -> tuple[str, str]:
-    module, _, leaf = name.rpartition(".")
-    return module, leaf
-
-
-def _is_code(info: TensorInfo) -> bool:
-    if info.dtype.kind == "quantized":
-        return True
-    return info.dtype.kind == "int" and _CODES.fullmatch(_split(info.name)[1]) is not None
-
-
-def _homes(name: str) -> tuple[str, ...]:
-    """Modules whose scales are a code's: its own, its name (``weight.absmax``), and for the parts of a tensor
-    subclass (``weight._data``) the module around."""
-    module, leaf = _split(name)
-    return (module, name, _split(module)[0]) if leaf.startswith("_") else (module, name)
-
-
-def _is_scale(module: str, leaf: str, homes: set[str], around: set[str], *, says_so: bool) -> bool:
-    if _SCALE_WORDS.search(leaf) and any(home in homes for home in _ends(module, leaf)):
-        return True
-    if _KV_SCALE.fullmatch(leaf) and module in around:
-        return True
-    return says_so and _LOADERS_NAMES.fullmatch(leaf) is not None
-
-
-def _ends(module: str, leaf: str) -> tuple[str, ...]:
-    """The module, and the tensor inside it that ``quant_state.NAME`` and its like are part of."""
-    outer, last = _split(module)
-    return (module, outer) if last in ("quant_state", "meta") else (module,)
+    return frozenset(codes | {name for name in dtypes if name not in codes and is_scale(name)})
 
 
 _F32 = dtype_from_torch("float32")
@@ -109,35 +99,36 @@ _MOST_STATE_BYTES = 2**16  # of the JSON in a bitsandbytes tensor
 
 
 def dequantized(state: CarriedState, config: Mapping[str, Any], dtype: DType) -> CarriedState:
-    """The state with all quantised weights of its model as floats of a type; scales are left out.
+    """The state with all quantized weights of its model as floats of a dtype; scales are left out.
 
     Raises:
-        ConversionError: if there are none, or some are of a kind that is not known.
+        ConversionError: if there are none, or some are of an unknown kind.
         CorruptCheckpointError: if codes and scales do not fit each other.
     """
     model = {name: view for name, view in state.views.items() if name in state.is_model}
-    found = find_quantized([view.info for view in model.values()], config)
-    if not found:
+    quantized = find_quantized([view.info for view in model.values()], config)
+    if not quantized:
         raise ConversionError(
-            "There is nothing to dequantise.",
+            "There is nothing to dequantize.",
             expected="weights of fp8, mxfp4, int8 or nf4, with their scales",
             got=f"{len(model)} tensors, none of them codes",
             todo="leave out --dequantize; --dtype casts ordinary floats",
         )
-    made = _Dequantization(model, _block_of(config), dtype)
-    for name in found:
-        made.take(name)
-    left = sorted(name for name in found if name not in made.gone)
+    floats = _Dequantization(model, _block_of(config), dtype)
+    for name in quantized:
+        floats.add(name)
+    left = sorted(quantized - floats.used)
     codes = [name for name in left if model[name].info.dtype.kind != "float"]
     if codes:
         raise ConversionError(
-            "These weights are quantised in a way that cannot be dequantised here.",
+            "These weights are quantized in a way that cannot be dequantized here.",
             expected="fp8 or int8 with scales, mxfp4 blocks, or bitsandbytes' nf4 and fp4",
             got=some(codes),
-            todo="dequantise with the library that made them, or leave them out with --exclude",
+            todo="dequantize with the library that made them, or leave them out with --exclude",
         )
+    # A scale of activations, say, or of a weight that is stored as floats.
     warning = (f"scales without a weight of their own are left out: {some(left)}",) if left else ()
-    return state.with_replaced(made.made, made.gone.union(left), warning)
+    return state.with_replaced(floats.weights, floats.used.union(left), warning)
 
 
 def _block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -154,26 +145,36 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 @dataclass
 class _Dequantization:
-    """What has been made so far: weight -> (view, a name that it replaces), and the names that are used up."""
+    """The weights of a model that were dequantized so far.
+
+    Args:
+        views: the model's tensors.
+        block: rows and columns that share a scale, where config.json says so.
+        dtype: of the weights.
+
+    Attributes:
+        weights: name -> (the weight, the name of its codes).
+        used: names of codes and scales.
+    """
 
     views: Mapping[str, TensorView]
     block: tuple[int, int] | None
     dtype: DType
-    made: dict[str, tuple[TensorView, str]] = field(default_factory=dict)
-    gone: set[str] = field(default_factory=set)
+    weights: dict[str, tuple[TensorView, str]] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
 
     @cached_property
     def _parts(self) -> dict[str, list[str]]:
-        """Of what bitsandbytes has in several tensors, their names by the weight's."""
-        found: dict[str, list[str]] = {}
+        """Names of the tensors that bitsandbytes stores for a weight, by the weight's name."""
+        parts: dict[str, list[str]] = {}
         for name in self.views:
             weight, dot, _ = name.partition(".weight.")
             if dot:
-                found.setdefault(f"{weight}.weight", []).append(name)
-        return found
+                parts.setdefault(f"{weight}.weight", []).append(name)
+        return parts
 
-    def take(self, name: str) -> None:
-        """Make the weight whose codes these are, if they are codes."""
+    def add(self, name: str) -> None:
+        """Dequantize the tensor of this name, if it is the codes of a weight."""
         view, module = self.views[name], name.rpartition(".")[0]
         kind = _FLOAT8.get(view.info.dtype.name) or view.info.dtype.name
         scale = next((s for s in (f"{name}_scale_inv", f"{name}_scale") if s in self.views), None)
@@ -194,8 +195,8 @@ class _Dequantization:
             self._add_bitsandbytes(name, view)
 
     def _add(self, weight: str, view: TensorView, used: tuple[str, ...]) -> None:
-        self.made[weight] = (RenamedView(view, weight), used[0])
-        self.gone.update(used)
+        self.weights[weight] = (RenamedView(view, weight), used[0])
+        self.used.update(used)
 
     def _in_blocks(self, codes: TensorView, kind: str, scales: TensorView) -> TensorView:
         """Values of codes whose last two dims have a scale per block, row, or tensor."""
@@ -207,21 +208,21 @@ class _Dequantization:
         block = _blocks_of(shape, of_scales, self.block)
         if block is None and self.block is None and _some_block_fits(shape, of_scales):
             raise ConversionError(
-                "The block size of a quantised weight is not known: several fit its scales.",
+                "The block size of a quantized weight is not known: several fit its scales.",
                 expected="a config.json whose quantization_config names weight_block_size",
                 got=f"scales of shape {of_scales} for a weight of shape {shape}, and no block size",
                 where=f"tensor {codes.info.name}",
                 todo="pass the folder with this model's config.json: --assets DIR",
             )
         if block is None:
-            raise _misfit(codes, scales, f"a scale for each block of {self.block}, each row, or all")
+            raise _mismatch(codes, scales, f"a scale for each block of {self.block}, each row, or all")
         values = DecodedView(codes, _table(kind), kind)
         return ScaledView(values, MappedView(Reshape(of_scales), (_as_float(scales),)), block, self.dtype)
 
     def _add_int8(self, name: str, view: TensorView, scale: str, layout: str) -> None:
         rows, stored = view.info.shape[0], self.views[scale]
         if stored.info.shape != (rows,):
-            raise _misfit(view, stored, f"{rows} scales")
+            raise _mismatch(view, stored, f"{rows} scales")
         scales = MappedView(Reshape((rows, *(1,) * (len(view.info.shape) - 1))), (_as_float(stored),))
         values = DecodedView(view, _table("int8"), "int8")
         # The reciprocal of 127 in the digits that bitsandbytes multiplies by.
@@ -234,7 +235,9 @@ class _Dequantization:
     def _add_mxfp4(self, name: str, view: TensorView, scale: str) -> None:
         shape, stored = view.info.shape, self.views[scale]
         if len(shape) != 4 or shape[-1] * 2 != _MX_BLOCK or stored.info.shape != shape[:-1]:
-            raise _misfit(view, stored, f"blocks [experts, n, k / 32, 16] and a scale for each, not {shape}")
+            raise _mismatch(
+                view, stored, f"blocks [experts, n, k / 32, 16] and a scale for each, not {shape}"
+            )
         in_rows = MappedView(Reshape((*shape[:2], shape[2] * shape[3])), (view,))
         values = DecodedView(in_rows, _table("e2m1"), "e2m1")
         scaled = ScaledView(
@@ -247,7 +250,7 @@ class _Dequantization:
         parts = self._parts.get(name, [])
         state = next((n for n in parts if n.startswith(f"{name}{BITSANDBYTES_STATE}")), None)
         if state is None:
-            raise _misfit(
+            raise _mismatch(
                 view, self.views[f"{name}.absmax"], f"a tensor {name}{BITSANDBYTES_STATE}nf4 beside them"
             )
         try:
@@ -256,7 +259,7 @@ class _Dequantization:
             scales = self._bitsandbytes_scales(name, facts)
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpointError(
-                "What bitsandbytes says of a weight cannot be read.",
+                "The quantization state that bitsandbytes stored for a weight cannot be read.",
                 expected="JSON with its shape, block size and type",
                 got=f"{type(error).__name__}: {error}",
                 where=f"tensor {state}",
@@ -269,7 +272,7 @@ class _Dequantization:
         table = nibble_table(_small(self.views[f"{name}.quant_map"], 64).view("float32"))
         values = DecodedView(flat, table, f"nibbles {table.tobytes().hex()[:256]}")
         if scales.info.shape != (-(-2 * numel // run),):
-            raise _misfit(view, scales, f"a scale for each {run} of {2 * numel} values")
+            raise _mismatch(view, scales, f"a scale for each {run} of {2 * numel} values")
         scaled = ScaledView(values, scales, (run,), self.dtype)
         self._add(name, MappedView(Reshape(shape), (scaled,)), (name, *parts))
 
@@ -300,21 +303,21 @@ def _as_float(scales: TensorView) -> TensorView:
 def _blocks_of(
     shape: tuple[int, ...], of_scales: tuple[int, ...], named: tuple[int, int] | None
 ) -> tuple[int, ...] | None:
-    """The size of a block in each dim: the named one where it fits, else the only one that does; None if none does,
+    """The size of a block in each dim: the named size if it fits, else the only one that fits; None if no size fits,
     or several do."""
     if len(shape) != len(of_scales):
         return None
     sizes = (*(1,) * (len(shape) - 2), *named)[-len(shape) :] if named and shape else (None,) * len(shape)
-    found = []
+    block = []
     for size, count, usual in zip(shape, of_scales, sizes, strict=True):
         least, most = _fitting_sizes(size, count)
         if usual is not None and count == -(-size // usual):
-            found.append(usual)
+            block.append(usual)
         elif least == most:
-            found.append(least)
+            block.append(least)
         else:
             return None
-    return tuple(found)
+    return tuple(block)
 
 
 def _some_block_fits(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> bool:
@@ -347,7 +350,7 @@ def _small(view: TensorView, most: int) -> np.ndarray:
     return read_range(view, 0, info.numel, np.empty(info.nbytes, dtype=np.uint8))
 
 
-def _misfit(codes: TensorView, scales: TensorView, expected: str) -> CorruptCheckpointError:
+def _mismatch(codes: TensorView, scales: TensorView, expected: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         "Codes and scales of a weight do not fit each other.",
         expected=expected,
@@ -355,3 +358,144 @@ def _misfit(codes: TensorView, scales: TensorView, expected: str) -> CorruptChec
         where=f"tensor {codes.info.name} of shape {codes.info.shape}",
         todo="pass the config.json of this model with --assets, or copy the checkpoint again",
     )
+
+
+SCHEMES = ("fp8-128x128", "mxfp4")
+_KEEP = "keep"
+# Embeddings, routers, norms and heads: the models of the schemes have these in floats.
+_NOT_LINEAR = re.compile(
+    r"(^|\.)(\w*embed\w*|wte|wpe|\w*head|output|score|classifier|\w*norm\w*|ln_\w+|\w*router|\w*gate)\.weight"
+)
+_EXPERTS = re.compile(r"(.*\.)?experts\.(gate_up_proj|down_proj)")
+_WANTED = {
+    "fp8-128x128": "matrices of floats whose last two sides are multiples of 128",
+    "mxfp4": "stacked matrices of floats [experts, k, n] with k a multiple of 32",
+}
+
+
+@dataclass(frozen=True)
+class QuantizeRules:
+    """Which weights are quantized.
+
+    Args:
+        scheme: of all weights that are quantized; config.json can name one.
+        has_default: whether the weights are included that the scheme's own models have quantized.
+        patterns: name pattern -> whether it is quantized; the first pattern that matches counts, before the default.
+    """
+
+    scheme: str
+    has_default: bool
+    patterns: Mapping[str, bool]
+
+    @classmethod
+    def parse(cls, texts: Sequence[str]) -> QuantizeRules:
+        """From texts such as ``fp8-128x128`` or ``*.visual.*=keep``.
+
+        Raises:
+            ConversionError: for an unknown scheme, or two schemes for one model.
+        """
+        default: str | None = None
+        patterns: dict[str, str] = {}
+        for text in texts:
+            pattern, _, scheme = text.rpartition("=")
+            if scheme not in SCHEMES and not (pattern and scheme == _KEEP):
+                raise _bad(f"{' or '.join(SCHEMES)}, or PATTERN={_KEEP}", text, "name one of these schemes")
+            if pattern:
+                patterns[pattern] = scheme
+            else:
+                default = scheme
+        require_one_rule_each("--quantize", texts)
+        schemes = {default, *patterns.values()} - {None, _KEEP}
+        if len(schemes) != 1:
+            got = " and ".join(sorted(map(str, schemes))) or "none"
+            raise _bad("one scheme, which config.json can name", got, "quantize with one scheme at a time")
+        quantized = {pattern: scheme != _KEEP for pattern, scheme in patterns.items()}
+        return cls(str(schemes.pop()), default is not None, quantized)
+
+    def includes(self, info: TensorInfo) -> bool:
+        """Whether a tensor is quantized.
+
+        Raises:
+            ConversionError: if a pattern names a tensor that cannot be.
+        """
+        shape, is_mxfp4 = info.shape, self.scheme == "mxfp4"
+        fits = info.dtype.kind == "float" and info.numel > 0
+        if is_mxfp4:
+            fits = fits and len(shape) == 3 and shape[1] % 32 == 0
+        else:
+            fits = fits and len(shape) >= 2 and shape[-1] % 128 == 0 and shape[-2] % 128 == 0
+        pattern = next((pattern for pattern in self.patterns if fnmatchcase(info.name, pattern)), None)
+        if pattern is not None:
+            if self.patterns[pattern] and not fits and len(shape) > 1:
+                got = f"{info.name} of shape {list(shape)} and type {info.dtype.name}"
+                raise _bad(_WANTED[self.scheme], got, "leave it out of the pattern, or give it =keep before")
+            return self.patterns[pattern] and fits
+        if is_mxfp4:
+            is_usual = _EXPERTS.fullmatch(info.name) is not None
+        else:
+            is_linear = info.name.endswith(".weight") and _NOT_LINEAR.search(info.name) is None
+            is_usual = len(shape) == 2 and is_linear
+        return self.has_default and fits and is_usual
+
+
+def newly_quantized(
+    state: CarriedState, texts: Sequence[str], config: Mapping[str, Any]
+) -> tuple[CarriedState, dict[str, Any]]:
+    """The state with weights of its model quantized, and config.json's ``quantization_config`` for it.
+
+    Raises:
+        ConversionError: if the model is quantized already, or no weight can be.
+    """
+    rules = QuantizeRules.parse(texts)
+    infos = {name: view.info for name, view in state.views.items() if name in state.is_model}
+    if already := find_quantized(infos.values(), config):
+        raise _bad(
+            "weights that are ordinary floats",
+            f"quantized ones: {some(sorted(already))}",
+            "make them floats first, if that is meant: --dequantize bf16 beside --quantize",
+        )
+    for pattern in rules.patterns:
+        if not any(fnmatchcase(name, pattern) for name in infos):
+            raise _bad(
+                "patterns that match a tensor", pattern, "list the names with: vescale-convert inspect SRC"
+            )
+    chosen = {name: None for name, info in infos.items() if rules.includes(info)}
+    if not chosen:
+        raise _bad(_WANTED[rules.scheme], f"none among {some(infos)}", "name them: --quantize PATTERN=SCHEME")
+    replacements: dict[str, tuple[TensorView, str]] = {}
+    for name in chosen:
+        for view in _codes_and_scales(name, state.views[name], rules.scheme):
+            replacements[view.info.name] = (view, name)
+    kept = sorted(
+        name.removesuffix(".weight")
+        for name, info in infos.items()
+        if name not in chosen and name.endswith(".weight") and len(info.shape) > 1
+    )
+    settings: dict[str, Any] = {"quant_method": "mxfp4"}
+    if rules.scheme != "mxfp4":
+        settings = {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        }
+    return state.with_replaced(replacements, chosen.keys()), {**settings, "modules_to_not_convert": kept}
+
+
+def _codes_and_scales(name: str, view: TensorView, scheme: str) -> tuple[TensorView, TensorView]:
+    from vescale_fsdp.views.float_codes import Fp8Encoding, Mxfp4Encoding
+
+    values = _as_float(view)
+    if scheme != "mxfp4":
+        fp8 = Fp8Encoding()
+        scales = EncodedView(values, fp8, f"{name}_scale_inv", wants_scales=True)
+        return EncodedView(values, fp8, name), scales
+    experts, k, n = view.info.shape
+    values, mxfp4 = MappedView(Permute((0, 2, 1)), (values,)), Mxfp4Encoding()
+    codes = EncodedView(values, mxfp4, f"{name}_blocks")
+    scales = EncodedView(values, mxfp4, f"{name}_scales", wants_scales=True)
+    return MappedView(Reshape((experts, n, k // 32, 16)), (codes,)), scales
+
+
+def _bad(expected: str, got: object, todo: str) -> ConversionError:
+    return ConversionError("The weights cannot be quantized so.", expected=expected, got=got, todo=todo)
