@@ -189,3 +189,17 @@ def some(names: Iterable[str], most: int = 4) -> str:
     return (", ".join(found[:most]) or "none") + (
         f" and {len(found) - most} more" if len(found) > most else ""
     )
+
+
+def format_bytes(nbytes: int) -> str:
+    """A number of bytes in decimal units, with three digits.
+
+    >>> format_bytes(1_230_000)
+    '1.23 MB'
+    """
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"

@@ -55,8 +55,7 @@ LEVELS = (
         "checkpoint",
         "conversion.rules",
     ),
-    ("conversion.checks",),
-    ("conversion.adapters",),
+    ("conversion.diff",),
     ("conversion.formats", "conversion.report", "elastic"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
     ("conversion",),
