@@ -43,7 +43,7 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.transfer.description import DescribedTensor, StateDescription, describe_states
-from vescale_fsdp.transfer.links import Linkable, codes, scales
+from vescale_fsdp.transfer.links import Link, codes, scales
 from vescale_fsdp.transfer.plan import TransferPlan, plan_transfer
 from vescale_fsdp.transfer.rank_transfers import RankTransfers
 from vescale_fsdp.transfer.transfer import Transfer
@@ -87,10 +87,10 @@ def trainer_state(units: list[dict[str, Any]], mesh: DeviceMesh, block: Granular
 
 def engine_state(
     units: list[dict[str, Any]], mesh: DeviceMesh, *, coded: bool
-) -> tuple[State, dict[str, Linkable]]:
+) -> tuple[State, dict[str, Link]]:
     """The engine's empty shards, and what they are made of."""
     state: State = {}
-    links: dict[str, Linkable] = {}
+    links: dict[str, Link] = {}
     codec = Fp8Blocks()
 
     def add(name: str, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> None:
@@ -123,7 +123,7 @@ class Bench:
         # Rank 1 gets one too: torch names later groups by how many a process has (2.13), and other names never meet.
         self.relay, _ = dist.new_group([0, 2, 3]), dist.new_group([1])
         self.units = units
-        links: dict[str, Linkable] = {}
+        links: dict[str, Link] = {}
         self.state: State | None = None
         self.tiled: State | None = None
         self.into: State | None = None

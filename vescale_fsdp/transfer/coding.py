@@ -215,20 +215,20 @@ class CodedTensor:
             out: uint8 of shape ``sizes``, to be filled.
             strides, start: steps in the local memory, and the index of the first item.
         """
-        box = self._box_at(start)
-        row, col = divmod(start - box.start, box.cols)
         if strides == (1,):
             self._encode_run(out, start, start + sizes[0])
-        elif len(sizes) == 1 and strides[0] == box.cols and row + sizes[0] <= box.rows:
-            self._encode_box(out.view(-1, 1), box, row, col, (sizes[0], 1))
-        elif strides == (box.cols, 1) and row + sizes[0] <= box.rows and col + sizes[1] <= box.cols:
+            return
+        if len(sizes) == 1:
+            out, sizes, strides = out.view(-1, 1), (*sizes, 1), (*strides, 1)
+        box = self._box_at(start)
+        row, col = divmod(start - box.start, box.cols)
+        if strides == (box.cols, 1) and row + sizes[0] <= box.rows and col + sizes[1] <= box.cols:
             self._encode_box(out, box, row, col, (sizes[0], sizes[1]))
         elif strides == (1, box.cols) and row + sizes[1] <= box.rows and col + sizes[0] <= box.cols:
             self._encode_box(out.t(), box, row, col, (sizes[1], sizes[0]))
         else:  # neither rows nor columns of one box, such as the same row of several experts: index by index
-            inner, steps = sizes[1:] or (1,), strides[1:] or (1,)
             for index in range(sizes[0]):
-                self.encode(out[index].view(inner), inner, steps, start + index * strides[0])
+                self.encode(out[index], sizes[1:], strides[1:], start + index * strides[0])
 
     def _box_at(self, index: int) -> MatrixBox:
         return self._boxes[bisect_right(self._boxes, index, key=lambda box: box.start) - 1]

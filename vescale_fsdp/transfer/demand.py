@@ -79,6 +79,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
             sums[key] = np.zeros([len(ranks_at[holders]) for holders in key], np.int64)
         stored_at, wanted_at, numels = overlaps.of(leaf)
         pairs = stored_at * sums[key].shape[1] + wanted_at
+        # `add.at`, since a pair of cells may occur several times.
         np.add.at(sums[key].reshape(-1), pairs, numels * leaf.itemsize)
 
     targets = target.all_ranks
@@ -86,7 +87,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
     rows: dict[tuple[int, ...], Ints] = {}
     kept = np.zeros(len(targets), np.int64)
     for (owners, takers), matrix in sums.items():
-        cell_of = np.full(len(targets), -1)  # by column
+        cell_of = np.full(len(targets), -1)  # by column; a rank may have no part of these tensors
         for cell, ranks in enumerate(ranks_at[takers]):
             cell_of[[columns[rank] for rank in ranks]] = cell
         for cell, ranks in enumerate(ranks_at[owners]):
@@ -309,7 +310,7 @@ def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints
     lows = source.offsets[:, 0] + source.starts // step
     highs = source.offsets[:, 0] + -(-source.stops // step)
     order = np.argsort(lows, kind="stable")
-    lows, highs = lows[order], np.maximum.accumulate(highs[order])
+    lows, highs = lows[order], np.maximum.accumulate(highs[order])  # ascending, for the searches below
     low, high = wanted.offsets[:, 0], wanted.offsets[:, 0] + wanted.sizes[:, 0]
     first, last = np.searchsorted(highs, low, "right"), np.searchsorted(lows, high, "left")
     counts = np.maximum(last - first, 0)

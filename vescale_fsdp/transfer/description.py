@@ -200,6 +200,7 @@ def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
     classes = coordinator.agree(structure, 0, error).classes
     joined, ranks = merge_structures(classes)
     check_complete(joined, ranks, classes)
+    # A tensor has several entries if ranks distribute it in several ways; each of them is complete.
     first_entries: dict[str, Entry] = {}
     for entry in joined.entries:
         first = first_entries.setdefault(entry.name, entry)

@@ -43,19 +43,12 @@ _MAX_SHOWN = 20  # problems that an error lists
 
 
 @dataclass(frozen=True)
-class Named:
-    """A source tensor itself."""
-
-    name: str
-
-
-@dataclass(frozen=True)
 class Coded:
-    """The codes or scales of a whole source tensor; ``part`` is ``"codes"`` or ``"scales"``."""
+    """The codes or the scales of a whole source tensor."""
 
     name: str
     codec: BlockCodec
-    part: str
+    is_scales: bool
 
 
 @dataclass(frozen=True)
@@ -66,16 +59,10 @@ class Mapped:
     inputs: tuple[Link, ...]
 
 
-Link = Named | Coded | Mapped
-Linkable = str | Named | Coded | Mapped
+Link = str | Coded | Mapped  # a name alone is the source tensor of that name
 
 
-def as_link(item: Linkable) -> Link:
-    """A link; a name alone is the source tensor of that name."""
-    return Named(item) if isinstance(item, str) else item
-
-
-def concatenate(*inputs: Linkable, dim: int = 0) -> Link:
+def concatenate(*inputs: Link, dim: int = 0) -> Link:
     """Tensors one after the other along a dim: q, k and v as one matrix.
 
     Examples:
@@ -84,43 +71,43 @@ def concatenate(*inputs: Linkable, dim: int = 0) -> Link:
         >>> sorted(links)  # for plan_transfer(source, target, links=links)
         ['qkv.weight', 'rest.weight', 'w2']
     """
-    return Mapped(Concat(dim), tuple(map(as_link, inputs)))
+    return Mapped(Concat(dim), inputs)
 
 
-def slice(of: Linkable, start: int, size: int, *, dim: int = 0) -> Link:
+def slice(of: Link, start: int, size: int, *, dim: int = 0) -> Link:
     """Indices [start, start + size) of a dim: q of a fused q, k and v matrix.
 
     Examples:
         >>> links = {"q.weight": slice("qkv.weight", 0, 64)}
     """
-    return Mapped(Slice(dim, start, size), (as_link(of),))
+    return Mapped(Slice(dim, start, size), (of,))
 
 
-def stack(*inputs: Linkable, dim: int = 0) -> Link:
+def stack(*inputs: Link, dim: int = 0) -> Link:
     """Tensors of one shape along a new dim: all experts as one tensor.
 
     Examples:
         >>> links = {"experts.w2": stack("experts.0.w2", "experts.1.w2")}
     """
-    return Mapped(Stack(dim), tuple(map(as_link, inputs)))
+    return Mapped(Stack(dim), inputs)
 
 
-def index(of: Linkable, number: int, *, dim: int = 0) -> Link:
+def index(of: Link, number: int, *, dim: int = 0) -> Link:
     """One index of a dim, which the result does not have: one expert of a stack.
 
     Examples:
         >>> links = {f"experts.{e}.w2": index("experts.w2", e) for e in range(2)}
     """
-    return Mapped(Index(dim, number), (as_link(of),))
+    return Mapped(Index(dim, number), (of,))
 
 
-def permute(of: Linkable, dims: Sequence[int] = (1, 0)) -> Link:
+def permute(of: Link, dims: Sequence[int] = (1, 0)) -> Link:
     """The dims in another order: dim i of the result is dim ``dims[i]`` of the input; default: a transpose.
 
     Examples:
         >>> links = {"w_t": permute("w"), "kernel": permute("conv.weight", (2, 3, 1, 0))}
     """
-    return Mapped(Permute(tuple(dims)), (as_link(of),))
+    return Mapped(Permute(tuple(dims)), (of,))
 
 
 def codes(name: str, codec: BlockCodec) -> Link:
@@ -130,7 +117,7 @@ def codes(name: str, codec: BlockCodec) -> Link:
         >>> from vescale_fsdp.quantize import Fp8Blocks
         >>> links = {"w": codes("w", Fp8Blocks()), "w_scale_inv": scales("w", Fp8Blocks())}
     """
-    return Coded(name, codec, "codes")
+    return Coded(name, codec, is_scales=False)
 
 
 def scales(name: str, codec: BlockCodec) -> Link:
@@ -140,7 +127,7 @@ def scales(name: str, codec: BlockCodec) -> Link:
         >>> from vescale_fsdp.quantize import Fp8Blocks
         >>> links = {"w_scale_inv": scales("w", Fp8Blocks())}
     """
-    return Coded(name, codec, "scales")
+    return Coded(name, codec, is_scales=True)
 
 
 class Leaf(NamedTuple):
@@ -154,7 +141,7 @@ class Leaf(NamedTuple):
             index. In source dims that are not listed the box has one index.
     """
 
-    source: Named | Coded
+    source: str | Coded
     box: Box
     corner: Shape
     dims: Shape
@@ -196,7 +183,7 @@ class Leaf(NamedTuple):
         return self.corner == self.box.offsets and self.dims == tuple(range(len(self.box.sizes)))
 
 
-def leaves_of(link: Link, shape_of: Callable[[Named | Coded], Shape]) -> tuple[Shape, list[Leaf]]:
+def leaves_of(link: Link, shape_of: Callable[[str | Coded], Shape]) -> tuple[Shape, list[Leaf]]:
     """The shape of a link's result, and its leaves.
 
     Args:
@@ -265,11 +252,11 @@ def _cut(leaf: Leaf, dim: int, start: int, size: int, shape: Shape) -> Leaf | No
 
 def link_to_json(link: Link) -> Any:
     """Plain values that `link_from_json` reads back without loss."""
-    if isinstance(link, Named):
-        return link.name
+    if isinstance(link, str):
+        return link
     if isinstance(link, Coded):
         codec = {"kind": type(link.codec).__name__, **asdict(link.codec)}
-        return {"name": link.name, "codec": codec, "part": link.part}
+        return {"name": link.name, "codec": codec, "is_scales": link.is_scales}
     return {"map": type(link.map).__name__, **asdict(link.map), "inputs": [*map(link_to_json, link.inputs)]}
 
 
@@ -280,10 +267,10 @@ def link_from_json(data: Any, codecs: Mapping[str, Callable[..., BlockCodec]]) -
         codecs: classes of the codecs that links name, by class name.
     """
     if isinstance(data, str):
-        return Named(data)
+        return data
     if "codec" in data:
         values = dict(data["codec"])
-        return Coded(data["name"], codecs[values.pop("kind")](**values), data["part"])
+        return Coded(data["name"], codecs[values.pop("kind")](**values), data["is_scales"])
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
     inputs, kind = values.pop("inputs"), _MAPS[values.pop("map")]
     return Mapped(kind(**values), tuple(link_from_json(item, codecs) for item in inputs))
@@ -308,11 +295,12 @@ class SourceTensor:
         shape, dtype: of what leaves read.
     """
 
-    def __init__(self, description: StateDescription, link: Named | Coded) -> None:
+    def __init__(self, description: StateDescription, link: str | Coded) -> None:
         self._description = description
         self._regions: dict[Shape, list[tuple[Region, int]]] = {}
         numbers = description.numbers_by_name
-        self.number = numbers[link.name if link.name in numbers else dotted_name(link.name)]
+        name = link if isinstance(link, str) else link.name
+        self.number = numbers[name if name in numbers else dotted_name(name)]
         self.distribution = description.distributions[self.number]
         self.holders = description.holders_of(self.number)
         entry = description.entries[self.number]
@@ -323,7 +311,7 @@ class SourceTensor:
         self.is_scales = False
         if isinstance(link, Coded):
             self.codec, self.grid = link.codec, link.codec.grid(entry.shape)
-            self.is_scales = link.part == "scales"
+            self.is_scales = link.is_scales
             self.dtype = dtype_name(link.codec.scale_dtype if self.is_scales else link.codec.code_dtype)
             self.shape = self.grid.scales_shape if self.is_scales else entry.shape
 
@@ -394,7 +382,7 @@ def resolve_links(
         PlacementError: if names, shapes or dtypes do not match, or no rank has a part; lists all problems.
     """
     problems: list[str] = []
-    sources: dict[Named | Coded, SourceTensor] = {}
+    sources: dict[str | Coded, SourceTensor] = {}
     placed: list[PlacedLeaf] = []
     link_of: dict[str, Link] = {}
     for spelled, link in links:
@@ -405,15 +393,14 @@ def resolve_links(
             problems.append(f"{name!r} is linked twice, also as {spelled!r}")
         link_of[name] = link
 
-    def source_of(item: Named | Coded) -> SourceTensor:
+    def source_of(item: str | Coded) -> SourceTensor:
         if item not in sources:
             sources[item] = SourceTensor(source, item)
         return sources[item]
 
     for number, entry in enumerate(target.entries):
         try:
-            link = link_of.get(entry.name, Named(entry.name))
-            shape, leaves = leaves_of(link, lambda item: source_of(item).shape)
+            shape, leaves = leaves_of(link_of.get(entry.name, entry.name), lambda item: source_of(item).shape)
         except KeyError as missing:
             problems.append(f"{entry.name!r}: the source has no tensor {missing}")
             continue

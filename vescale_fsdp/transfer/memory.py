@@ -26,7 +26,7 @@ from vescale_fsdp.transfer.coding import CodedTensor, cut_blocks_of
 from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.transfer.links import SourceTensor
 from vescale_fsdp.transfer.plan import TransferPlan
-from vescale_fsdp.transfer.rank_transfers import Share
+from vescale_fsdp.transfer.rank_transfers import Shape, Share
 
 if TYPE_CHECKING:
     from vescale_fsdp.quantize.codec import BlockCodec
@@ -104,8 +104,23 @@ def _as_carrier(local: torch.Tensor) -> torch.Tensor:
     return local.view(carrier_of(local.dtype))
 
 
-_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()
-_watches_lock = Lock()
+def _views(
+    data: torch.Tensor, wire_dtype: str | None, flat: torch.Tensor, sizes: Shape, strides: Shape, start: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A share's items in a message and in a flat memory, both of shape ``sizes``.
+
+    Args:
+        data: the share's bytes of the message, 1D uint8.
+        wire_dtype: dtype of items in the message, if the copy is to cast; None to copy bits.
+    """
+    if wire_dtype is None:
+        flat = _as_carrier(flat)
+    wire = data.view(flat.dtype if wire_dtype is None else dtype_named(wire_dtype))
+    return wire.view(sizes), flat.as_strided(sizes, strides, flat.storage_offset() + start)
+
+
+_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()  # weak: a watch ends with its transfer
+_watches_lock = Lock()  # optimizers may step on another thread than that of a transfer
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
@@ -119,7 +134,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
             watch.is_stepped |= not stepped.isdisjoint(watch.storages)
 
 
-@lru_cache
+@lru_cache  # the hook is for all optimizers of the process
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_note_step)
 
@@ -194,7 +209,7 @@ class CutBlocks:
                     continue  # the planner cut no band, so regions need not be examined
             regions = map(source.stored_region, source.all_coordinates())
             cut = {block for region in regions for block in cut_blocks_of(region, source.stored_shape, grid)}
-            self.blocks[key] = sorted(cut)
+            self.blocks[key] = sorted(cut)  # ranks must reduce them in one order
         self.total = sum(map(len, self.blocks.values()))
 
     def agree(self, tensors: Mapping[CodedKey, CodedTensor], coordinator: Coordinator) -> None:
@@ -258,13 +273,9 @@ class Origin:
             coded.encode(out.view(share.sizes), share.sizes, share.source_strides, share.source)
             return
         flat = self._flats[placed.source.number] if codec is None else self._scales_of(placed.source, codec)
-        if placed.narrowed:
-            wire = out.view(dtype_named(placed.wire_dtype))
-        else:
-            flat = _as_carrier(flat)
-            wire = out.view(flat.dtype)
-        start = flat.storage_offset() + share.source
-        wire.view(share.sizes).copy_(flat.as_strided(share.sizes, share.source_strides, start))
+        wire_dtype = placed.wire_dtype if placed.narrowed else None
+        wire, box = _views(out, wire_dtype, flat, share.sizes, share.source_strides, share.source)
+        wire.copy_(box)
 
     def _scales_of(self, source: SourceTensor, codec: BlockCodec) -> torch.Tensor:
         """The scales of a tensor that this rank owns, 1D."""
@@ -332,23 +343,18 @@ class Destination:
 
     def unpack(self, share: Share, data: torch.Tensor) -> None:
         """Copy a share's bytes from a message."""
-        wire, box = self._views(share, data)
+        wire, box = self._wire_and_box(share, data)
         box.copy_(wire)
 
     def read_back(self, share: Share, out: torch.Tensor) -> None:
         """Write the bytes of a share's filled items into ``out``, as they were received: the inverse of `unpack`."""
-        wire, box = self._views(share, out)
+        wire, box = self._wire_and_box(share, out)
         wire.copy_(box)
 
-    def _views(self, share: Share, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A share's items in a message and in the target, of one shape."""
+    def _wire_and_box(self, share: Share, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         placed = self._plan.leaves[share.leaf]
-        flat = self._flats[placed.target]
-        if not placed.widened:
-            flat = _as_carrier(flat)
-        dtype = dtype_named(placed.wire_dtype) if placed.widened else flat.dtype
-        box = flat.as_strided(share.sizes, share.target_strides, flat.storage_offset() + share.target)
-        return data.view(dtype).view(share.sizes), box
+        flat, wire_dtype = self._flats[placed.target], placed.wire_dtype if placed.widened else None
+        return _views(data, wire_dtype, flat, share.sizes, share.target_strides, share.target)
 
     def commit(self) -> None:
         """Copy second copies into the target."""

@@ -32,9 +32,7 @@ from vescale_fsdp.transfer.demand import Demand, demand_of
 from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.transfer.links import (
     Link,
-    Linkable,
     PlacedLeaf,
-    as_link,
     link_from_json,
     link_to_json,
     resolve_links,
@@ -292,7 +290,7 @@ def plan_transfer(
     source: StateDescription,
     target: StateDescription,
     *,
-    links: Mapping[str, Linkable] | None = None,
+    links: Mapping[str, Link] | None = None,
     cast: bool = False,
     budget_bytes: int = BUDGET_BYTES,
 ) -> TransferPlan:
@@ -320,7 +318,7 @@ def plan_transfer(
     """
     if budget_bytes < 4096:
         raise PlacementError("The budget is too small.", expected="at least 4096 bytes", got=budget_bytes)
-    linked = tuple((name, as_link(link)) for name, link in (links or {}).items())
+    linked = tuple((links or {}).items())
     leaves = resolve_links(source, target, linked, cast)
     demand = demand_of(source, target, leaves)
     wanted = dict(zip(demand.sets, demand.sent.sum(1).tolist(), strict=True))

@@ -290,7 +290,7 @@ class RankTransfers:
                 pieces = self._target_region(placed.target, filled[0]).pieces()
                 for box in filter(None, (leaf.to_source(piece) for piece, _ in pieces)):
                     parts.update((at, filled[0]) for at in source.touching(box))
-            for source_at, target_at in sorted(parts):
+            for source_at, target_at in sorted(parts):  # a set has no order of its own
                 ranks = tuple(source.holders.ranks_at(source_at))
                 takers = [
                     taker

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,12 +59,8 @@ _NO_VERSION = 2**62  # larger than any version; its negative fits int64 too
 _logger = logging.getLogger("vescale_fsdp")
 
 
-class _SourceRead(NamedTuple):
-    """The tensors that a rank reads in one transfer, as they were when the transfer began."""
-
-    tensors: dict[str, torch.Tensor]
-    watch: SourceWatch | None  # None for a snapshot
-    error: Exception | None
+# The tensors that a rank reads in one transfer, and what detects writes to them (None for a snapshot); or an error.
+_SourceRead = tuple[dict[str, torch.Tensor], SourceWatch | None] | Exception
 
 
 def _named(state: Any | None) -> dict[str, torch.Tensor]:
@@ -148,7 +144,9 @@ class Transfer:
             self._read_parts = parts_of(plan.source, (leaf.source.number for leaf in plan.leaves), own.rank)
             self._filled_parts = parts_of(plan.target, (leaf.target for leaf in plan.leaves), own.rank)
         self._name = own.new_name()
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copies: dict[
+            int, torch.Tensor
+        ] = {}  # the second copies of `keep_old`, used again by the next run
         self._busy = Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._version: int | None = None
@@ -200,7 +198,9 @@ class Transfer:
         try:
             read = self._read(state, snapshot=snapshot)
             if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer")
+                self._worker = ThreadPoolExecutor(
+                    1, thread_name_prefix="transfer"
+                )  # one: runs do not overlap
             future = self._worker.submit(self._run, read, into, version)
         except BaseException:
             self._busy.release()
@@ -230,24 +230,24 @@ class Transfer:
         try:
             names = {part.name for part in self._read_parts}
             tensors = {name: tensor for name, tensor in _named(state).items() if name in names}
-            if not snapshot:
-                return _SourceRead(tensors, SourceWatch(tensors.values()), None)
-            return _SourceRead(
-                {name: tensor.detach().clone() for name, tensor in tensors.items()}, None, None
-            )
+            if snapshot:
+                return {name: tensor.detach().clone() for name, tensor in tensors.items()}, None
+            return tensors, SourceWatch(tensors.values())
         except Exception as error:  # noqa: BLE001  raised in the first collective
-            return _SourceRead({}, None, error)
+            return error
 
     @plainly
     def _run(self, read: _SourceRead, into: Any | None, version: int | None) -> None:
         own = self._coordinator
         self._num_runs += 1
-        error: BaseException | None = read.error
-        if error is None:
-            try:
-                origin, destination = self._bind(read.tensors, into)
-            except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks wait for this one
-                error = caught
+        error: BaseException | None = None  # raised in the first collective, in which other ranks wait
+        try:
+            if isinstance(read, Exception):
+                raise read
+            tensors, watch = read
+            origin, destination = self._bind(tensors, into)
+        except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks wait for this one
+            error = caught
         version = self._agreed_version(version, error)
         try:
             self._cut_blocks.agree(origin.coded, own)
@@ -255,8 +255,8 @@ class Transfer:
                 memory = origin, destination
                 exchange = Exchange(self.plan, own.rank, *memory, self._group, self._pool, self._verify)
                 exchange.run(self._messages, self._kept)
-                if read.watch is not None:
-                    read.watch.check()
+                if watch is not None:
+                    watch.check()
             destination.commit()
             self._version = version
         finally:

@@ -1,4 +1,4 @@
-"""Plans of transfers: any distribution to any other, balanced, small, and refused where they do not meet."""
+"""Plans of transfers: any distribution to any other, balanced, small, and refused if states do not match."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.transfer import codes, concatenate, demand, rank_transfers, scales
 from vescale_fsdp.transfer.description import DescribedTensor, StateDescription, describe_states
-from vescale_fsdp.transfer.links import Linkable
+from vescale_fsdp.transfer.links import Link
 from vescale_fsdp.transfer.plan import TransferPlan, balanced_shares, plan_transfer
 from vescale_fsdp.transfer.rank_transfers import RankTransfers
 
@@ -36,7 +36,7 @@ def cases(draw: st.DrawFn) -> TransferPlan:
 
 
 def test_any_distribution_to_any_other() -> None:
-    """Every rank ends with its part of every tensor, both ends agree, totals are exact, loads are level."""
+    """Every rank gets its part of every tensor, and both ends of a stream derive the same messages."""
     seen = {"sent": 0, "kept": 0, "replicas": 0}
 
     @SEARCH
@@ -61,7 +61,7 @@ def test_any_distribution_to_any_other() -> None:
 
 
 def held(name: str, dtype: str, shape: tuple[int, ...], ranks: range, *cuts: ShardCut) -> DescribedTensor:
-    """A tensor cut over consecutive ranks, or held whole by all of them."""
+    """A tensor that is cut over consecutive ranks, or whole on all of them."""
     axes = (Axis(len(ranks), 1, ranks.start),) if cuts else ()
     return DescribedTensor(name, dtype, shape, Distribution(axes, cuts), RankSet.of(ranks))
 
@@ -91,7 +91,7 @@ def test_all_that_does_not_meet_is_listed_at_once() -> None:
             for name, shape in wanted.items()
         ]
     )
-    links: dict[str, Linkable] = {
+    links: dict[str, Link] = {
         "narrow": "b",
         "misfit": concatenate("a", "n"),
         "nowhere": "a",
@@ -122,7 +122,7 @@ def overlapping_sets(draw: st.DrawFn) -> dict[tuple[int, ...], int]:
 @SEARCH
 @given(overlapping_sets())
 def test_no_rank_sends_what_a_less_loaded_one_could(wanted: dict[tuple[int, ...], int]) -> None:
-    """Whatever the sets: each gives all that is wanted, and who sends part of it is no more loaded than the others."""
+    """Each set sends all bytes, and a rank that sends any of them is no more loaded than other ranks of the set."""
     shares = balanced_shares(wanted)
 
     loads = dict.fromkeys(range(6), 0)
@@ -137,7 +137,7 @@ def test_no_rank_sends_what_a_less_loaded_one_could(wanted: dict[tuple[int, ...]
 
 
 def test_replicas_of_a_source_share_the_work_exactly() -> None:
-    """Two whole copies, three ranks that want all of it: 1.5 copies each, and one rank hears from both."""
+    """Two ranks with whole copies and three receivers: 1.5 copies each, and one receiver gets bytes of both."""
     source = StateDescription.of([held("w", "bfloat16", (64, 64), range(2))])
     target = StateDescription.of([held("w", "bfloat16", (64, 64), range(2, 5))])
     plan = plan_transfer(source, target)
@@ -158,7 +158,7 @@ def test_replicas_of_a_source_share_the_work_exactly() -> None:
 
 
 def simulated(num_sources: int, num_targets: int, num_tensors: int) -> TransferPlan:
-    """Ragged shards of groups of ten tensors, to tensor parallelism over 4 in as many replicas as there are."""
+    """Ragged shards of groups of ten tensors, to tensor parallelism over 4 ranks with replicas."""
     layouts, source, target = [], [], []
     for group in range(num_tensors // 10):
         specs = [
@@ -203,7 +203,7 @@ def test_totals_of_all_ranks_cost_little(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_rank_asks_for_its_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one rank derives of a plan does not grow with ranks it has nothing to do with."""
+    """The work of one rank does not grow with ranks that it does not communicate with."""
     asked = []
     real = rank_transfers.shares_between
 
@@ -222,7 +222,7 @@ def test_a_rank_asks_for_its_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_codes_are_half_the_bytes() -> None:
-    """What travels of a bf16 matrix under a codec: its codes and scales, 0.51 of it at the most."""
+    """A coded bf16 matrix is sent as codes and scales, at most 0.51 of its bytes."""
     source = StateDescription.of([held("w", "bfloat16", (1024, 1024), range(2), ShardCut(0))])
     codec = Fp8Blocks()
     parts = [("c", "float8_e4m3fn", (1024, 1024)), ("s", "float32", codec.grid((1024, 1024)).scales_shape)]
@@ -237,7 +237,7 @@ def test_codes_are_half_the_bytes() -> None:
 
 
 def test_the_report_is_what_ranks_do() -> None:
-    """Totals and pairs of the report are those of the streams that ranks derive; the picture shows each of them."""
+    """Totals and pairs are those of the streams that ranks derive; the picture shows each pair."""
     source = StateDescription.of(
         [held("w", "bfloat16", (65, 64), range(2)), held("v", "float32", (8, 8), range(1, 4), ShardCut(0))]
     )
@@ -263,7 +263,7 @@ def test_the_report_is_what_ranks_do() -> None:
 
 
 def test_a_picture_of_many_ranks_says_what_it_leaves_out() -> None:
-    """Of 128 and 64 ranks 32 of each are drawn."""
+    """32 of 128 senders and 32 of 64 receivers are drawn."""
     assert "not drawn: 96 senders, 32 receivers" in simulated(128, 64, 10).to_svg()
 
 

@@ -70,7 +70,7 @@ BOUNDS: dict[str, dict[str, str]] = {
     },
     "vescale_fsdp/dtensor/redistribute.py": {"start_redistribution(local, source, target).wait()": GROUP},
     "vescale_fsdp/elastic/job.py": {"self._manager.wait()": SAVE, "self._membership.wait()": MEMBERS},
-    "vescale_fsdp/elastic/presence.py": {
+    "vescale_fsdp/elastic/store_membership.py": {
         "connection.recv(nbytes - len(data))": CLOCK,
         "self._listener.accept()": IDLE,
     },
