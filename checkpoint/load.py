@@ -1,11 +1,12 @@
-"""`load`: fill a state in place, from whatever layout and world size a checkpoint was saved with.
+"""`load`: fill a state in place from a checkpoint of any format, saved with any layout and world size.
 
-1  read the manifest, match the state with it: missing, unexpected, shapes, dtypes
-2  compute the ranges to read; open every file, prove size, header and checksum table
+1  open the checkpoint, match the state with it by metadata alone; ranks compare what they have opened
+2  refuse what does not fit; give tensors on the meta device memory; compute the ranges to read; open every file, check
+   its size, header and checksum table
 3  verify="before": hash every stripe that will be read
-4  meet: any error so far is raised on all ranks, and nothing has been overwritten
-5  read, straight into the tensors where memory allows; verify="while": hash what has come
-6  plain values and Stateful objects take theirs; meet: any error since 4 is a `PartialLoadError` on all ranks
+4  meet: an error so far is raised on all ranks, and nothing has been overwritten
+5  read, straight into the tensors where memory allows; verify="while": hash bytes after they have been read
+6  assign plain values, give Stateful objects their state; meet: an error since 4 is a `PartialLoadError` on all ranks
 """
 
 from __future__ import annotations
@@ -58,23 +59,24 @@ Verify = Literal["before", "while", "never"]
 Read = Literal["once", "each", "auto"]
 _log = logging.getLogger(__name__)
 _NOTHING_LOADED = "nothing was overwritten"
-_HALF_LOADED = "tensors may hold some of what was to be loaded"
+_HALF_LOADED = "some tensors may have been overwritten"
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did not touch, and the JSON that was saved with the state.
+    """What a load did not fill, how much it read, and the JSON that was saved with the state.
 
     Attributes:
         missing: leaves of the state that the checkpoint lacks; they keep their values.
         unexpected: leaves of the checkpoint that the state lacks.
         metadata: the ``metadata`` argument of `save`; None for other formats.
-        num_bytes_read: bytes of tensors that this rank read from the storage; what ``verify="before"`` hashes first
-            and reads then counts twice. For other formats, the bytes of its parts of the tensors.
-        num_bytes_received: bytes of them that other ranks read and sent.
-        mismatched: tensors of other shapes or dtypes, which keep their values: what the checkpoint and the state have.
+        num_bytes_read: bytes of tensors that this rank read from the storage; bytes that ``verify="before"`` hashes
+            first count twice. For other formats, the bytes of this rank's parts of the tensors.
+        num_bytes_received: bytes of tensors that other ranks read and sent to this one.
+        mismatched: tensors of other shapes or dtypes, which keep their values: name -> (in the checkpoint, in the
+            state).
         left_out: other entries of the checkpoint that the state cannot take, such as a scheduler's.
-        warnings: what the checkpoint's files leave open, in sentences; the logger ``vescale_fsdp`` reports them too.
+        warnings: doubts about the checkpoint's files, in sentences; the logger ``vescale_fsdp`` reports them too.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -99,10 +101,11 @@ class SourceOptions:
 
     Args:
         rules: key rules, as ``vescale-convert --rules``: a shipped set's name or a TOML file.
-        rules_to: whose names the state has, ``"ours"`` or ``"hf"``: the side of the rules that is made.
+        rules_to: the side of the rules whose names the state has, ``"ours"`` or ``"hf"``.
         config: folder or URL of the config.json that rules and ``dequantize`` use; default: the checkpoint's own.
-        dequantize: the float type that quantized weights become, before rules: ``"bf16"``, as for ``vescale-convert``.
-        model_prefix: what the model's names begin with in the checkpoint; detected by default.
+        dequantize: the float dtype that quantized weights are converted to, before rules: ``"bf16"``, as for
+            ``vescale-convert``.
+        model_prefix: prefix of the model's names in the checkpoint; detected by default.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -150,25 +153,26 @@ def load(
             fills the adapter of a model that has one and leaves its base unchanged.
         state: nested like the state that was saved; for other formats a module, or a dict such as
             ``{"model": model, "optimizer": optimizer, "step": 0}``. Tensors of modules on the meta device get memory.
-        strict: raise if leaves are missing, unexpected or mismatched, or a name pattern fits none; False reports
-            them, warns of mismatched tensors, and loads the rest.
-        include: name patterns (fnmatch, such as ``"model.*"``); only leaves that fit one are loaded. Keys may be joined
-            by ``/`` too.
+        strict: raise if leaves are missing, unexpected or mismatched, or a name pattern matches no leaf; False reports
+            these leaves, warns of mismatched tensors, and loads the rest.
+        include: name patterns (fnmatch, such as ``"model.*"``); only leaves that match one are loaded. Keys may be
+            joined by ``/`` too.
         dtype: ``"state"`` casts floats to the dtypes that the state has. Casts as for ``vescale-convert --dtype``,
             such as ``["bfloat16", "*.gate.bias=float32"]``, are applied first.
-        init: called with each module that has buffers on the meta device which no checkpoint holds, once they have
-            memory and before anything is read; ``model._init_weights`` for models of transformers.
-        source: what a checkpoint with other names, layouts or encodings needs.
-        verify: "while" hashes what has been read, so that bytes come from the disk or over the network once.
-            Damage is found all the same, but tensors may hold some of it when the error is raised: a
-            `PartialLoadError` then. "before" reads and hashes all bytes before the first tensor is overwritten
-            on any rank, so that damage leaves the state as it was. "never" trusts the disk; names, sizes and
-            headers of files are checked all the same. Other formats are read with "while" only.
-        read: how ranks read what several of them want, such as replicas. "once": one of them reads and verifies it,
-            and sends it to the others in pieces, so that all bytes read are the checkpoint's. "each": every rank
-            reads for itself, which is faster from a local disk: its cache serves them all. "auto": once from
-            object stores and from file systems that are mounted over a network, else each. The zarr form and other
-            formats are read by each rank.
+        init: fills buffers on the meta device that are in no checkpoint: called with each module that owns such
+            buffers, after they got memory and before anything is read; ``model._init_weights`` for models of
+            transformers.
+        source: options for a checkpoint with other names, layouts or encodings.
+        verify: "while" hashes bytes after they have been read into tensors, so that each byte is read once. Damage
+            raises a `PartialLoadError` then, since tensors may contain damaged bytes. "before" reads and hashes all
+            bytes before the first tensor is overwritten on any rank, so that damage leaves the state unchanged.
+            "never" trusts the disk; only names, sizes and headers of files are checked. Other formats are read with
+            "while" only.
+        read: how ranks read bytes that several of them want, such as replicas. "once": one rank reads and verifies the
+            bytes, and sends them to the others in pieces, so that each byte of the checkpoint is read once. "each":
+            every rank reads for itself, which is faster from a local disk, since its cache serves all ranks. "auto":
+            once from object stores and from file systems that are mounted over a network, else each. The zarr form
+            and other formats are read by each rank.
         process_group: the ranks that load together; default: all.
         progress: a function that gets reports of this rank's progress; True draws a bar on rank 0.
 
@@ -178,14 +182,14 @@ def load(
     Raises:
         CheckpointError: on all ranks, if the checkpoint does not fit the state.
         ConversionError: if files of no known format are there, or options do not fit the checkpoint.
-        CorruptCheckpointError: on all ranks, if any of them finds damage. Whatever else a rank meets, such as a
-            lost connection, it raises itself, and the others a CheckpointError that names it.
-        PartialLoadError: on all ranks, in place of either, if the first tensor had been overwritten by then;
-            ``error.overwritten`` names this rank's. One that damage led to is a CorruptCheckpointError too. DTensors
-            that `fully_shard` made refuse their unit's next forward until a load has filled them, ``load_state_dict``
-            included. Nothing watches over other tensors, FSDP2's among them: there the error has to be heeded. Modules
-            that were on the meta device are there again.
-        ValueError: if there is no such way to verify or to read.
+        CorruptCheckpointError: on all ranks, if any rank finds damage. A rank with any other error, such as a lost
+            connection, raises that error, and the other ranks raise a CheckpointError that names it.
+        PartialLoadError: on all ranks, instead of these errors, if a tensor may have been overwritten by then;
+            ``error.overwritten`` names this rank's tensors. It is a CorruptCheckpointError too if damage caused it.
+            DTensors that `fully_shard` made refuse their unit's next forward until a load or ``load_state_dict`` has
+            filled them. Other tensors, FSDP2's too, have no such guard. Modules that were on the meta device are put
+            back there.
+        ValueError: for an unknown value of ``verify`` or ``read``.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -218,8 +222,9 @@ def load(
         alike["the checkpoint is native, and the state in memory"] = not through_views
         if through_views and (verify != "while" or read == "once"):
             raise ArgumentError(
-                "This load has one way to verify and to read.",
-                expected="verify='while' and read='auto' or 'each', unless a native checkpoint is loaded as it is",
+                "This load supports one way to verify and to read.",
+                expected="verify='while' and read='auto' or 'each', unless a native checkpoint is loaded without "
+                "dtype=, init= and source= into a state in memory",
                 got=f"verify={verify!r}, read={read!r}",
                 where=str(path),
                 todo="leave verify and read out",
@@ -252,7 +257,7 @@ def _manifest_of(storage: Storage, path: str | os.PathLike[str] | Storage) -> Ma
         if isinstance(path, Storage):
             raise
         files = storage.list_files()
-        # An interrupted save has left zarr.json, but no manifest.
+        # An interrupted save in the zarr form leaves zarr.json without a manifest; it must not pass for a zarr store.
         is_unfinished = any(name.startswith("data-") for name in files)
         if files and (is_unfinished or not is_known(files)):
             raise
@@ -295,7 +300,7 @@ class Loader:
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
         """Load a state. ``strict="missing"`` lets the checkpoint have more leaves than the state."""
         start_s = time.monotonic()
-        checkpoint, found = self._open(state, include)
+        checkpoint, matched = self._open(state, include)
         once = self._reads_once
         reading: Json = "once" if once else "each"
         alike: dict[str, Json] = {
@@ -305,23 +310,23 @@ class Loader:
             "read": reading,
         }
         overwriting = Overwriting()
-        with ExitStack() as on_failure, _closed_behind(checkpoint.reads()) as reads:
+        with ExitStack() as on_failure, _closed_after(checkpoint.reads()) as reads:
             reads.meter = self.meter
             with self._preparing(checkpoint, alike):
                 with gc_paused():
-                    found.require_fit(checkpoint.where, strict)
-                    found = checkpoint.allocate(found, state, include, on_failure)
-                    targets = self._targets(checkpoint, reads, found, overwriting)
+                    matched.require_fit(checkpoint.where, strict)
+                    matched = checkpoint.allocate(matched, state, include, on_failure)
+                    targets = self._targets(checkpoint, reads, matched, overwriting)
                 stripes = reads.stripes() if once else []
                 if self.supply is None and not once:
-                    self._check_files(checkpoint, reads, found)
-            checkpoint.fetch(reads, found)
+                    self._check_files(checkpoint, reads, matched)
+            checkpoint.fetch(reads, matched)
             wanted = self.coordinator.everyone(stripes) if once else []
             if self.supply is not None or once:
                 with self._preparing(checkpoint):
                     if any(wanted):
                         reads.share(self.coordinator, wanted)
-                    self._check_files(checkpoint, reads, found)
+                    self._check_files(checkpoint, reads, matched)
             with (
                 overwriting.together(self.coordinator.world_size),
                 self.coordinator.together(f"loading {checkpoint.where}", _HALF_LOADED),
@@ -330,7 +335,7 @@ class Loader:
                 reads.run(verify=self.verify == "while")
                 for target in targets:
                     target.finish()
-                found.finish()
+                matched.finish()
                 reads.close()  # inside the block, so that all ranks raise if it fails
             on_failure.pop_all()
         if self.coordinator.rank == 0:
@@ -341,12 +346,12 @@ class Loader:
             for doubt in checkpoint.warnings:
                 _log.warning("%s: %s", checkpoint.where, doubt)
         return LoadReport(
-            tuple(found.missing),
-            tuple(found.unexpected),
+            tuple(matched.missing),
+            tuple(matched.unexpected),
             checkpoint.metadata,
             reads.num_bytes_read,
             reads.num_bytes_received,
-            found.mismatched,
+            matched.mismatched,
             checkpoint.left_out,
             checkpoint.warnings,
         )
@@ -358,8 +363,8 @@ class Loader:
                 checkpoint = self.opener()
             else:
                 checkpoint = NativeCheckpoint(self.storage, self.coordinator, self.supply, self.manifest)
-            found = checkpoint.match(state, include)
-        unexpected = found.unexpected if checkpoint.joins_stages else []
+            matched = checkpoint.match(state, include)
+        unexpected = matched.unexpected if checkpoint.joins_stages else []
         by_rank = self.coordinator.everyone((checkpoint.identity, unexpected))
         first_ranks: dict[str, int] = {}
         for rank, (identity, _) in enumerate(by_rank):
@@ -374,8 +379,8 @@ class Loader:
             )
         if unexpected:
             lacking_everywhere = set(unexpected).intersection(*(names for _, names in by_rank))
-            found.unexpected = [name for name in unexpected if name in lacking_everywhere]
-        return checkpoint, found
+            matched.unexpected = [name for name in unexpected if name in lacking_everywhere]
+        return checkpoint, matched
 
     @contextmanager
     def _preparing(self, checkpoint: Loadable, alike: Mapping[str, Json] | None = None) -> Iterator[None]:
@@ -400,12 +405,12 @@ class Loader:
             ) from error
 
     def _targets(
-        self, checkpoint: Loadable, reads: Reads, found: Match, overwriting: Overwriting
+        self, checkpoint: Loadable, reads: Reads, matched: Match, overwriting: Overwriting
     ) -> list[LoadTarget]:
         """Ask for this rank's regions of everything that is filled."""
         describer = Describer(self.coordinator.rank_of)
         wanted: dict[object, tuple[TensorRead, Region, torch.Tensor]] = {}
-        for read in found.reads:
+        for read in matched.reads:
             if is_meta(read.tensor):
                 raise _cannot_fill(
                     read.name, "a tensor on the meta device", "call to_empty() on its module first"
@@ -424,30 +429,30 @@ class Loader:
             wanted[memory] = (read, region, local)
         targets = []
         for read, region, local in wanted.values():
-            target = reads.ask(read.place, region, local)
+            target = reads.ask(read.number, region, local)
             overwriting.add(read.name, read.tensor, target)
             targets.append(target)
-        for new in found.fresh:
-            shape, dtype, is_sharded = checkpoint.describe(new.place)
+        for new in matched.fresh:
+            shape, dtype, is_sharded = checkpoint.describe(new.number)
             tensor = new.make(shape, dtype_named(dtype), is_sharded=is_sharded, where=checkpoint.where)
             described = describer.describe(new.name, tensor)
             if described.local is not None:
                 region = describer.region(described, self.coordinator.rank)
-                targets.append(reads.ask(new.place, region, described.local))
+                targets.append(reads.ask(new.number, region, described.local))
         return targets
 
-    def _check_files(self, checkpoint: Loadable, reads: Reads, found: Match) -> None:
+    def _check_files(self, checkpoint: Loadable, reads: Reads, matched: Match) -> None:
         """Do what can fail before a byte is overwritten: read per-rank values, open files, verify if asked to."""
         with gc_paused():
-            checkpoint.read_values(found)
+            checkpoint.read_values(matched)
             reads.open()
         if self.verify == "before":
             reads.verify()
 
 
 @contextmanager
-def _closed_behind(reads: Reads) -> Iterator[Reads]:
-    """A block behind which nothing is open. What all ranks raise is raised here too, whatever closing raises."""
+def _closed_after(reads: Reads) -> Iterator[Reads]:
+    """A block after which all files are closed. An error of the block is raised, whatever closing raises."""
     try:
         yield reads
     except BaseException as error:
@@ -458,7 +463,7 @@ def _closed_behind(reads: Reads) -> Iterator[Reads]:
 
 
 def check_choices(verify: str, read: str) -> None:
-    """Refuse what is no way to verify or to read."""
+    """Refuse unknown values of ``verify`` and ``read``."""
     if verify not in get_args(Verify):
         expected = "'before', 'while' or 'never'"
         raise ArgumentError("There is no such way to verify.", expected=expected, got=repr(verify))
@@ -468,8 +473,8 @@ def check_choices(verify: str, read: str) -> None:
 
 
 def _check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what `expand` and `unfold` make: many elements in one place cannot take different values."""
-    reach = 0  # of the elements along all dims of smaller strides
+    """Refuse tensors whose elements share memory, as `expand` and `unfold` make them."""
+    reach = 0  # items from the first to the last one along all dims of smaller strides
     overlap = False
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         overlap = overlap or (size > 1 and step <= reach)
@@ -495,8 +500,10 @@ class VanishedLoadError(PartialLoadError, NoCheckpointError):
 
 
 class _Filled(NamedTuple):
+    """A tensor of the state, and what fills it or its local part."""
+
     name: str
-    tensor: torch.Tensor  # of the state
+    tensor: torch.Tensor
     target: LoadTarget
 
 
@@ -507,16 +514,16 @@ class Overwriting:
         self._filled: list[_Filled] = []
 
     def add(self, name: str, tensor: torch.Tensor, target: LoadTarget) -> None:
-        """One more; ``target`` brings its values into the tensor, or into its local part."""
+        """Add a tensor that ``target`` fills, or whose local part it fills."""
         self._filled.append(_Filled(name, tensor, target))
 
     @contextmanager
     def together(self, num_ranks: int) -> Iterator[None]:
-        """A block that overwrites them, and that all ranks leave in the same way.
+        """A block that overwrites the tensors, and that all ranks leave in the same way.
 
         Raises:
-            PartialLoadError: for any error but Ctrl-C and the like; on all ranks, since what another has overwritten
-                nobody can use without it.
+            PartialLoadError: for any error but Ctrl-C and the like; on all ranks, also on those that have overwritten
+                nothing, since a state is usable only if all of its shards are.
         """
         try:
             yield
@@ -525,10 +532,11 @@ class Overwriting:
             if not names and num_ranks == 1:
                 raise
             for filled in self._filled:
-                if isinstance(filled.tensor, RaggedDTensor):  # of others nobody asks before they are used
+                # No forward checks other tensors before it uses them.
+                if isinstance(filled.tensor, RaggedDTensor):
                     mark_half_loaded(local_of(filled.tensor), filled.name)
             if not isinstance(error, Exception):
-                error.add_note(_told(names))
+                error.add_note(_format_overwritten(names))
                 raise
             raise partial_load(error, names) from error
         for filled in self._filled:
@@ -537,16 +545,16 @@ class Overwriting:
 
 
 def partial_load(error: Exception, overwritten: Iterable[str]) -> PartialLoadError:
-    """What to raise in place of an error that came when tensors had been overwritten: of its kind too."""
+    """The error to raise instead of one after which tensors may be overwritten; also of that one's kind."""
     names = tuple(overwritten)
     kind = PartialLoadError
     if isinstance(error, CorruptCheckpointError):
         kind = DamagedLoadError
     elif isinstance(error, NoCheckpointError):
         kind = VanishedLoadError
-    met = str(error) if isinstance(error, VescaleError) else f"{type(error).__name__}: {error}"
-    return kind(f"{met}\n  {_told(names)}", overwritten=names)
+    text = str(error) if isinstance(error, VescaleError) else f"{type(error).__name__}: {error}"
+    return kind(f"{text}\n  {_format_overwritten(names)}", overwritten=names)
 
 
-def _told(names: Iterable[str]) -> str:
-    return f"overwritten: {some(names)}; use none of the state until a load has gone well"
+def _format_overwritten(names: Iterable[str]) -> str:
+    return f"overwritten: {some(names)}; do not use the state until a load has succeeded"

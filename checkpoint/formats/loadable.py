@@ -28,9 +28,9 @@ class Loadable(ABC):
     Attributes:
         where: its path or URL.
         metadata: the ``metadata`` of `save`, if it has any.
-        warnings: what its files leave open.
+        warnings: doubts about its files.
         left_out: entries that the state cannot take.
-        joins_stages: whether an entry that any rank takes is unexpected on none, as for ranks with pipeline stages.
+        joins_stages: whether an entry is unexpected only if no rank takes it; pipeline stages take different ones.
     """
 
     where: str
@@ -49,37 +49,37 @@ class Loadable(ABC):
         """Match it with a state; ``reads`` of the result are tensors that fit. Reads no data."""
 
     @abstractmethod
-    def describe(self, place: int) -> tuple[tuple[int, ...], str, bool]:
-        """Shape and dtype of stored tensor number ``place``, and whether ranks that saved had parts of it."""
+    def describe(self, number: int) -> tuple[tuple[int, ...], str, bool]:
+        """Shape and dtype of stored tensor ``number``, and whether ranks that saved had parts of it."""
 
     @abstractmethod
     def reads(self) -> Reads:
         """Reads of its tensors, of which none is asked for yet."""
 
     def allocate(
-        self, found: Match, state: Any, include: tuple[str, ...] | None, on_failure: ExitStack
+        self, matched: Match, state: Any, include: tuple[str, ...] | None, on_failure: ExitStack
     ) -> Match:
         """Give tensors of modules on the meta device memory, where that is supported.
 
         Args:
-            found: the match.
+            matched: the match.
             on_failure: gets what puts them back on the meta device.
 
         Returns:
             The match with the tensors that the state has now.
         """
-        return found
+        return matched
 
     @abstractmethod
     def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
-        """Raise if two stored tensors that fill one tensor of the state may not; else the second one fills it."""
+        """Called with two stored tensors for one tensor of the state: raise, or let the second one fill it."""
 
     @abstractmethod
-    def fetch(self, reads: Reads, found: Match) -> None:
-        """Bring files to this rank's storage that are not there; a collective."""
+    def fetch(self, reads: Reads, matched: Match) -> None:
+        """Bring files that this rank's storage lacks; a collective."""
 
     @abstractmethod
-    def read_values(self, found: Match) -> None:
+    def read_values(self, matched: Match) -> None:
         """Read this rank's per-rank values into the match."""
 
     def is_gone(self) -> bool:
@@ -125,16 +125,16 @@ class NativeCheckpoint(Loadable):
         return self._manifest.save_id
 
     def match(self, state: Any, include: tuple[str, ...] | None) -> Match:
-        found, entries = match(state, self._manifest.structure.tree, include), self._manifest.entries
-        found.reads = [
+        matched, entries = match(state, self._manifest.structure.tree, include), self._manifest.entries
+        matched.reads = [
             read
-            for read in found.reads
-            if found.fits(read, entries[read.place].dtype, entries[read.place].shape)
+            for read in matched.reads
+            if matched.fits(read, entries[read.number].dtype, entries[read.number].shape)
         ]
-        return found
+        return matched
 
-    def describe(self, place: int) -> tuple[tuple[int, ...], str, bool]:
-        entry = self._manifest.entries[place]
+    def describe(self, number: int) -> tuple[tuple[int, ...], str, bool]:
+        entry = self._manifest.entries[number]
         return entry.shape, entry.dtype, bool(entry.cuts)
 
     def reads(self) -> Reads:
@@ -143,32 +143,32 @@ class NativeCheckpoint(Loadable):
     def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
         """They may differ: names are compared one by one, and the last one counts."""
 
-    def fetch(self, reads: Reads, found: Match) -> None:
+    def fetch(self, reads: Reads, matched: Match) -> None:
         if self._supply is None:
             return
         ranks = set[int]()
-        if found.per_rank and self._manifest.blob_bytes:
+        if matched.per_rank and self._manifest.blob_bytes:
             saved = set(range(self._manifest.world_size))
-            ranks = saved if self._merging(found) else saved & {self._coordinator.rank}
+            ranks = saved if self._merging(matched) else saved & {self._coordinator.rank}
         self._supply.fetch(self._manifest, ranks | reads.saved_ranks())
 
-    def _merging(self, found: Match) -> set[str]:
+    def _merging(self, matched: Match) -> set[str]:
         """Per-rank values that are made of those of all ranks that saved."""
         if self._coordinator.world_size == self._manifest.world_size:
             return set()
-        return {name for name, leaf in found.per_rank.items() if leaf.merge is not None}
+        return {name for name, leaf in matched.per_rank.items() if leaf.merge is not None}
 
-    def read_values(self, found: Match) -> None:
+    def read_values(self, matched: Match) -> None:
         """A rank takes its own values, or values merged from those of all ranks that saved."""
-        if not found.per_rank:
+        if not matched.per_rank:
             return
         rank, world, saved = self._coordinator.rank, self._coordinator.world_size, self._manifest.world_size
-        merging = self._merging(found)
+        merging = self._merging(matched)
         if rank < saved:
             (own,) = self._reader.per_rank_values([rank])
-            found.per_rank_values.update({name: own[name] for name in found.per_rank if name in own})
-        elif merging != set(found.per_rank):
-            lacking = sorted(set(found.per_rank) - merging)
+            matched.per_rank_values.update({name: own[name] for name in matched.per_rank if name in own})
+        elif merging != set(matched.per_rank):
+            lacking = sorted(set(matched.per_rank) - merging)
             warnings.warn(
                 f"rank {rank} keeps its own value of {', '.join(map(dotted_name, lacking))}: {saved} ranks saved. "
                 "Give PerRank a merge function to derive one.",
@@ -178,9 +178,9 @@ class NativeCheckpoint(Loadable):
             everyone = self._reader.per_rank_values()
             for name in merging:
                 values = [values[name] for values in everyone if name in values]
-                merge = found.per_rank[name].merge
+                merge = matched.per_rank[name].merge
                 assert merge is not None
-                found.per_rank_values[name] = merge(values, rank, world)
+                matched.per_rank_values[name] = merge(values, rank, world)
 
     def is_gone(self) -> bool:
         try:
@@ -188,4 +188,4 @@ class NativeCheckpoint(Loadable):
         except NoCheckpointError:
             return True
         except (CheckpointError, OSError):
-            return False  # the error that the caller handles says more
+            return False  # unknown: the caller's own error says more than this one

@@ -115,22 +115,22 @@ class CheckpointTensor:
     """
 
     reader: CheckpointReader
-    place: int
+    index: int
 
     @property
     def name(self) -> str:
         """The tensor's name: its keys in the state, joined by dots."""
-        return self.reader.manifest.entries[self.place].label
+        return self.reader.manifest.entries[self.index].label
 
     @property
     def shape(self) -> torch.Size:
         """Global shape."""
-        return torch.Size(self.reader.manifest.entries[self.place].shape)
+        return torch.Size(self.reader.manifest.entries[self.index].shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that was saved."""
-        return dtype_named(self.reader.manifest.entries[self.place].dtype)
+        return dtype_named(self.reader.manifest.entries[self.index].dtype)
 
     def read(
         self, box: Box | None = None, *, out: torch.Tensor | None = None, verify: bool = True
@@ -150,7 +150,7 @@ class CheckpointTensor:
         wanted = whole_region(self.shape) if box is None else Region(box, FlatRange(0, box.numel))
         self._check(wanted.box, out)
         result = out if out is not None else torch.empty(wanted.box.sizes, dtype=self.dtype, device="cpu")
-        self.reader.fill([(self.place, wanted, result)], verify=verify)
+        self.reader.fill([(self.index, wanted, result)], verify=verify)
         return result
 
     def read_flat(self, start: int, stop: int, *, verify: bool = True) -> torch.Tensor:
@@ -159,7 +159,7 @@ class CheckpointTensor:
         if not 0 <= start <= stop <= whole.numel:
             raise self._misfit(f"a range inside [0, {whole.numel})", f"[{start}, {stop})")
         result = torch.empty(stop - start, dtype=self.dtype, device="cpu")
-        self.reader.fill([(self.place, Region(whole.box, FlatRange(start, stop)), result)], verify=verify)
+        self.reader.fill([(self.index, Region(whole.box, FlatRange(start, stop)), result)], verify=verify)
         return result
 
     def _check(self, box: Box, out: torch.Tensor | None) -> None:
@@ -211,8 +211,8 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         self._tables = ChunkTables(storage, self.manifest)
 
     def __getitem__(self, name: str) -> CheckpointTensor:
-        place = self._aliases.get(name)
-        if place is None:
+        index = self._aliases.get(name)
+        if index is None:
             raise UnknownNameError(
                 "The checkpoint has no such tensor.",
                 expected=f"one of {some(self)}",
@@ -220,7 +220,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
                 where=self.storage.where,
                 todo="iterate over the reader for all names",
             )
-        return CheckpointTensor(self, place)
+        return CheckpointTensor(self, index)
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
@@ -252,10 +252,10 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
         visit(self.manifest.structure.tree, "")
         dotted: dict[str, int | None] = {}  # None where several tensors have the name
-        for name, place in stored.items():
+        for name, index in stored.items():
             spelled = dotted_name(name)
-            dotted[spelled] = place if dotted.get(spelled, place) == place else None
-        return stored | {name: place for name, place in dotted.items() if place is not None}
+            dotted[spelled] = index if dotted.get(spelled, index) == index else None
+        return stored | {name: index for name, index in dotted.items() if index is not None}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -282,11 +282,11 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
                 )
             if node["$"] == "absent":
                 return None
-            place = int(node["i"])
-            if place not in tensors:
-                stored = CheckpointTensor(self, place)
-                tensors[place] = stored.read() if read else stored
-            value = tensors[place]
+            index = int(node["i"])
+            if index not in tensors:
+                stored = CheckpointTensor(self, index)
+                tensors[index] = stored.read() if read else stored
+            value = tensors[index]
             return value.numpy() if read and node.get("numpy") else value
 
         return decode(self.manifest.structure.tree, leaf, self.storage.where)
@@ -332,7 +332,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
     def fill(self, wanted: list[tuple[int, Region, torch.Tensor]], *, verify: bool) -> None:
         """Fill local tensors with regions of stored ones."""
         with closing(self.reads()) as reads:
-            targets = [reads.ask(place, region, tensor) for place, region, tensor in wanted]
+            targets = [reads.ask(index, region, tensor) for index, region, tensor in wanted]
             reads.run(verify=verify)
         for target in targets:
             target.finish()

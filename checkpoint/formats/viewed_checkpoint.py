@@ -130,18 +130,18 @@ class ViewedCheckpoint(Loadable):
             CheckpointError: for leaves that are tensors on one side only.
         """
         texts = self._carried.warnings
-        found = self._match(state, include)
-        if found.missing and self._carried is self._opened.state:
+        matched = self._match(state, include)
+        if matched.missing and self._carried is self._opened.state:
             # The state may have separate tensors under names that are one tensor in the source.
             aliases, doubts = self._opened.aliases(self._carried.views)
             texts += doubts
             if aliases:
                 self._carried = self._carried.with_aliases(aliases)
                 self._quantized |= {new for new, stored in aliases.items() if stored in self._quantized}
-                found = self._match(state, include)
+                matched = self._match(state, include)
         for text in texts:
             warnings.warn(text, stacklevel=5)
-        return found
+        return matched
 
     def _match(self, state: Any, include: tuple[str, ...] | None) -> Match:
         live, carried, rules = LiveObjects(state), self._carried, self._rules
@@ -152,36 +152,36 @@ class ViewedCheckpoint(Loadable):
         tree, names = native_tree(carried, lambda _: 0)
         self._views = [carried.views[name] for _, name in names]
         self.left_out = carried.left_out
-        found = match(state, tree, include, live=live, gives_modules=False)
-        found.require_fit(self.where, strict=False)
-        found.reads = [read for read in found.reads if found.fits(read, *self._type_of(read))]
-        filled, aliases = {read.name for read in found.reads}, aliases_of(leaves)
-        found.missing = [name for name in found.missing if filled.isdisjoint(aliases.get(name, ()))]
+        matched = match(state, tree, include, live=live, gives_modules=False)
+        matched.require_fit(self.where, strict=False)
+        matched.reads = [read for read in matched.reads if matched.fits(read, *self._type_of(read))]
+        filled, aliases = {read.name for read in matched.reads}, aliases_of(leaves)
+        matched.missing = [name for name in matched.missing if filled.isdisjoint(aliases.get(name, ()))]
         if adapter:  # it fills the adapter alone: the base keeps its values
-            found.missing = [name for name in found.missing if name in adapter]
-        return found
+            matched.missing = [name for name in matched.missing if name in adapter]
+        return matched
 
     def _type_of(self, read: TensorRead) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of what fills a tensor."""
-        info = self._view_for(read.place, read.tensor).info
+        info = self._view_for(read.number, read.tensor).info
         return info.dtype.name, info.shape
 
-    def _view_for(self, place: int, tensor: torch.Tensor) -> TensorView:
+    def _view_for(self, number: int, tensor: torch.Tensor) -> TensorView:
         """The view that fills a tensor of the state; a float in the tensor's own dtype, if that was asked for."""
-        view = self._views[place]
+        view = self._views[number]
         if not self._casts_to_state or view.info.name in self._quantized:
             return view
         wanted = dtype_from_torch(dtype_name(tensor.dtype))
         is_cast = view.info.dtype != wanted and view.info.dtype.kind == wanted.kind == "float"
         return CastView(view, wanted) if is_cast else view
 
-    def describe(self, place: int) -> tuple[tuple[int, ...], str, bool]:
+    def describe(self, number: int) -> tuple[tuple[int, ...], str, bool]:
         """Shape and dtype of a stored tensor; it is no rank's part of one."""
-        info = self._views[place].info
+        info = self._views[number].info
         return info.shape, info.dtype.required_torch_name, False
 
     def allocate(
-        self, found: Match, state: Any, include: tuple[str, ...] | None, on_failure: ExitStack
+        self, matched: Match, state: Any, include: tuple[str, ...] | None, on_failure: ExitStack
     ) -> Match:
         """Give tensors on the meta device memory, and match again what the state has now.
 
@@ -189,7 +189,7 @@ class ViewedCheckpoint(Loadable):
             CheckpointError: if buffers are on the meta device that nothing fills.
         """
         live = LiveObjects(state)
-        names = [read.name for read in found.reads if is_meta(read.tensor)]
+        names = [read.name for read in matched.reads if is_meta(read.tensor)]
         buffers = unsaved_meta_buffers(live)
         if buffers and self._init is None and self._strict:
             raise CheckpointError(
@@ -200,14 +200,14 @@ class ViewedCheckpoint(Loadable):
                 "init=model._init_weights, elsewhere often lambda module: module.reset_parameters()",
             )
         if not names and not buffers:
-            return found
+            return matched
         buffers = buffers if self._init is not None else {}
         on_failure.callback(allocate(live, names, buffers))
         for owner in dict.fromkeys(buffers.values()):
             assert self._init is not None
             self._init(owner)
         again = self._match(state, include)
-        again.unexpected = found.unexpected
+        again.unexpected = matched.unexpected
         return again
 
     def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
@@ -216,8 +216,8 @@ class ViewedCheckpoint(Loadable):
         Raises:
             CheckpointError: if they differ.
         """
-        views = [self._view_for(read.place, read.tensor) for read in (one, other)]
-        if one.place == other.place or views[0].identity() == views[1].identity():
+        views = [self._view_for(read.number, read.tensor) for read in (one, other)]
+        if one.number == other.number or views[0].identity() == views[1].identity():
             return
         raw = views[0].info.dtype.raw
         for whole, _ in region.pieces():
@@ -235,10 +235,10 @@ class ViewedCheckpoint(Loadable):
                         "include=",
                     )
 
-    def fetch(self, reads: Reads, found: Match) -> None:
+    def fetch(self, reads: Reads, matched: Match) -> None:
         """All files are in the source's storage."""
 
-    def read_values(self, found: Match) -> None:
+    def read_values(self, matched: Match) -> None:
         """Sources have no per-rank values."""
 
     def reads(self) -> Reads:
@@ -344,8 +344,8 @@ class _ViewReads(Reads):
         self._source, self._view_for, self._coordinator = source, view_for, coordinator
         self._fillings: list[_Filling] = []
 
-    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
-        filling = _Filling(self._view_for(place, tensor), region, LoadTarget(tensor))
+    def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
+        filling = _Filling(self._view_for(index, tensor), region, LoadTarget(tensor))
         self._fillings.append(filling)
         return filling.target
 

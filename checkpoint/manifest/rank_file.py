@@ -26,6 +26,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, held_chunks
 from vescale_fsdp.checkpoint.storage.checksums import CHECKSUM_BYTES, CRC_BYTES, checksum_of
 from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.layout.geometry import round_up
 
 BLOB_NAME = "__per_rank__"
 TABLE_NAME = "__checksums__"
@@ -216,7 +217,7 @@ def _item(name: str, code: str, numel: int, start: int, stop: int) -> str:
 
 
 def _pad(text: bytes) -> bytes:
-    padded = -(-(8 + len(text)) // _HEADER_ALIGN_BYTES) * _HEADER_ALIGN_BYTES
+    padded = round_up(8 + len(text), _HEADER_ALIGN_BYTES)
     return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
 
 

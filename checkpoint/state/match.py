@@ -1,9 +1,9 @@
-"""Matching a state with a manifest's tree: what to read where, before anything is touched.
+"""Matching a state with a manifest's tree: which tensor fills which leaf, before anything is overwritten.
 
-`match` walks both side by side and returns a `Match`: the tensors to fill in place, the leaves that are
-missing or unexpected, and an `apply` that puts plain values into the containers once all bytes are read.
+`match` walks both trees together and returns a `Match`: the tensors to fill in place, the leaves that are
+missing or unexpected, and a `finish` that assigns plain values once all bytes are read.
 Live optimizers are matched by the names of their parameters (`live_objects`), with state of every form that
-`optimizer_state` knows; the state of one that has not stepped yet is made as the checkpoint has it.
+`optimizer_state` knows; state that an optimizer does not have yet is created as the checkpoint has it.
 """
 
 from __future__ import annotations
@@ -44,33 +44,36 @@ from vescale_fsdp.torch_modes import NULL_CONTEXT
 
 Finish = Callable[[], Any]
 Strict = bool | Literal["missing"]
-_TRIED_NAMES = 64  # of the missing, and as many unexpected ones for each
+_TRIED_NAMES = (
+    64  # missing names, and unexpected ones for each, when a common prefix is looked for: bounds the time
+)
 _Items = Iterable[tuple[Any, Any]]
 
 
 class TensorRead(NamedTuple):
-    """One tensor of the state to be filled from tensor number ``place`` of the manifest."""
+    """One tensor of the state to be filled from tensor ``number`` of the manifest."""
 
     name: str
-    place: int
+    number: int
     tensor: torch.Tensor
 
 
 @dataclass
 class Match:
-    """What a state and a manifest have to do with each other.
+    """Which leaves of a state and of a manifest belong together.
 
     Attributes:
         reads: tensors of the state and the manifest leaves that fill them.
-        fresh: tensors that a Stateful object needs and does not have; made by the caller.
+        fresh: tensors that an object lacks and gets from the checkpoint; the caller allocates and fills them.
         per_rank: per-rank leaves of the state by the manifest's name.
+        per_rank_values: what they take, by the same names; set by the caller.
         missing: leaves of the state that the checkpoint lacks.
         unexpected: leaves of the checkpoint that the state lacks.
         problems: (name, expected, got) of leaves that cannot be matched at all.
-        mismatched: what the checkpoint and the state have, by name, of tensors of other shapes or dtypes.
-        containers: names of dicts and lists on either side, as far as leaves are missing or unexpected in them.
-        unused: name patterns that fitted no leaf of either.
-        finish: puts plain values in place; to be called once, when all tensors are read.
+        mismatched: tensors of other shapes or dtypes: name -> (in the checkpoint, in the state).
+        containers: names of dicts and lists on either side in which leaves are missing or unexpected.
+        unused: name patterns that match no leaf of either side.
+        finish: assigns plain values and gives objects their state; to be called once, when all tensors are read.
     """
 
     reads: list[TensorRead] = field(default_factory=list)
@@ -86,7 +89,7 @@ class Match:
     finish: Finish = field(default=lambda: None)
 
     def fits(self, read: TensorRead, dtype: str, shape: Sequence[int]) -> bool:
-        """Whether a tensor of the state has the dtype and the shape that are stored; notes what has not."""
+        """Whether a tensor of the state has the stored dtype and shape; if not, it is added to ``mismatched``."""
         stored = f"{dtype} {list(shape)}"
         own = f"{dtype_name(read.tensor.dtype)} {list(read.tensor.shape)}"
         if stored != own:
@@ -98,7 +101,7 @@ class Match:
 
         Args:
             where: the checkpoint.
-            strict: False allows leaves that are missing, unexpected or mismatched, and patterns that fit none;
+            strict: False allows leaves that are missing, unexpected or mismatched, and patterns that match no leaf;
                 ``"missing"`` allows unexpected leaves.
 
         Raises:
@@ -114,7 +117,7 @@ class Match:
                 todo="build the state as it was when it was saved",
             )
         if not strict and self.mismatched:
-            # strict=False is passed for the sake of names; another shape may be a mistake.
+            # People pass strict=False because names differ; a tensor of another shape may be a mistake.
             warnings.warn(
                 f"{len(self.mismatched)} tensors keep their values, since {where} has them in another shape or dtype: "
                 f"{some(self.mismatched)}",
@@ -136,15 +139,15 @@ class Match:
             )
         if self.unused:
             raise CheckpointError(
-                "A name pattern fits no leaf.",
+                "A name pattern matches no leaf.",
                 expected="patterns for names of leaves: their keys, joined by dots",
                 got=", ".join(map(repr, sorted(self.unused))),
                 where=where,
-                todo="'model.*' fits everything in 'model'; strict=False allows patterns that fit nothing",
+                todo="'model.*' matches all leaves of 'model'; strict=False allows patterns that match none",
             )
         if self.missing or (strict != "missing" and self.unexpected):
             raise CheckpointError(
-                "The state and the checkpoint do not hold the same leaves.",
+                "The state and the checkpoint do not have the same leaves.",
                 expected="equal names",
                 got=f"missing in the checkpoint: {some(self.missing, 5)}; "
                 f"unexpected, only in the checkpoint: {some(self.unexpected, 5)}",
@@ -154,7 +157,7 @@ class Match:
 
     @property
     def renaming(self) -> tuple[str, str] | None:
-        """What most missing names begin with, and what the checkpoint has instead; None if that explains few.
+        """A prefix of missing names, and the checkpoint's instead of it; None if that renames less than half of them.
 
         >>> Match(missing=["model.0.bias", "model.1.bias"], unexpected=["model.m.0.bias", "model.m.1.bias"]).renaming
         ('model.', 'model.m.')
@@ -177,7 +180,7 @@ class Match:
         return best if 2 * most >= len(self.missing) else None
 
     def _how_to_rename(self) -> str:
-        """How to load a checkpoint that has other names; nothing if no prefix maps them."""
+        """How to load a checkpoint with other names; empty if no other prefix explains them."""
         if self.renaming is None:
             return ""
         own, stored = self.renaming
@@ -186,11 +189,12 @@ class Match:
             return f"{text}pass {{{stored[:-1]!r}: state}}, or "
         if own[:-1] in self.containers and stored == "":
             return f"{text}pass what is under {own[:-1]!r} itself, or "
-        home = self._container_of(own)
-        if home and self._container_of(stored) == home:
-            old, new = own[len(home) + 1 :], stored[len(home) + 1 :]
+        container = self._container_of(own)
+        if container and self._container_of(stored) == container:
+            old, new = own[len(container) + 1 :], stored[len(container) + 1 :]
             named = (f"{new!r} + " if new else "") + (f"name.removeprefix({old!r})" if old else "name")
-            return f"{text}pass {{{home!r}: {{{named}: value for name, value in model.state_dict().items()}}}}, or "
+            renamed = f"{{{named}: value for name, value in model.state_dict().items()}}"
+            return f"{text}pass {{{container!r}: {renamed}}}, or "
         return f"{text}give it that name, or "
 
     def _container_of(self, start: str) -> str:
@@ -224,17 +228,17 @@ def match(
             those that are not tensors.
     """
     matcher = _Matcher(LiveObjects(state) if live is None else live, include, gives_modules)
-    matcher.found.finish = matcher.visit(state, tree, "", False)
-    return matcher.found
+    matcher.matched.finish = matcher.visit(state, tree, "", False)
+    return matcher.matched
 
 
 class _Matcher:
     def __init__(self, live: LiveObjects, include: tuple[str, ...] | None, gives_modules: bool) -> None:
         self._live = live
         self._gives_modules = gives_modules
-        self._shared_new: dict[int, NewTensor] = {}  # by place
+        self._shared_new: dict[int, NewTensor] = {}  # by number
         self._include = include
-        self.found = Match(unused=set(include or ()))
+        self.matched = Match(unused=set(include or ()))
 
     def _selected(self, name: str) -> bool:
         if self._include is None:
@@ -245,11 +249,15 @@ class _Matcher:
             for pattern in self._include
             if fnmatchcase(name, pattern) or fnmatchcase(name, dotted_name(pattern))
         }
-        self.found.unused -= fitting
+        self.matched.unused -= fitting
         return bool(fitting)
 
     def visit(self, target: Any, node: Json, name: str, stateful: bool) -> Finish:
-        """Match one value; what is returned yields the value that belongs in its place."""
+        """Match one value. The returned function gives the value that replaces it.
+
+        Args:
+            stateful: whether the value is part of an object's state, which may get entries that it lacks.
+        """
         kind = node.get("$") if isinstance(node, Mapping) else None
         if is_stateful(target):
             return self._stateful(target, node, name)
@@ -262,9 +270,13 @@ class _Matcher:
             kind = node.get("$") if isinstance(node, Mapping) else None
         if isinstance(target, Mapping) and isinstance(node, Mapping) and kind in (None, "dict"):
             return self._mapping(target, node, name, stateful)
-        if isinstance(target, (list, tuple)) and isinstance(node, Mapping) and _are_optimizers(target):
+        if (
+            isinstance(target, (list, tuple))
+            and isinstance(node, Mapping)
+            and (target and all(isinstance(item, torch.optim.Optimizer) for item in target))
+        ):
             owners = [
-                (child_name(name, place), self._live.named(each, name)) for place, each in enumerate(target)
+                (child_name(name, index), self._live.named(each, name)) for index, each in enumerate(target)
             ]
             finishers = self._optimizers([(n, named) for n, named in owners if named is not None], node, name)
             if finishers is not None and len(finishers) == len(target):
@@ -280,11 +292,11 @@ class _Matcher:
         if not isinstance(target, PerRank) or not isinstance(node, Mapping) or node.get("$") != "per_rank":
             return self._unlike(target, node, name)
         stored = str(node["name"])
-        self.found.per_rank[stored] = target
+        self.matched.per_rank[stored] = target
 
         def finish() -> PerRank:
-            if stored in self.found.per_rank_values:
-                target.value = _filled(target.value, self.found.per_rank_values[stored], name)
+            if stored in self.matched.per_rank_values:
+                target.value = _filled(target.value, self.matched.per_rank_values[stored], name)
             return target
 
         return finish
@@ -293,16 +305,16 @@ class _Matcher:
         if not self._selected(name):
             return lambda: target
         is_leaf = isinstance(node, Mapping) and node.get("$") == "tensor"
-        if isinstance(target, np.ndarray) and is_leaf and _can_be_filled(target):
-            self.found.reads.append(TensorRead(name, int(node["i"]), torch.from_numpy(target)))
+        if isinstance(target, np.ndarray) and is_leaf and _is_fillable(target):
+            self.matched.reads.append(TensorRead(name, int(node["i"]), torch.from_numpy(target)))
         elif isinstance(target, torch.Tensor) and is_leaf:
-            self.found.reads.append(TensorRead(name, int(node["i"]), target))
+            self.matched.reads.append(TensorRead(name, int(node["i"]), target))
         else:
             return self._unlike(target, node, name)
         return lambda: target
 
     def _unlike(self, target: Any, node: Json, name: str) -> Finish:
-        self.found.problems.append((name, _kind_of_node(node), _kind_of(target)))
+        self.matched.problems.append((name, _kind_of_node(node), _kind_of(target)))
         return lambda: target
 
     def _mapping(
@@ -313,8 +325,8 @@ class _Matcher:
         stateful: bool,
         opaque: Collection[Any] = (),
     ) -> Finish:
-        """Match a dict; what lies under ``opaque`` keys only the object understands whose dict it is."""
-        self.found.containers.add(name)
+        """Match a dict; entries under ``opaque`` keys have the form of the object whose state the dict is."""
+        self.matched.containers.add(name)
         nodes = dict(items_of_node(node) or ())
         renamed = same_names(target, nodes)
         nodes = {renamed.get(key, key): item for key, item in nodes.items()}
@@ -325,36 +337,33 @@ class _Matcher:
                 inner = child_name(name, key)
                 finishers[key] = self.visit(value, nodes[key], inner, stateful or key in opaque)
             elif not stateful or _holds_tensors(value):
-                self.found.missing += self._leaves(value, child_name(name, key), self._items_of_value)
+                self.matched.missing += self._leaves(value, child_name(name, key), self._items_of_value)
             elif self._include is None:
                 dropped.append(key)
         for key, item in nodes.items():
-            if key not in target:
-                self._surplus(item, child_name(name, key), stateful, finishers, key)
+            inner = child_name(name, key)
+            if key not in target and stateful:
+                finishers[key] = self._fresh(item, inner)  # the object decides what it takes
+            elif key not in target:
+                self.matched.unexpected += self._leaves(item, inner, items_of_node)
 
         def finish() -> Any:
             done = {key: finisher() for key, finisher in finishers.items()}
-            # An object gets what it once gave, without what it holds now; its own dict may be what it gave us.
+            # An object gets its stored state without its present other entries. They are dropped from a copy, since
+            # the dict may be the object's own.
             taker = copy.copy(target) if dropped else target
             if isinstance(taker, MutableMapping):
                 for key in dropped:
                     del taker[key]
-                for key, value in done.items():  # not update(), which adds to what a Counter has
+                for key, value in done.items():  # not update(), which adds to a Counter's numbers
                     taker[key] = value
                 return taker
             return {key: value for key, value in {**taker, **done}.items() if key not in dropped}
 
         return finish
 
-    def _surplus(self, node: Json, name: str, stateful: bool, finishers: dict[Any, Finish], key: Any) -> None:
-        """A key that only the checkpoint has: a Stateful object takes it, everything else is reported."""
-        if stateful:
-            finishers[key] = self._fresh(node, name)
-        else:
-            self.found.unexpected += self._leaves(node, name, items_of_node)
-
     def _fresh(self, node: Json, name: str, owner: tuple[NamedOptimizer, str] | None = None) -> Finish:
-        """What a node stands for, made anew; tensors that were one when they were saved are one again.
+        """A new value for a node; tensors that shared memory when they were saved share it again.
 
         Args:
             owner: the optimizer and the parameter whose state the node is, if it is one's.
@@ -368,17 +377,17 @@ class _Matcher:
     ) -> torch.Tensor | None:
         if leaf["$"] != "tensor":
             return None
-        place = int(leaf["i"])
-        if place not in self._shared_new:
-            new = NewTensor(name, place)
+        number = int(leaf["i"])
+        if number not in self._shared_new:
+            new = NewTensor(name, number)
             if owner is not None:
                 named, fqn = owner
-                new = NewTensor(name, place, named.params[fqn], optimizer=named.optimizer)
-            self._shared_new[place] = self._new(new)
-        return self._shared_new[place].value
+                new = NewTensor(name, number, named.params[fqn], optimizer=named.optimizer)
+            self._shared_new[number] = self._new(new)
+        return self._shared_new[number].value
 
     def _new(self, tensor: NewTensor) -> NewTensor:
-        self.found.fresh.append(tensor)
+        self.matched.fresh.append(tensor)
         return tensor
 
     # -- live modules and optimizers --------------------------------------------------------------------
@@ -416,7 +425,7 @@ class _Matcher:
     def _optimizers(
         self, targets: list[tuple[str, NamedOptimizer]], node: Json, name: str
     ) -> list[Finish] | None:
-        """Match optimizers with the state that was stored of them together; None if it is no optimizer's."""
+        """Match optimizers with their state, which one node has; None if the node is no optimizer's state."""
         known = [fqn for _, named in targets for fqn in named.params]
         stored = optimizer_state(node, known)
         if stored is None or (stored.is_numbered and len(targets) != 1):
@@ -427,14 +436,15 @@ class _Matcher:
             if fqn not in known:
                 part = child_name(child_name(name, "state"), fqn)
                 # A parameter without state is one leaf: its name.
-                self.found.unexpected += self._leaves(
+                self.matched.unexpected += self._leaves(
                     dict(stored.state.get(fqn, {})) or None, part, items_of_node
                 )
         return [self._optimizer(named, stored, where) for where, named in targets]
 
     def _optimizer(self, named: NamedOptimizer, stored: OptimizerState, name: str) -> Finish:
+        states = named.state_of
         state = {
-            fqn: self._parameter_state(named, stored, fqn, child_name(child_name(name, "state"), fqn))
+            fqn: self._parameter_state(named, states, stored, fqn, child_name(child_name(name, "state"), fqn))
             for fqn in named.params
         }
         options = [
@@ -478,21 +488,25 @@ class _Matcher:
             for own, group in zip(own_groups, named.optimizer.param_groups, strict=True):
                 for option, value in own.items():
                     if isinstance(value, torch.Tensor) and isinstance(group.get(option), torch.Tensor):
-                        group[option] = value.copy_(
-                            group[option]
-                        )  # who holds it, such as a scheduler, sees it
+                        # In place, since a scheduler may have a reference to the option's tensor.
+                        group[option] = value.copy_(group[option])
             return named.optimizer
 
         return finish
 
     def _parameter_state(
-        self, named: NamedOptimizer, stored: OptimizerState, fqn: str, name: str
+        self,
+        named: NamedOptimizer,
+        states: Mapping[str, Mapping[Any, Any]],
+        stored: OptimizerState,
+        fqn: str,
+        name: str,
     ) -> _ParameterState:
-        """The state of one parameter: the checkpoint's, also where that is none, but for what is left out."""
-        own = named.state_of.get(fqn, {})
-        kept = {kind: _constant(value) for kind, value in own.items()}
+        """The state of one parameter: the checkpoint's, even if it is empty, except for kinds that are not selected."""
+        own = states.get(fqn, {})
+        kept: dict[Any, Finish] = {kind: partial(_identity, value) for kind, value in own.items()}
         if fqn not in stored.names:
-            self.found.missing += [name] if self._selected(name) else []
+            self.matched.missing += [name] if self._selected(name) else []
             return _ParameterState(kept, False)
         parts = stored.state.get(fqn, {})
         is_changed = False
@@ -507,12 +521,12 @@ class _Matcher:
             item, value = parts[kind], own.get(kind)
             is_leaf = isinstance(item, Mapping) and item.get("$") == "tensor"
             if is_leaf and isinstance(value, torch.Tensor) and value.ndim:
-                self.found.reads.append(TensorRead(inner, int(item["i"]), value))
-            elif (
-                is_leaf
-            ):  # of its own: an optimizer that steps many at once counts what is shared several times
+                self.matched.reads.append(TensorRead(inner, int(item["i"]), value))
+            elif is_leaf:
+                # Its own tensor even if the checkpoint has one for several parameters: an optimizer that steps many
+                # parameters in one call would count up a shared step several times.
                 new = NewTensor(inner, int(item["i"]), named.params[fqn], str(kind), named.optimizer)
-                kept[kind] = partial(_value_of, self._new(new))
+                kept[kind] = partial(getattr, self._new(new), "value")
             elif isinstance(value, Mapping):
                 kept[kind] = self.visit(value, item, inner, True)
             else:
@@ -527,20 +541,21 @@ class _Matcher:
         if self._include is not None and not any(self._selected(child_name(name, option)) for option in own):
             return {}
         found = stored.options_for(fqns, name)
-        loaded = {}
+        loaded: dict[str, Finish] = {}
         for option, node in found.items():
             inner = child_name(name, option)
             if option not in ("params", "param_names") and self._selected(inner):
-                loaded[option] = _option_like(own.get(option), self._fresh(node, inner))
+                fresh = self._fresh(node, inner)
+                loaded[option] = partial(lambda own, fresh: _like(own, fresh()), own.get(option), fresh)
         for option in named.optimizer.defaults:
-            # Flags come and go with versions of torch; numbers say what kind of optimizer it was.
+            # Flags may be missing, since versions of torch differ in them; a missing number means another optimizer.
             is_number = isinstance(own.get(option), (int, float, tuple)) and not isinstance(own[option], bool)
             if found and is_number and option not in found and self._selected(child_name(name, option)):
-                self.found.missing.append(child_name(name, option))
+                self.matched.missing.append(child_name(name, option))
         return loaded
 
     def _in_form_of(self, target: Mapping[Any, Any], node: Json, name: str, stateful: bool) -> Json:
-        """A node of optimizer state in the form that a dict of optimizer state has; any other node as it is."""
+        """A node of optimizer state, in the form of the target if that is a dict of optimizer state; else the node."""
         own_groups = target.get("param_groups")
         is_flat = flattened_keys(target)
         if not is_flat and not _are_groups(own_groups):
@@ -571,8 +586,8 @@ class _Matcher:
 
     def _sequence(self, target: Any, items: list[Json], name: str, stateful: bool) -> Finish:
         finishers = [
-            self.visit(value, item, child_name(name, place), stateful)
-            for place, (value, item) in enumerate(zip(target, items, strict=True))
+            self.visit(value, item, child_name(name, index), stateful)
+            for index, (value, item) in enumerate(zip(target, items, strict=True))
         ]
 
         def finish() -> Any:
@@ -591,7 +606,7 @@ class _Matcher:
             return self._fresh(node, name)
         if has_tensors(node) or _holds_tensors(target):
             return self._unlike(target, node, name)
-        value = decode(node, lambda leaf: None)  # now, while an error has not cost anything yet
+        value = decode(node, lambda leaf: None)  # now: an error must come before anything is overwritten
         return lambda: value
 
     def _leaves(self, value: Any, name: str, items_of: Callable[[Any], _Items | None]) -> list[str]:
@@ -599,7 +614,7 @@ class _Matcher:
         items = items_of(value)
         if items is None:
             return [name] if self._selected(name) else []
-        self.found.containers.add(name)
+        self.matched.containers.add(name)
         return [leaf for key, item in items for leaf in self._leaves(item, child_name(name, key), items_of)]
 
     def _items_of_value(self, value: Any) -> _Items | None:
@@ -612,26 +627,18 @@ class _Matcher:
 
 
 class _ParameterState(NamedTuple):
-    """What a parameter's state becomes, by kind; and whether anything of it is loaded."""
+    """The new state of a parameter by kind, and whether any of it is loaded."""
 
     kinds: dict[Any, Finish]
     is_changed: bool
 
 
-def _constant(value: Any) -> Finish:
-    return lambda: value
-
-
-def _value_of(tensor: NewTensor) -> torch.Tensor | None:
-    return tensor.value
-
-
-def _option_like(own: Any, loaded: Finish) -> Finish:
-    """An option of the kind that the optimizer has: numbers may have been tensors when they were saved."""
-    return lambda: _like(own, loaded())
+def _identity(value: Any) -> Any:
+    return value
 
 
 def _like(own: Any, value: Any) -> Any:
+    """An option in the kind that the optimizer has: a number may have been a tensor when it was saved."""
     if isinstance(own, tuple) and isinstance(value, (list, tuple)) and len(own) == len(value):
         return tuple(_like(a, b) for a, b in zip(own, value, strict=True))
     if isinstance(own, torch.Tensor) and isinstance(value, (int, float)):
@@ -639,11 +646,6 @@ def _like(own: Any, value: Any) -> Any:
     if isinstance(own, (int, float)) and isinstance(value, torch.Tensor) and value.ndim == 0:
         return value.item()
     return value
-
-
-def _are_optimizers(values: Iterable[Any]) -> bool:
-    found = list(values)
-    return bool(found) and all(isinstance(value, torch.optim.Optimizer) for value in found)
 
 
 def _are_groups(value: Any) -> bool:
@@ -667,24 +669,24 @@ def _no_room(name: str, kind: str, has_room: bool) -> CheckpointError:
 
 def _give(target: Any, state: Any, name: str, **options: Any) -> Any:
     """An object that has taken its state; ``options`` are those of its ``load_state_dict``."""
-    # What was made in inference mode is written in it.
+    # torch allows writes to inference tensors in inference mode only.
     is_inference = isinstance(target, nn.Module) and any(part.is_inference() for part in target.parameters())
     try:
         with torch.inference_mode() if is_inference else NULL_CONTEXT:
             target.load_state_dict(state, **options)
     except Exception as error:
         raise CheckpointError(
-            "An object did not take the state that was stored for it.",
+            "An object refused the state that was stored for it.",
             expected=f"load_state_dict of {type(target).__qualname__} to return",
             got=f"{type(error).__name__}: {error}",
             where=name,
-            todo="build the object as it was when it was saved; what was loaded before it holds new values",
+            todo="build the object as it was when it was saved; leaves that were loaded before it have new values",
         ) from error
     return target
 
 
 def _filled(target: Any, value: Any, name: str) -> Any:
-    """A per-rank value, in which the target's objects take what was stored of them."""
+    """A per-rank value; Stateful objects inside the target get their state, and stay in it."""
     if is_stateful(target):
         return _give(target, value, name)
     if isinstance(target, Mapping) and type(value) is dict:
@@ -702,7 +704,7 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, PerRank))
 
 
-def _can_be_filled(array: np.ndarray) -> bool:  # type: ignore[type-arg]
+def _is_fillable(array: np.ndarray) -> bool:  # type: ignore[type-arg]
     """Whether torch can write to an array's memory."""
     return array.flags.writeable and min(array.strides, default=0) >= 0 and is_numpy_dtype(str(array.dtype))
 
@@ -740,19 +742,19 @@ _SHAPED_AS_PARAMETERS = (
 
 @dataclass(eq=False)
 class NewTensor:
-    """A tensor that is made and filled from the checkpoint.
+    """A tensor that is allocated and filled from the checkpoint.
 
     Attributes:
         name: of the leaf.
-        place: number of the tensor in the checkpoint.
-        param: the parameter that it is state of, if any.
-        kind: which state, such as ``exp_avg``.
+        number: of the tensor in the checkpoint.
+        param: the parameter whose state it is, if any.
+        kind: the name of the state, such as ``exp_avg``.
         optimizer: of the parameter.
-        value: the tensor, once it is made.
+        value: the tensor, once it is allocated.
     """
 
     name: str
-    place: int
+    number: int
     param: torch.Tensor | None = None
     kind: str = ""
     optimizer: torch.optim.Optimizer | None = None
@@ -761,7 +763,7 @@ class NewTensor:
     def make(
         self, shape: tuple[int, ...], dtype: torch.dtype, *, is_sharded: bool, where: str
     ) -> torch.Tensor:
-        """Memory for it: sharded as the parameter where it has the parameter's shape, else whole.
+        """Allocate it: sharded like the parameter if it has the parameter's shape, else whole.
 
         Args:
             shape, dtype: in the checkpoint.
@@ -769,15 +771,15 @@ class NewTensor:
             where: the checkpoint.
 
         Raises:
-            CheckpointError: if nothing says how it is to be sharded, or it is not the state of this parameter.
+            CheckpointError: if its sharding is unknown, or it is not the state of this parameter.
         """
         param = self.param
         if param is None:
             if is_sharded:
                 raise CheckpointError(
                     "An object lacks a sharded tensor that the checkpoint has for it.",
-                    expected="its state_dict() to hold the tensor, sharded as it is to be loaded",
-                    got="nothing under that name",
+                    expected="a tensor of that name in its state_dict(), which defines the sharding",
+                    got="no such tensor",
                     where=f"{self.name} in {where}",
                     todo="for an optimizer, put the optimizer itself and its module into the state",
                 )
@@ -799,7 +801,7 @@ class NewTensor:
         elif is_sharded:
             raise CheckpointError(
                 "Sharded optimizer state has another shape than its parameter, and the optimizer has none yet.",
-                expected="state that says how it is to be sharded",
+                expected="state in the optimizer, which defines the sharding",
                 got=f"{list(shape)} for a parameter of {list(param.shape)}",
                 where=f"{self.name} in {where}",
                 todo="use an optimizer that makes its state when it is built, or load as many ranks as saved it",

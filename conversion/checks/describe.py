@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from vescale_fsdp.checkpoint.formats.huggingface.repository import natural_key
 from vescale_fsdp.checkpoint.moves.carried_state import find_model
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.layout.model_shapes import natural_key
 
 
 def describe(source: Source) -> dict[str, Any]:

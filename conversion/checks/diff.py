@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vescale_fsdp.checkpoint.formats.huggingface.repository import natural_key
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.checkpoint.moves.carried_state import find_model, unwrapped_names
 from vescale_fsdp.checkpoint.moves.copying import Progress
@@ -24,6 +23,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import (
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
+from vescale_fsdp.layout.model_shapes import natural_key
 from vescale_fsdp.views.float_codes import cast_array
 
 _READ_BYTES = 4 * 2**20  # 4 MiB per side

@@ -258,13 +258,13 @@ def plan_command(
     """Print how fully_shard would lay out the model in SRC, and what that would cost."""
     from vescale_fsdp.checkpoint.moves.carried_state import find_model
     from vescale_fsdp.layout.granularity import parse_granularities
-    from vescale_fsdp.layout.model_shapes import natural_order
+    from vescale_fsdp.layout.model_shapes import natural_key
     from vescale_fsdp.layout.padding import PaddingPolicy
     from vescale_fsdp.layout.plan_report import plan_report
 
     source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
     infos = {name: source.tensors[key].info for key, name in find_model(source, model_prefix).names.items()}
-    shapes = {name: (infos[name].shape, infos[name].dtype.name) for name in sorted(infos, key=natural_order)}
+    shapes = {name: (infos[name].shape, infos[name].dtype.name) for name in sorted(infos, key=natural_key)}
     report = plan_report(
         shapes,
         shards,

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from vescale_fsdp.checkpoint.formats.huggingface.repository import natural_key
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.moves.copying import Progress
 from vescale_fsdp.checkpoint.moves.source import Source
@@ -25,6 +24,7 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.checks.diff import Views, matched_views
 from vescale_fsdp.conversion.report.tensor_values import ValueDistance, ValueSummary, values_of
 from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.model_shapes import natural_key
 
 _PIECE_BYTES = 4 * 2**20  # 4 MiB, of either side
 _SAMPLED_PIECES = 4  # of a tensor that is not read whole

@@ -111,7 +111,7 @@ def _save_worker(rank: int, settings: Settings) -> None:
     repository, by_rank = root / "hf", root / "dcp-form"
     form = HuggingFace(
         assets=root / "assets", model_prefix=""
-    )  # moments too: the same bytes as the native save
+    )  # with moments: as many bytes as the native save
     seconds: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
     gathers: Counter[str] = Counter()

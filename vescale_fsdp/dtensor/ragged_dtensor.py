@@ -423,7 +423,13 @@ def distribute_tensor(
         )
     full = tensor.detach()
     if src_data_rank is not None:
-        full = _from_source(full, spec, axis, src_data_rank)
+        # Along every other axis, broadcast to the ranks whose group rank on the later axes is the source's.
+        full = full.clone(memory_format=torch.contiguous_format)
+        group_ranks = group_ranks_in(device_mesh)
+        others = [other for other in range(device_mesh.ndim) if other != axis]
+        for index, other in enumerate(others):
+            if all(group_ranks[later] == src_data_rank for later in (*others[index + 1 :], axis)):
+                wait_for(broadcast_in_place(full, device_mesh.get_group(other), src_data_rank))
     inner = inner_box(spec)
     part = full[inner.slices()].contiguous()
     if src_data_rank is None:
@@ -440,18 +446,6 @@ def distribute_tensor(
         )
         local = Redistribution(steps).wait()
     return RaggedDTensor.wrap(local, spec, requires_grad=tensor.requires_grad)
-
-
-def _from_source(full: torch.Tensor, spec: DTensorSpec, ragged: int, source: int) -> torch.Tensor:
-    """Broadcast the values to every rank whose group rank on the ragged axis is ``source``."""
-    mesh = spec.mesh
-    group_ranks = group_ranks_in(mesh)
-    full = full.clone(memory_format=torch.contiguous_format)
-    others = [axis for axis in range(mesh.ndim) if axis != ragged]
-    for index, axis in enumerate(others):
-        if all(group_ranks[later] == source for later in (*others[index + 1 :], ragged)):
-            wait_for(broadcast_in_place(full, mesh.get_group(axis), source))
-    return full
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:

@@ -311,9 +311,8 @@ def parse_granularities(texts: Sequence[str]) -> dict[str, Granularity]:
     """
     rules = [text.rpartition("=") for text in texts]
     by_pattern: dict[str, Granularity] = {}
-    for pattern, _, rule in sorted(
-        rules, key=lambda rule: not rule[0]
-    ):  # first match wins, so "*" comes last
+    # The first match wins, so the text for all tensors, without a pattern, comes last.
+    for pattern, _, rule in sorted(rules, key=lambda rule: not rule[0]):
         granularity = parse_granularity(rule)
         if (other := by_pattern.setdefault(pattern or "*", granularity)) != granularity:
             raise LayoutError(

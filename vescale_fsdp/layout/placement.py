@@ -99,10 +99,7 @@ class RaggedShard(Placement):
         return hash(self._key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RaggedShard, (
-            self.dims,
-            self.local_units,
-        )  # the published fields, which every version can read
+        return RaggedShard, (self.dims, self.local_units)  # the published fields, which every version reads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
         return self
@@ -148,12 +145,6 @@ class RaggedShard(Placement):
     def of_runs(cls, dims: tuple[int, ...], units: RunLengths) -> RaggedShard:
         """The placement with these units, kept as runs."""
         return RaggedShard(dims, units)  # type: ignore[arg-type]  # instead of the tuple
-
-    def with_split_factor(self, split_factor: int) -> RaggedShard:
-        """The same cut where ``split_factor`` ranks of other axes share dim 0 (1: a plain RaggedShard)."""
-        if split_factor == 1:
-            return RaggedShard.of_runs(self.dims, self.units)
-        return StridedRaggedShard(self.dims, self.units, split_factor)  # type: ignore[arg-type]
 
     @property
     def num_shards(self) -> int:

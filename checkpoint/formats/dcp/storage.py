@@ -406,7 +406,7 @@ class RaggedReader(StorageReader):
                         todo="build the state as it was saved; cast after loading",
                     )
                 region = Region(box, FlatRange(0, box.numel))
-                target = reads.ask(stored.place, region, tensor)
+                target = reads.ask(stored.index, region, tensor)
                 overwriting.add(item.storage_index.fqn, tensor, target)
                 targets.append((item, tensor, target))
             with overwriting.together(num_ranks=1):  # DCP reports errors to the other ranks

@@ -22,7 +22,6 @@ from vescale_fsdp.checkpoint.formats.huggingface.repository import (
     Assets,
     index_of,
     is_weight_file,
-    natural_key,
     single_of,
     stem_of,
 )
@@ -31,6 +30,7 @@ from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DTYPES
+from vescale_fsdp.layout.model_shapes import natural_key
 from vescale_fsdp.layout.safetensors_header import MAX_HEADER_BYTES
 
 _ALIGNMENT_BYTES = 8

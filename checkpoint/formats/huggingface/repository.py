@@ -26,6 +26,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.foreign_json import parse_json
+from vescale_fsdp.layout.model_shapes import natural_key
 
 _MODEL, _DIFFUSERS_MODEL = "model", "diffusion_pytorch_model"
 BEING_WRITTEN = ".vescale-being-written"  # in a folder whose files are not all there, or not all of one save
@@ -60,12 +61,6 @@ def single_of(stem: str) -> str:
 def index_of(stem: str) -> str:
     """The index of a model that is several."""
     return f"{stem}.safetensors.index.json"
-
-
-def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key in which runs of digits compare as numbers."""
-    parts = re.split(r"(\d+)", name)
-    return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)
 
 
 def is_weight_file(name: str) -> bool:

@@ -54,6 +54,7 @@ from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.storage.progress import Meter
+from vescale_fsdp.layout.geometry import round_up
 
 T = TypeVar("T")
 
@@ -461,7 +462,7 @@ def _joined(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -> l
     joined: list[tuple[int, int]] = []
     for sink in sinks:
         start = sink.start // step * step
-        stop = min(-(-sink.stop // step) * step, file.table_start if step > 1 else sink.stop)
+        stop = min(round_up(sink.stop, step), file.table_start if step > 1 else sink.stop)
         if joined and start - joined[-1][1] <= max_gap:
             joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
         else:

@@ -32,7 +32,7 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError
-from vescale_fsdp.layout.geometry import boxes_of_range
+from vescale_fsdp.layout.geometry import boxes_of_range, round_up
 
 _RUN_BYTES = 4 << 20  # 4 MiB of stripes per unit of work
 _ALIGN_BYTES = 64
@@ -251,7 +251,7 @@ class _Copied(NamedTuple):
     def num_bytes(self) -> int:
         """Of a copy: whole elements, rounded up so that the next copy is aligned."""
         first, last = self.elements
-        return -(-(last - first) * self.tensor.dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+        return round_up((last - first) * self.tensor.dtype.itemsize, _ALIGN_BYTES)
 
     def copy(self, pinned: torch.Tensor | None) -> Buffer:
         """The bytes in host memory; in ``pinned``, if given, by the current stream."""

@@ -439,7 +439,7 @@ def test_arguments_with_a_slip(tmp_path: Path) -> None:
     """A pattern for nothing, a way to verify that there is not, and half a step are told instead of taken."""
     save(tmp_path / "c", _small())
     state = {"a": torch.zeros(5, 6), "b": torch.zeros(7), "step": 0}
-    with pytest.raises(CheckpointError, match=r"(?s)fits no leaf.*'model/\*'"):
+    with pytest.raises(CheckpointError, match=r"(?s)matches no leaf.*'model/\*'"):
         load(tmp_path / "c", state, include=["a", "model/*"])
     assert not state["a"].any()
     load(tmp_path / "c", state, include=["a", "*a*"])
