@@ -249,7 +249,9 @@ def open_bin_folder(store: Storage, *, trust_pickle: bool = False) -> Source:
         ConversionError: if a file contains no dict of tensors, or its pickle names more than tensors need.
         CorruptCheckpointError: if index and files disagree or a file is damaged.
     """
-    from vescale_fsdp.checkpoint.formats.torch_save.read import open_torch  # safetensors need no pickle reader
+    from vescale_fsdp.checkpoint.formats.torch_save.read import (
+        open_torch,
+    )  # safetensors need no pickle reader
 
     indices = [f"{stem}.bin.index.json" for stem in _BIN_STEMS]
     singles = [f"{stem}.bin" for stem in _BIN_STEMS]
