@@ -104,7 +104,7 @@ def runs_between(start: int, stop: int, shard_numel: int) -> Iterator[PieceRun]:
         yield PieceRun(last, 1, tail, 0)
 
 
-@dataclass(frozen=True, slots=True)  # thousands are made for a model
+@dataclass(frozen=True, slots=True)  # slots: a model has thousands
 class TensorSlot:
     """The position of one tensor in the group's global buffer.
 
