@@ -21,7 +21,7 @@ from vescale_fsdp.checkpoint.formats.huggingface.repository import (
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import (
     Compare,
     absent_names,
-    find_tied_twins,
+    find_ties,
     left_out_by,
 )
 from vescale_fsdp.checkpoint.moves.carried_state import (
@@ -237,7 +237,7 @@ def plan_conversion(
     if kind == "hf":
         infos = [view.info for view in state.views.values()]
         if options.dequantize is not None or options.quantize:
-            assets.name_dtype_held(infos, quantized)
+            assets.correct_dtype(infos, quantized)
         if not options.no_assets:
             warnings += assets.disagreements(infos, quantized)
     if kind == "native" and source.kind in ("hf", "safetensors", "shards") and options.ranks > 1:
@@ -350,12 +350,12 @@ def _with_ties(
         weights that differ.
     """
     if kind == "hf" and assets.config is not None:
-        tied, warnings, differing = find_tied_twins(state.views, assets.settings, is_equal)
+        tied, warnings, differing = find_ties(state.views, assets.settings, is_equal)
         if differing:
             # The result's config.json ties nothing, so the names that the class would tie are all stored.
             state = state.with_aliases(absent_names(assets.settings, state.views))
             assets.untie()
-            tied, _, differing = find_tied_twins(state.views, assets.settings, is_equal)
+            tied, _, differing = find_ties(state.views, assets.settings, is_equal)
             if differing:
                 alias, kept = next(iter(differing.items()))
                 raise ConversionError(

@@ -34,7 +34,7 @@ class DCP(Form):
     ``CheckpointManager(export=)``.
 
     Examples:
-        >>> from vescale_fsdp.checkpoint import DCP
+        >>> from vescale_fsdp.checkpoint.dcp import DCP
         >>> save("out", {"model": model, "optimizer": optimizer}, format=DCP())  # doctest: +SKIP
 
     Values that differ per rank are refused by name: nothing in such a folder can hold them.

@@ -220,7 +220,7 @@ def test_a_state_that_holds_itself(tmp_path: Path) -> None:
     state: dict[str, object] = {"w": torch.ones(1)}
     state["self"] = state
     torch.save(state, tmp_path / "m.pt")
-    with pytest.raises(CorruptCheckpointError, match="holds itself"):
+    with pytest.raises(CorruptCheckpointError, match="contains itself"):
         open_source(str(tmp_path / "m.pt"))
 
 
