@@ -53,9 +53,7 @@ FORMATS = {
     ),
     "orbax": Format(r"([^/]+/)?_METADATA", f"{_CONVERSION}.formats.orbax:open_orbax", takes=()),
     # `conversion.formats.detect` skips this row if the folder contains a model too.
-    "adapter": Format(
-        r"adapter_model\.safetensors", f"{_CONVERSION}.adapters.peft_folder:open_adapter", takes=()
-    ),
+    "adapter": Format(r"adapter_model\.safetensors", f"{_CONVERSION}.formats.peft:open_adapter", takes=()),
     "shards": Format(
         r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors",
         f"{_CHECKPOINT}.huggingface.read:open_shards",

@@ -48,7 +48,7 @@ _granularities = lazy_function("vescale_fsdp.layout.granularity", "parse_granula
 _plan_native = lazy_function("vescale_fsdp.checkpoint.formats.native.plan", "plan_native")
 _plan_dcp = lazy_function("vescale_fsdp.checkpoint.formats.dcp.plan", "plan_dcp")
 _plan_zarr = lazy_function("vescale_fsdp.checkpoint.formats.zarr.plan", "plan_zarr")
-_plan_adapter = lazy_function("vescale_fsdp.conversion.adapters.peft_folder", "plan_adapter")
+_plan_adapter = lazy_function("vescale_fsdp.conversion.formats.peft", "plan_adapter")
 _plan_hf = lazy_function("vescale_fsdp.checkpoint.formats.huggingface.plan", "plan_hf")
 _plan_torch = lazy_function("vescale_fsdp.checkpoint.formats.torch_save.write", "plan_torch")
 

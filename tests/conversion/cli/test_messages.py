@@ -265,11 +265,11 @@ def _main(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> tuple[int, str]
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("plan {source} --shards 4 --out {file}", "a file is where a folder would be"),
-        ("plan {source} --shards 4 --out {file}/inside", "a file is where a folder would be"),
-        ("report {source} --out {folder}", "name a file"),
-        ("report {source} --out {file}/inside.html", "a file is where a folder would be"),
-        ("to-hf {source} {loop}", "links go in a circle"),
+        ("plan {source} --shards 4 --out {file}", "a file is in the place of a folder"),
+        ("plan {source} --shards 4 --out {file}/inside", "a file is in the place of a folder"),
+        ("report {source} --out {folder}", "choose another path"),
+        ("report {source} --out {file}/inside.html", "a file is in the place of a folder"),
+        ("to-hf {source} {loop}", "circle of links"),
         ("to-torch {source} {folder}/" + "x" * 300, "a shorter name"),
         ("inspect " + "x" * 300, "a shorter name"),
     ],

@@ -16,7 +16,8 @@ from torch import nn
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.checkpoint import SourceOptions, get_optimizer_state_dict, load, save
+from vescale_fsdp.checkpoint import SourceOptions, load, save
+from vescale_fsdp.checkpoint.state_dict import get_optimizer_state_dict
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, ConversionError, CorruptCheckpointError, VescaleError
 
