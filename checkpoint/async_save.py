@@ -60,6 +60,7 @@ from vescale_fsdp.checkpoint.state.host_copies import (
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
+from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import storage_id
 
@@ -127,7 +128,7 @@ class Stager:
     def _cut(self, kinds: Sequence[_Kind]) -> list[torch.Tensor]:
         """Views of the buffer for tensors of these kinds; allocates a larger buffer if needed."""
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in kinds]
-        starts = [0, *accumulate(-(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for nbytes in sizes)]
+        starts = [0, *accumulate(round_up(nbytes, _ALIGN_BYTES) for nbytes in sizes)]
         if self._buffer.numel() < starts[-1]:
             self._kinds, self._views = [], []
             # Freed before the larger one is allocated.
@@ -331,7 +332,7 @@ _group_savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakre
 
 
 def async_save(
-    path: str | os.PathLike[str] | Storage,
+    path: str | os.PathLike[str],
     state: Any,
     *,
     metadata: Json = None,

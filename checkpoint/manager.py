@@ -130,9 +130,11 @@ class CheckpointManager:
         3
     """
 
+    Record = StepRecord  # for annotations: what `history` lists
+
     def __init__(
         self,
-        root: str | os.PathLike[str] | Storage,
+        root: str | os.PathLike[str],
         *,
         save_policy: SavePolicy | None = None,
         retention: RetentionPolicy | int | None = None,

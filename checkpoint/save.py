@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare, root_errors
 from vescale_fsdp.checkpoint.formats.native.write import NativeForm
-from vescale_fsdp.checkpoint.formats.zarr.write import ZarrForm
+from vescale_fsdp.checkpoint.formats.zarr.live import ZarrForm
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import (
     SPLIT_BYTES,
@@ -65,7 +65,7 @@ class Saved(NamedTuple):
 
 
 def save(
-    path: str | os.PathLike[str] | Storage,
+    path: str | os.PathLike[str],
     state: Any,
     *,
     metadata: Json = None,
@@ -87,7 +87,7 @@ def save(
         overwrite: replace an existing checkpoint; the old one stays good until the new one is committed.
         format: "native" (one safetensors file per rank, the fast one), "zarr" (one zarr v3 array per
             tensor, for tools outside PyTorch; loads back at any world size as well), or a form that others read:
-            `vescale_fsdp.conversion.HuggingFace(..)`, `vescale_fsdp.checkpoint.DCP()`.
+            `vescale_fsdp.conversion.HuggingFace(..)`, `vescale_fsdp.checkpoint.dcp.DCP()`.
         process_group: the ranks that save; default: all. Its timeout is how long they wait for one that does not come.
         progress: is told how far this rank has come; True draws a bar on rank 0.
         check_replicas: how ranks that hold the same part of a tensor compare it, since each writes a share. "sample"

@@ -1,7 +1,7 @@
 """The formats of checkpoints that can be read: how each is recognized, and the function that opens it.
 
-`checkpoint.load` and ``vescale-convert`` read this table. Functions are named as ``module:function`` and imported when
-a checkpoint of the format is met, so that native loads import no other format. Other packages add formats by entry
+`checkpoint.load` and ``vescale-convert`` read this table. A function is imported when a checkpoint of its format is
+opened, so that native loads import no other format. Other packages add formats by entry
 points of the group ``vescale_fsdp.formats``: the entry point has the format's name and loads to a `Format`.
 """
 
@@ -14,65 +14,89 @@ from typing import Any, NamedTuple
 
 from vescale_fsdp.lazy import function_named
 
-_OPENERS = "vescale_fsdp.conversion.formats.table"
+_CHECKPOINT = "vescale_fsdp.checkpoint.formats"
+_CONVERSION = "vescale_fsdp.conversion"
 
 
 class Format(NamedTuple):
     """One format.
 
     Args:
-        file: pattern of names; a folder that has such a file is a checkpoint of this format.
-        opener: ``module:function``, called with the folder's storage, a file in it (empty for a folder) and whether its
-            pickles are trusted; returns a `conversion.Source`, having read metadata only.
-        is_file: the checkpoint is that file rather than a folder with it.
+        file: pattern of file names; a folder with such a file is a checkpoint of this format.
+        opener: ``module:function``; called with the folder's storage and the arguments of ``takes``, it returns a
+            `conversion.Source` after reading metadata only.
+        is_file: the checkpoint is the file itself, not the folder around it.
+        takes: keyword arguments of the opener: ``file`` (name of the file; empty for a folder) and ``trust_pickle``
+            (whether pickles may import what they name).
     """
 
     file: str
     opener: str
     is_file: bool = False
+    takes: tuple[str, ...] = ("file", "trust_pickle")
 
     def open(self, store: Any, file: str, trust_pickle: bool) -> Any:
         """Open a checkpoint of this format."""
-        return function_named(self.opener)(store, file, trust_pickle)
+        arguments = {"file": file, "trust_pickle": trust_pickle}
+        return function_named(self.opener)(store, **{name: arguments[name] for name in self.takes})
 
 
-# In the order in which a folder is compared with them: a format whose folders hold another format's files comes first.
+# A folder has the first format that matches: formats whose folders contain files of another format come before it.
 FORMATS = {
-    "native": Format(r"manifest\.json", f"{_OPENERS}:open_native"),
-    "megatron": Format(r"common\.pt", f"{_OPENERS}:open_megatron"),
-    "dcp": Format(r"\.metadata", f"{_OPENERS}:open_dcp"),
-    "zarr": Format(r"zarr\.json|\.z(group|array|metadata)", f"{_OPENERS}:open_zarr"),
-    "orbax": Format(r"([^/]+/)?_METADATA", f"{_OPENERS}:open_orbax"),
-    # A folder with a model and its adapter is the model's; see `detect`.
-    "adapter": Format(r"adapter_model\.safetensors", f"{_OPENERS}:open_adapter"),
-    "shards": Format(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors", f"{_OPENERS}:open_shards"),
-    "hf": Format(r"[^/]*\.safetensors(\.index\.json)?", f"{_OPENERS}:open_hf"),
-    "bin": Format(r"(diffusion_)?pytorch_model(_fsdp)?\.bin(\.index\.json)?", f"{_OPENERS}:open_bin"),
-    # Its folder, or the one around it, which has the file `latest`. After those of Hugging Face: a Trainer gathers a
-    # model next to it, and what it left in a model's folder may be old.
+    "native": Format(r"manifest\.json", f"{_CHECKPOINT}.source:open_native", takes=()),
+    "megatron": Format(
+        r"common\.pt", f"{_CONVERSION}.formats.megatron:open_megatron", takes=("trust_pickle",)
+    ),
+    "dcp": Format(r"\.metadata", f"{_CHECKPOINT}.dcp.source:open_dcp", takes=("trust_pickle",)),
+    "zarr": Format(
+        r"zarr\.json|\.z(group|array|metadata)", f"{_CONVERSION}.formats.table:open_zarr", takes=()
+    ),
+    "orbax": Format(r"([^/]+/)?_METADATA", f"{_CONVERSION}.formats.orbax:open_orbax", takes=()),
+    # `conversion.formats.detect` skips this row if the folder contains a model too.
+    "adapter": Format(r"adapter_model\.safetensors", f"{_CONVERSION}.formats.peft:open_adapter", takes=()),
+    "shards": Format(
+        r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors",
+        f"{_CHECKPOINT}.huggingface.read:open_shards",
+        takes=(),
+    ),
+    "hf": Format(
+        r"[^/]*\.safetensors(\.index\.json)?", f"{_CHECKPOINT}.huggingface.read:open_hf_folder", takes=()
+    ),
+    "bin": Format(
+        r"(diffusion_)?pytorch_model(_fsdp)?\.bin(\.index\.json)?",
+        f"{_CHECKPOINT}.huggingface.read:open_bin_folder",
+        takes=("trust_pickle",),
+    ),
+    # The checkpoint's folder, or the run folder with the file `latest`. After the formats of Hugging Face: a Trainer
+    # saves a gathered model next to DeepSpeed's files, which may be older than the model.
     "deepspeed": Format(
         r"([^/]+/)?((zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|\w*zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt"
         r"|layer_\d+-model_\d+-model_states\.pt|zero/.+/fp32\.pt)",
-        f"{_OPENERS}:open_deepspeed",
+        f"{_CONVERSION}.formats.deepspeed:open_deepspeed",
+        takes=(),
     ),
-    "ranks": Format(r"[^/]+_rank_?\d+\.(bin|pt|pth)", f"{_OPENERS}:open_ranks"),
-    "safetensors": Format(r".*\.safetensors", f"{_OPENERS}:open_safetensors", is_file=True),
-    "torch": Format(r".*\.(pt|pth|bin|ckpt)", f"{_OPENERS}:open_torch", is_file=True),
+    "ranks": Format(
+        r"[^/]+_rank_?\d+\.(bin|pt|pth)", f"{_CHECKPOINT}.torch_save.read:open_ranks", takes=("trust_pickle",)
+    ),
+    "safetensors": Format(
+        r".*\.safetensors", f"{_CHECKPOINT}.huggingface.read:open_safetensors", is_file=True, takes=("file",)
+    ),
+    "torch": Format(r".*\.(pt|pth|bin|ckpt)", f"{_CHECKPOINT}.torch_save.read:open_torch", is_file=True),
 }
-# A folder of folders: a model and its optimizer as two checkpoints of torch.distributed.checkpoint.
+# A folder with a model and its optimizer as two checkpoints of torch.distributed.checkpoint.
 DCP_INSIDE = r"[^/]+/\.metadata"
 
 
 @lru_cache
 def added_formats() -> dict[str, Format]:
-    """Formats of other packages, by name; looked up when no format of this package fits."""
-    from importlib.metadata import entry_points  # 20 ms that native loads do without
+    """Formats of other packages, by name; looked up when no format of this package matches."""
+    from importlib.metadata import entry_points  # takes 20 ms, which native loads need not spend
 
     return {point.name: point.load() for point in entry_points(group="vescale_fsdp.formats")}
 
 
 def all_formats() -> Iterator[tuple[str, Format]]:
-    """Formats by name: this package's, then those of others."""
+    """Formats by name: this package's, then other packages'."""
     yield from FORMATS.items()
     yield from added_formats().items()
 

@@ -82,9 +82,8 @@ from vescale_fsdp.errors import MisuseError, UnsupportedOpError
 # torch 2.11-2.13: FSDP2's states are recorded under this function, without its decorator.
 _torch_fully_shard = inspect.unwrap(torch.distributed.fsdp.fully_shard)
 
-local_slot: Any = vars(DTensor)[
-    "_local_tensor"
-]  # the slot; RaggedDTensor has a slower property of the same name
+# The slot of the local tensor; RaggedDTensor has a slower property of the same name.
+local_slot: Any = vars(DTensor)["_local_tensor"]
 piece_in = local_slot.__get__  # the local tensor of a DTensor
 MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 

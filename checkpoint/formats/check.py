@@ -102,7 +102,7 @@ def _rank_file_checks(
             start, stop = file.stripe(index)
             problem = None
             try:
-                opened.prove_stripe(index, opened.hash_stripe(index, scratch))
+                opened.verify_stripe(index, opened.hash_stripe(index, scratch))
             except (VescaleError, OSError) as error:
                 problem = str(error)
             yield Check(file.name, problem, stop - start, holds_tensors)

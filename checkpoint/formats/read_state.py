@@ -24,7 +24,7 @@ import torch
 from vescale_fsdp.checkpoint.formats.native.read import ReadPlan, Reads
 from vescale_fsdp.checkpoint.formats.native.targets import Bytes, Sink
 from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
-from vescale_fsdp.checkpoint.formats.zarr.read import ZarrReads
+from vescale_fsdp.checkpoint.formats.zarr.live import ZarrReads
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.rank_file import ShareFinder
@@ -87,7 +87,7 @@ def _no_checkpoint(storage: Storage) -> NoCheckpointError:
     )
 
 
-def read_state(path: str | os.PathLike[str] | Storage) -> CheckpointReader:
+def read_state(path: str | os.PathLike[str]) -> CheckpointReader:
     """Open a checkpoint for reading by name; nothing but the manifest is read.
 
     Raises:
@@ -196,6 +196,8 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         >>> list(reader), reader.tree(read=True)["model"]["w"].sum().item(), tuple(reader["model/w"].shape)
         (['model.w'], 6.0, (2, 3))
     """
+
+    Tensor = CheckpointTensor  # for annotations: a tensor of the checkpoint
 
     def __init__(
         self,

@@ -11,14 +11,13 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
-from vescale_fsdp.checkpoint.formats.zarr.arrays import stored_crc
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode
 from vescale_fsdp.checkpoint.manifest.structure import Structure
-from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_boxes, chunk_file, clipped
+from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_boxes, chunk_file, clipped, stored_crc
 from vescale_fsdp.checkpoint.moves.source import Source, StoredValue, constant
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange

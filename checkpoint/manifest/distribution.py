@@ -1,8 +1,8 @@
-"""Distributions: a rule that gives the region of a tensor that each rank holds. O(1) in ranks.
+"""Distributions: a rule that gives each rank's region of a tensor, in a size that does not grow with the ranks.
 
-A rule has *axes* (how a rank's coordinate on a mesh axis follows from its number) and *cuts* (what each
-sharding axis does to the tensor, in order of application). Replicated axes are left out: ranks with equal
-coordinates on the axes that cut are replicas of each other.
+A rule has *axes* (how a rank's coordinate on a mesh axis follows from its number) and *cuts* (how each sharding axis
+divides the tensor, in order of application). Replicated axes are left out: ranks with equal coordinates on the axes
+that cut are replicas of each other.
 
     8 ranks, mesh (replicate=2, shard=4), ragged        axes: (size 4, stride 1)     coordinate = rank % 4
     8 ranks, FSDP=4 on dim 0 over TP=2 on dim 1         axes: (4, 2), (2, 1)         rank // 2 % 4, rank % 2
@@ -23,10 +23,10 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.checkpoint.manifest.region import Region
+from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.errors import CorruptCheckpointError
-from vescale_fsdp.layout.geometry import FlatRange, RunLengths, chunk_of, contiguous_strides, whole_box
-from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
+from vescale_fsdp.layout.geometry import FlatRange, RunLengths, chunk_of, contiguous_strides
+from vescale_fsdp.layout.group_layout import GroupLayout
 
 if TYPE_CHECKING:
     from vescale_fsdp.layout.placement import RaggedShard
@@ -94,7 +94,7 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
         stop = at + 1
         while stop < len(ranks) and ranks[stop] - ranks[stop - 1] == step:
             stop += 1
-        # Two ranks far apart are more often the end of one run and the start of the next.
+        # Two ranks that are far apart are more often the end of one run and the start of the next.
         if stop - at == 2 and step > 1 and stop < len(ranks):
             stop, step = at + 1, 1
         runs.append((ranks[at], stop - at, step if stop - at > 1 else 1))
@@ -161,6 +161,7 @@ class Axis:
 
 
 Axes = tuple[Axis, ...]
+Layouts = Sequence[GroupLayout]  # the manifest's table, to which cuts refer by index
 
 
 class Cut(ABC):
@@ -169,13 +170,11 @@ class Cut(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def narrow(self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]) -> Region:
+    def narrow(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> Region:
         """The part of ``region`` at a coordinate of an axis of ``size`` ranks."""
 
     @abstractmethod
-    def touching(
-        self, region: Region, size: int, wanted: Region, layouts: Sequence[GroupLayout]
-    ) -> Iterator[int]:
+    def touching(self, region: Region, size: int, wanted: Region, layouts: Layouts) -> Iterator[int]:
         """Coordinates whose part of ``region`` may overlap ``wanted``."""
 
     @abstractmethod
@@ -189,17 +188,12 @@ class ShardCut(Cut):
 
     dim: int
 
-    def _chunk(self, region: Region, size: int) -> int:
-        return max(1, chunk_of(region.box.sizes[self.dim], size, 0).numel)
+    def narrow(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> Region:
+        return Region.of_box(region.box.chunk(self.dim, size, coordinate))
 
-    def narrow(self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]) -> Region:
-        box = region.box.chunk(self.dim, size, coordinate)
-        return Region(box, FlatRange(0, box.numel))
-
-    def touching(
-        self, region: Region, size: int, wanted: Region, layouts: Sequence[GroupLayout]
-    ) -> Iterator[int]:
-        chunk, corner = self._chunk(region, size), region.box.offsets[self.dim]
+    def touching(self, region: Region, size: int, wanted: Region, layouts: Layouts) -> Iterator[int]:
+        chunk = max(1, chunk_of(region.box.sizes[self.dim], size, 0).numel)
+        corner = region.box.offsets[self.dim]
         boxes = [box for box, _ in wanted.pieces()]
         if not boxes:
             return
@@ -217,23 +211,17 @@ class _FlatCut(Cut):
     __slots__ = ()
 
     @abstractmethod
-    def flat_range(
-        self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]
-    ) -> FlatRange:
+    def flat_range(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> FlatRange:
         """Range of the region's box at a coordinate."""
 
     @abstractmethod
-    def coordinates_of(
-        self, region: Region, size: int, flat: FlatRange, layouts: Sequence[GroupLayout]
-    ) -> Iterator[int]:
+    def coordinates_of(self, region: Region, size: int, flat: FlatRange, layouts: Layouts) -> Iterator[int]:
         """Coordinates whose ranges share elements with ``flat``."""
 
-    def narrow(self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]) -> Region:
+    def narrow(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> Region:
         return Region(region.box, self.flat_range(region, coordinate, size, layouts))
 
-    def touching(
-        self, region: Region, size: int, wanted: Region, layouts: Sequence[GroupLayout]
-    ) -> Iterator[int]:
+    def touching(self, region: Region, size: int, wanted: Region, layouts: Layouts) -> Iterator[int]:
         if region.box == wanted.box:
             flat = wanted.span
         else:
@@ -262,31 +250,24 @@ class LayoutCut(_FlatCut):
     layout: int
     slot: int
 
-    def flat_range(
-        self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]
-    ) -> FlatRange:
+    def flat_range(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> FlatRange:
         layout = layouts[self.layout]
         return layout.piece(layout.slots[self.slot], coordinate).range
 
-    def coordinates_of(
-        self, region: Region, size: int, flat: FlatRange, layouts: Sequence[GroupLayout]
-    ) -> Iterator[int]:
+    def coordinates_of(self, region: Region, size: int, flat: FlatRange, layouts: Layouts) -> Iterator[int]:
         layout = layouts[self.layout]
         slot = layout.slots[self.slot]
         if slot.is_scattered:
-            yield from self._scattered_coordinates(slot, flat)
+            start = 0
+            for run in slot.runs:
+                shared = flat.intersect(FlatRange(start, start + run.numel)).shift(-start)
+                if shared.numel:
+                    first, last = shared.start // run.piece_numel, (shared.stop - 1) // run.piece_numel
+                    yield from range(run.first_rank + first, run.first_rank + last + 1)
+                start += run.numel
             return
         first, last = slot.offset + flat.start, slot.offset + flat.stop - 1
         yield from range(first // layout.shard_numel, last // layout.shard_numel + 1)
-
-    def _scattered_coordinates(self, slot: TensorSlot, flat: FlatRange) -> Iterator[int]:
-        start = 0
-        for run in slot.runs:
-            shared = flat.intersect(FlatRange(start, start + run.numel)).shift(-start)
-            if shared.numel:
-                first, last = shared.start // run.piece_numel, (shared.stop - 1) // run.piece_numel
-                yield from range(run.first_rank + first, run.first_rank + last + 1)
-            start += run.numel
 
     def to_json(self) -> list[Any]:
         return ["layout", self.layout, self.slot]
@@ -294,7 +275,7 @@ class LayoutCut(_FlatCut):
 
 @dataclass(frozen=True)
 class UnitsCut(_FlatCut):
-    """A `RaggedShard` that no layout is known for: its units, run-length coded as (count, units)."""
+    """A `RaggedShard` without a known layout: its units, run-length coded as (count, units)."""
 
     dims: tuple[int, ...]
     runs: tuple[tuple[int, int], ...]
@@ -302,18 +283,14 @@ class UnitsCut(_FlatCut):
     @cached_property
     def placement(self) -> RaggedShard:
         """The placement itself."""
-        from vescale_fsdp.layout.placement import RaggedShard  # a class of torch's, which no other cut needs
+        from vescale_fsdp.layout.placement import RaggedShard  # imports torch, which no other cut needs
 
         return RaggedShard.of_runs(self.dims, RunLengths(self.runs))
 
-    def flat_range(
-        self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]
-    ) -> FlatRange:
+    def flat_range(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> FlatRange:
         return self.placement.piece(region.box.sizes, coordinate)
 
-    def coordinates_of(
-        self, region: Region, size: int, flat: FlatRange, layouts: Sequence[GroupLayout]
-    ) -> Iterator[int]:
+    def coordinates_of(self, region: Region, size: int, flat: FlatRange, layouts: Layouts) -> Iterator[int]:
         yield from self.placement.piece_lengths(region.box.sizes).holders(*flat)
 
     def to_json(self) -> list[Any]:
@@ -341,9 +318,9 @@ def cut_from_json(data: Sequence[Any]) -> Cut:
 def shard_order(shards: Mapping[int, tuple[int, int]], sizes: Sequence[int]) -> list[int] | None:
     """Mesh axes in the order in which they cut a tensor; None if their split factors give no order.
 
-    torch writes an axis that cuts after axes that come later in the mesh as a strided shard; its split factor is
-    the product of their sizes. Other factors occur too: of a tensor cut by columns and then flattened, say, each
-    rank holds an element here and an element there.
+    torch represents an axis that cuts after later axes of the mesh as a strided shard. Its split factor is the product
+    of those axes' sizes. Other split factors occur too, such as for a tensor that is cut by columns and then flattened:
+    no order of cuts gives the scattered elements that each rank has of it.
 
     Args:
         shards: tensor dim and split factor (1 for a plain shard) of each axis that cuts.
@@ -362,49 +339,44 @@ def shard_order(shards: Mapping[int, tuple[int, int]], sizes: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Axes and cuts of one tensor: cut i is made by axis i, in order of application."""
+    """Axes and cuts of one tensor: axis i makes cut i, in order of application."""
 
     axes: Axes
     cuts: tuple[Cut, ...]
 
-    def region(
-        self, shape: tuple[int, ...], coordinates: Sequence[int], layouts: Sequence[GroupLayout]
-    ) -> Region:
+    def region(self, shape: tuple[int, ...], coordinates: Sequence[int], layouts: Layouts) -> Region:
         """The region of a tensor of this shape that ranks at these coordinates hold."""
-        box = whole_box(shape)
-        region = Region(box, FlatRange(0, box.numel))
+        region = whole_region(shape)
         for axis, cut, coordinate in zip(self.axes, self.cuts, coordinates, strict=True):
             region = cut.narrow(region, coordinate, axis.size, layouts)
         return region
 
     def touching(
-        self, shape: tuple[int, ...], wanted: Region | None, layouts: Sequence[GroupLayout]
+        self, shape: tuple[int, ...], wanted: Region | None, layouts: Layouts
     ) -> Iterator[tuple[tuple[int, ...], Region]]:
         """Coordinates whose region may overlap ``wanted`` (None: all coordinates), each with its region."""
-        box = whole_box(shape)
-        whole = Region(box, FlatRange(0, box.numel))
-        yield from self._touching(whole, 0, (), whole if wanted is None else wanted, layouts)
+        whole = whole_region(shape)
+        target = whole if wanted is None else wanted
 
-    def _touching(
-        self,
-        region: Region,
-        depth: int,
-        coordinates: tuple[int, ...],
-        wanted: Region,
-        layouts: Sequence[GroupLayout],
-    ) -> Iterator[tuple[tuple[int, ...], Region]]:
-        if depth == len(self.cuts):
-            yield coordinates, region
-            return
-        cut, size = self.cuts[depth], self.axes[depth].size
-        for coordinate in cut.touching(region, size, wanted, layouts):
-            part = cut.narrow(region, coordinate, size, layouts)
-            if part.numel:
-                yield from self._touching(part, depth + 1, (*coordinates, coordinate), wanted, layouts)
+        def descend(region: Region, coordinates: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Region]]:
+            depth = len(coordinates)
+            if depth == len(self.cuts):
+                yield coordinates, region
+                return
+            cut, size = self.cuts[depth], self.axes[depth].size
+            for coordinate in cut.touching(region, size, target, layouts):
+                part = cut.narrow(region, coordinate, size, layouts)
+                if part.numel:
+                    yield from descend(part, (*coordinates, coordinate))
+
+        return descend(whole, ())
 
 
 class Holders:
-    """The coordinates of each rank of a set, and the order of replicas. Cell: row-major number of coordinates."""
+    """The coordinates of each rank of a set, and the order of replicas.
+
+    A cell is the row-major index of coordinates in the mesh.
+    """
 
     def __init__(self, ranks: RankSet, axes: Axes) -> None:
         self._sizes = tuple(axis.size for axis in axes)
@@ -430,7 +402,7 @@ class Holders:
         return self._ranks_at.get(cell, [])
 
     def position(self, rank: int) -> tuple[tuple[int, ...], int, int] | None:
-        """(coordinates, which replica, of how many) of a rank; None if it holds nothing of the tensor."""
+        """(coordinates, number of the replica, number of replicas) of a rank; None if it has no part of the tensor."""
         cell = self._cell_of.get(rank)
         if cell is None:
             return None

@@ -1,16 +1,16 @@
-"""File names of this format: those that identify a checkpoint or a step, and the folders of tensors' arrays.
+"""File names of this format: of checkpoints, steps and ranks' files, and the folders of tensors' arrays.
 
-A folder of the zarr form is named after its tensor. Any key of a state becomes a path that file systems and object
-stores accept:
+In the zarr form, a tensor's folder is named after the tensor. Every key of a state becomes a path that file systems and
+object stores accept:
 
     model/layers.0.weight        model/layers.0.weight        plain names stay unchanged
-    a key with /                 a key with ~1                 names escape it before they come here
+    a key with /                 a key with ~1                 `state_tree.join_name` has escaped it
     ..                           %2E%2E                        has a meaning for a file system, or for zarr
     zarr.json                    zarr%2Ejson                   a file next to arrays
-    W next to w                  W%~8f0e...                    differs only by case: the later one
+    W next to w                  W%~8f0e...                    differs only by case; the later name is changed
     a name of 300 bytes          its first 100 bytes%~8f0e...  too long for a folder's name
 
-The tensor's name is an attribute of its array, so no reader has to decode a path.
+No reader has to decode a path: the tensor's name is an attribute of its array.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import accumulate
 from urllib.parse import quote
 
 FORMAT_NAME = "vescale-checkpoint"
-FORMAT_VERSION = 2  # the newest that is read; what each brought: FORMAT.md
+FORMAT_VERSION = 2  # the newest version; FORMAT.md lists the changes of each
 MANIFEST_NAME = "manifest.json"
 ZARR_NAME = "zarr.json"  # metadata of an array or a group
 
@@ -29,7 +29,9 @@ _STEP = re.compile(r"step-(\d{8,})")
 _RANK_FILE = re.compile(r"(\d{5,})-of-\d{5,}\.safetensors")
 _PLAIN = " !#$&'()+,;=@[]{}~-_."
 _MAX_PART_BYTES = 200  # file systems accept 255
-_MAX_PATH_BYTES = 600  # object stores accept 1024, with the folder before and the chunk after
+_MAX_PATH_BYTES = (
+    600  # object stores accept 1024, which includes the checkpoint's folder and the chunk's name
+)
 _HEAD_BYTES = 100
 
 
@@ -39,7 +41,7 @@ def step_name(step: int) -> str:
 
 
 def parse_step_name(name: str) -> tuple[int, str] | None:
-    """(step, name) of a step's folder; None for every other name, also for a step's number in another form."""
+    """(step, name) of a step's folder; None for every other name, such as ``step-1``, whose number is not padded."""
     match = _STEP.fullmatch(name)
     return (int(match[1]), name) if match and step_name(int(match[1])) == name else None
 
@@ -57,7 +59,7 @@ def array_paths(names: Iterable[str]) -> dict[str, str]:
     """
     paths: dict[str, str] = {}
     arrays: set[str] = set()
-    groups: dict[str, str] = {}  # path in lower case -> as it is written
+    groups: dict[str, str] = {}  # folders around arrays: path in lower case -> path
     for name in names:
         parts = [_escaped(part) for part in name.split("/")]
         path = "/".join(parts)
@@ -96,7 +98,7 @@ def _hashed(name: str) -> str:
 
 
 def array_paths_1(names: Iterable[str]) -> dict[str, str]:
-    """As `array_paths`, for checkpoints of version 1 of the format."""
+    """The same as `array_paths`, for checkpoints of version 1."""
     paths = {}
     for name in names:
         parts = [quote(part, safe=_PLAIN) for part in name.split("/")]

@@ -1,15 +1,15 @@
-"""The manifest: the one small JSON that makes a folder a checkpoint, and says where every byte is.
+"""The manifest: the one small JSON file that makes a folder a checkpoint, and says where every byte is.
 
-A frozen value that does not grow with the number of ranks. Which tensors a rank's file has, in which
-order, at which offsets, follows from it by arithmetic (see `rank_file` and `zarr_layout`). `structure` describes the
-state, `state_tree` single values. FORMAT.md is the specification.
+A frozen value that does not grow with the number of ranks. Which tensors a rank's file has, in which order and at which
+offsets, is computed from it (see `rank_file` and `zarr_layout`). `structure` describes the state, `state_tree` single
+values. FORMAT.md is the specification.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -52,12 +52,12 @@ SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _MAX_STRIPE_BYTES = 1 << 30  # 1 GiB
 _MAX_NUMEL = 1 << 62
-_MAX_RANKS = 1 << 20  # bounds the time of what is computed per rank
-_MAX_CHUNKS = 1 << 24  # of one tensor: each is a file
+_MAX_RANKS = 1 << 20  # bounds the time of computations for each rank
+_MAX_CHUNKS = 1 << 24  # of one tensor; each chunk is a file
 
 
 class NoCheckpointError(CheckpointError):
-    """There is no checkpoint at a path: not yet, or not any more."""
+    """There is no checkpoint at a path: it is not saved yet, or was removed."""
 
 
 class StoredShare(NamedTuple):
@@ -77,12 +77,12 @@ class Manifest:
         world_size: ranks that saved.
         structure: state tree, tensors and tables.
         rank_sets: table of sets of ranks.
-        holders: for each tensor, the index in ``rank_sets`` of the ranks that hold it.
+        holders: for each tensor, the index in ``rank_sets`` of the ranks that have it.
         blob_bytes: bytes reserved in each rank's file for per-rank values (0 if there are none).
         metadata: the JSON given to `save`; the key `user` of the file.
         stripe_bytes: bytes per checksum.
-        split_bytes: replicas share the writing of a region of at least so many bytes; None makes every replica
-            store all of it, for storage that ranks do not share.
+        split_bytes: each of several replicas stores a part of a region of at least so many bytes. None makes every
+            replica store all of its region, for storage that ranks do not share.
         chunks: for the zarr form, each tensor's chunk sizes; None for the native form.
         version: of the format; 1 for the native form, so that older readers accept it.
     """
@@ -109,7 +109,7 @@ class Manifest:
         return {}
 
     def holders_of(self, index: int) -> Holders:
-        """The ranks that hold tensor number ``index``, and the order of replicas."""
+        """The ranks that have tensor number ``index``, and the order of replicas."""
         key = (self.holders[index], self.entries[index].axes)
         if key not in self._holders:
             self._holders[key] = Holders(self.rank_sets[key[0]], self.structure.axes[key[1]])
@@ -121,7 +121,10 @@ class Manifest:
         return [self.structure.distribution(entry) for entry in self.entries]
 
     def split(self, index: int, region: Region, replica: int, replicas: int) -> Region:
-        """The part of a region that one of its replicas stores: an equal part; the first stores all of a small one."""
+        """The part of a region that one of its replicas stores.
+
+        Replicas share a large region in equal parts; the first replica stores all of a small one.
+        """
         if replicas == 1 or self.split_bytes is None:
             return region
         if self.is_undivided(index, region):
@@ -140,15 +143,16 @@ class Manifest:
 
     @cached_property
     def shares(self) -> list[list[StoredShare]]:
-        """What each rank stores, in file order; computed in time that grows with pieces, not with ranks times tensors.
+        """The shares that each rank stores, in file order, for readers of all files.
 
-        For readers of all files. A reader of one file uses its `RankFile`, which needs less memory.
+        The time to compute them grows with the pieces, not with ranks times tensors. A reader of one file uses its
+        `RankFile`, which needs less memory.
         """
         stored: list[list[StoredShare]] = [[] for _ in range(self.world_size)]
         structure = self.structure
-        # Moments are cut as weights are.
+        # By all that a tensor's regions depend on: weights and their moments are cut alike.
         parts: dict[tuple[object, ...], list[tuple[list[int], Region]]] = {}
-        # In the zarr form no tensor is in a rank's file.
+        # In the zarr form, ranks' files have no tensors.
         for index, entry in enumerate(() if self.is_zarr else structure.entries):
             cut = (entry.shape, entry.axes, entry.cuts, self.holders[index])
             held_by = parts.get(cut)
@@ -169,7 +173,7 @@ class Manifest:
 
     @cached_property
     def indices_by_name(self) -> dict[str, list[int]]:
-        """Numbers of the tensors of each name; more than one if ranks cut it in different ways."""
+        """Indices of the tensors of each name; several if ranks cut the tensor in different ways."""
         indices: dict[str, list[int]] = {}
         for index, entry in enumerate(self.entries):
             indices.setdefault(entry.name, []).append(index)
@@ -177,7 +181,7 @@ class Manifest:
 
     @property
     def is_zarr(self) -> bool:
-        """Whether tensors are in zarr arrays, not in ranks' files."""
+        """Whether tensors are stored in zarr arrays, not in ranks' files."""
         return self.chunks is not None
 
     @property
@@ -233,7 +237,7 @@ class Manifest:
 
         Raises:
             CheckpointError: if it is of a newer version of the format.
-            CorruptCheckpointError: if it is no manifest, is damaged, or contradicts itself.
+            CorruptCheckpointError: if it is not a manifest, is damaged, or contradicts itself.
         """
         data = _parse(raw, where)
         try:
@@ -250,7 +254,8 @@ class Manifest:
                 tuple(whole_numbers(sizes) for sizes in data["chunks"]) if "chunks" in data else None,
                 data["version"],
             )
-            _check(manifest, where)
+            for problem in _problems(manifest):
+                raise _corrupt(where, problem)
             decode(manifest.structure.tree, partial(_check_leaf, manifest, where), where)
         except CheckpointError:
             raise
@@ -269,10 +274,10 @@ def build_manifest(
     stripe_bytes: int = STRIPE_BYTES,
     split_bytes: int | None = SPLIT_BYTES,
 ) -> Manifest:
-    """The manifest of a state whose ranks have these structures. Pure: needs no process group.
+    """The manifest of a state whose ranks have these structures; needs no process group.
 
     Raises:
-        CheckpointError: if the structures contradict each other, or no rank holds some part of a tensor.
+        CheckpointError: if the structures contradict each other, or no rank has some part of a tensor.
     """
     if len(classes) == 1:
         ranks, structure = classes[0]
@@ -296,13 +301,13 @@ def build_manifest(
 
 
 def _seal(checksum: object) -> bytes:
-    """The end of a manifest. The checksum covers everything before it, and a closing brace."""
+    """The end of a manifest. Its checksum is of all bytes before, and a closing brace."""
     return f',"checksum":"{checksum}"}}'.encode()
 
 
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        "The manifest is damaged, or is not one.",
+        "The manifest is damaged, or is another file.",
         expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
         got=got,
         where=where,
@@ -313,7 +318,7 @@ def _corrupt(where: str, got: str) -> CorruptCheckpointError:
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
     """JSON of the right format, version and checksum."""
     try:
-        data = json.loads(raw, parse_constant=_no_constant)
+        data = json.loads(raw, parse_constant=_refuse_constant)
         if not isinstance(data, dict) or data.get("format") != FORMAT_NAME:
             name = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise _corrupt(where, f"format {name!r}")
@@ -322,14 +327,14 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
         written.update(b"}")
         as_written = raw.endswith(seal) and written.hexdigest() == data["checksum"]
         if not as_written:
-            # Other bytes than were written may still be the same JSON, reformatted.
+            # The bytes differ from those that were saved, but may be the same JSON, reformatted.
             content = {key: value for key, value in parse_json(raw).items() if key != "checksum"}
             if data.get("checksum") != hex_digest_of(dump_json(content)):
-                raise _corrupt(where, "its checksum does not fit its content")
+                raise _corrupt(where, "the checksum does not fit the content")
     except (ValueError, RecursionError) as error:
         raise _corrupt(where, str(error)) from error
     version = data.get("version")
-    # Checked after the checksum: a flipped bit can turn a 1 into a 3, for which no user should update.
+    # After the checksum: a flipped bit can turn version 1 into 3, and no user should update because of that.
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointError(
             "The checkpoint was written by a newer version of the format.",
@@ -343,33 +348,8 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     return data
 
 
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _check(manifest: Manifest, where: str) -> None:
-    """Check bounds and references, so that nothing computed from the manifest leaves its folder or its arrays."""
-    world_size, split_bytes = manifest.world_size, manifest.split_bytes
-    save_id, stripe_bytes = manifest.save_id, manifest.stripe_bytes
-    fits = {
-        "save_id": isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None,
-        "world_size": type(world_size) is int and 1 <= world_size <= _MAX_RANKS,
-        "stripe_bytes": type(stripe_bytes) is int
-        and 16 <= stripe_bytes <= _MAX_STRIPE_BYTES
-        and stripe_bytes % 16 == 0,
-        "blob_bytes": type(manifest.blob_bytes) is int and 0 <= manifest.blob_bytes < 1 << 48,
-        "split_bytes": split_bytes is None or (type(split_bytes) is int and split_bytes >= 0),
-    }
-    for name, fine in fits.items():
-        if not fine:
-            raise _corrupt(where, f"{name} {getattr(manifest, name)!r}")
-    for ranks in manifest.rank_sets:
-        if not _rank_set_fits(ranks, manifest.world_size):
-            raise _corrupt(where, f"ranks {ranks.runs} in a world of {manifest.world_size}")
-    if manifest.is_zarr and len(manifest.chunk_sizes) != len(manifest.entries):
-        raise _corrupt(where, f"chunks of {len(manifest.chunk_sizes)} tensors")
-    for index in range(len(manifest.entries)):
-        _check_entry(manifest, index, where)
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")  # NaN and Infinity, which Python's parser accepts
 
 
 def _check_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None:
@@ -384,41 +364,61 @@ def _check_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None
         raise _corrupt(where, f"per-rank values {node['name']!r} in {manifest.blob_bytes} bytes")
 
 
-def _rank_set_fits(ranks: RankSet, world_size: int) -> bool:
-    """Whether a set's runs are inside the world; checked before the ranks are listed."""
-    for start, count, step, outer, outer_step in ranks.runs:
-        if min(start, count, step, outer, outer_step) < 0 or count * outer > world_size:
-            return False
-        if start + max(0, count - 1) * step + max(0, outer - 1) * outer_step >= world_size:
-            return False
-    return True
+def _problems(manifest: Manifest) -> Iterator[str]:
+    """Bounds and references that are not valid. Later checks rely on earlier ones: only the first problem counts.
+
+    Without problems, nothing that is computed from the manifest is outside its folder or its arrays, or takes a time
+    or memory that does not follow from the manifest's own size.
+    """
+    world_size, split_bytes = manifest.world_size, manifest.split_bytes
+    save_id, stripe_bytes = manifest.save_id, manifest.stripe_bytes
+    valid = {
+        "save_id": isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None,
+        "world_size": type(world_size) is int and 1 <= world_size <= _MAX_RANKS,
+        "stripe_bytes": type(stripe_bytes) is int
+        and 16 <= stripe_bytes <= _MAX_STRIPE_BYTES
+        and stripe_bytes % 16 == 0,  # no stripe cuts an element
+        "blob_bytes": type(manifest.blob_bytes) is int and 0 <= manifest.blob_bytes < 1 << 48,
+        "split_bytes": split_bytes is None or (type(split_bytes) is int and split_bytes >= 0),
+    }
+    for name, is_valid in valid.items():
+        if not is_valid:
+            yield f"{name} {getattr(manifest, name)!r}"
+    for ranks in manifest.rank_sets:
+        for start, count, step, outer, outer_step in ranks.runs:
+            last = start + max(0, count - 1) * step + max(0, outer - 1) * outer_step
+            is_inside = min(start, count, step, outer, outer_step) >= 0 and last < world_size
+            if not is_inside or count * outer > world_size:
+                yield f"ranks {ranks.runs} in a world of {world_size}"
+    if manifest.is_zarr and len(manifest.chunk_sizes) != len(manifest.entries):
+        yield f"chunks of {len(manifest.chunk_sizes)} tensors"
+    for index, entry in enumerate(manifest.entries):
+        for problem in _entry_problems(manifest, index, entry):
+            yield f"tensor {entry.label!r}: {problem}"
 
 
-def _check_entry(manifest: Manifest, index: int, where: str) -> None:
-    entry, structure = manifest.entries[index], manifest.structure
+def _entry_problems(manifest: Manifest, index: int, entry: Entry) -> Iterator[str]:
+    structure = manifest.structure
     _ = entry.itemsize  # raises for an unknown dtype
-    problem = None
     if min(entry.shape, default=0) < 0 or entry.numel > _MAX_NUMEL:
-        problem = f"shape {entry.shape}"
-    elif not 0 <= entry.axes < len(structure.axes) or len(structure.axes[entry.axes]) != len(entry.cuts):
-        problem = f"axes {entry.axes} with {len(entry.cuts)} cuts"
-    elif not 0 <= manifest.holders[index] < len(manifest.rank_sets):
-        problem = f"ranks {manifest.holders[index]}"
-    if manifest.is_zarr and problem is None:
+        yield f"shape {entry.shape}"
+    if not 0 <= entry.axes < len(structure.axes) or len(structure.axes[entry.axes]) != len(entry.cuts):
+        yield f"axes {entry.axes} with {len(entry.cuts)} cuts"
+    if not 0 <= manifest.holders[index] < len(manifest.rank_sets):
+        yield f"ranks {manifest.holders[index]}"
+    if manifest.is_zarr:
         entry.name.encode()  # raises for half a surrogate pair, which no folder's name can have
         chunks = manifest.chunk_sizes[index]
-        fits = all(1 <= size <= max(1, full) for size, full in zip(chunks, entry.shape, strict=False))
+        is_inside = all(1 <= size <= max(1, full) for size, full in zip(chunks, entry.shape, strict=False))
         count = prod(-(-full // max(1, size)) for size, full in zip(chunks, entry.shape, strict=False))
-        if len(chunks) != len(entry.shape) or not fits or count > _MAX_CHUNKS:
-            problem = f"chunks {chunks} of shape {entry.shape}"
-    for axis, cut in zip(structure.axes[entry.axes] if problem is None else (), entry.cuts, strict=False):
-        if not _cut_fits(manifest, entry, axis, cut):
-            problem = f"cut {cut} on axis {axis} of shape {entry.shape}"
-    if problem is not None:
-        raise _corrupt(where, f"tensor {entry.label!r}: {problem}")
+        if len(chunks) != len(entry.shape) or not is_inside or count > _MAX_CHUNKS:
+            yield f"chunks {chunks} of shape {entry.shape}"
+    for axis, cut in zip(structure.axes[entry.axes], entry.cuts, strict=True):
+        if not _is_valid_cut(manifest, entry, axis, cut):
+            yield f"cut {cut} on axis {axis} of shape {entry.shape}"
 
 
-def _cut_fits(manifest: Manifest, entry: Entry, axis: Axis, cut: Cut) -> bool:
+def _is_valid_cut(manifest: Manifest, entry: Entry, axis: Axis, cut: Cut) -> bool:
     """Whether a cut is possible; checked before its pieces are listed."""
     if not 1 <= axis.size <= manifest.world_size or (axis.table is None and axis.stride < 1):
         return False

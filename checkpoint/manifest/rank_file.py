@@ -1,4 +1,4 @@
-"""A rank's file, computed from the manifest alone: its pieces, its header to the byte, the position of its checksums.
+"""A rank's file, computed from the manifest alone: its pieces, every byte of its header, its table of checksums.
 
     bytes   0        8              data                              blob        table      end
             |u64 len | JSON, spaces | piece | piece | ... | piece |   per-rank  | checksums |
@@ -6,8 +6,8 @@
 
 In the zarr form there are no pieces; instead, the file has the checksums of the chunks that the rank owns.
 
-The header ends at a multiple of 64 bytes and pieces come with falling item size, so every piece is aligned.
-Checksums are the last entry of the safetensors file: they move with it, and a writer can append them.
+The header ends at a multiple of 64 bytes, and pieces are in order of falling item size, so that every piece is aligned.
+Checksums are the last entry of the safetensors file: copies of the file include them, and a writer can append them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, held_chunks
 from vescale_fsdp.checkpoint.storage.checksums import CHECKSUM_BYTES, CRC_BYTES, checksum_of
 from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.layout.geometry import round_up
 
 BLOB_NAME = "__per_rank__"
 TABLE_NAME = "__checksums__"
@@ -35,10 +36,10 @@ _HEADER_ALIGN_BYTES = 64
 
 
 class FilePiece(NamedTuple):
-    """A stored piece: which tensor, which region of it, and its byte range in the file.
+    """A stored region of a tensor, and its byte range in the file.
 
     Attributes:
-        local_start: the piece's first element, counted from the first element of the rank's region.
+        local_start: index of the piece's first element in the rank's region, of which it may be a part.
     """
 
     tensor_index: int
@@ -54,8 +55,8 @@ class RankFile:
     Args:
         manifest: the checkpoint's manifest.
         rank: the rank that wrote (or will write) the file.
-        shares: the rank's entry of `Manifest.shares`, for callers that need the files of all ranks; None to compute
-            it for this rank alone.
+        shares: the rank's entry of `Manifest.shares`, from callers that need the files of all ranks; default: computed
+            for this rank alone.
     """
 
     def __init__(self, manifest: Manifest, rank: int, shares: Sequence[StoredShare] | None = None) -> None:
@@ -80,10 +81,10 @@ class RankFile:
         return pieces
 
     def _own_shares(self) -> Iterator[StoredShare]:
-        """What this rank stores, in file order."""
+        """The shares that this rank stores, in file order."""
         manifest, layouts = self.manifest, self.manifest.structure.layouts
         if manifest.is_zarr:
-            return  # tensors are in arrays of their own
+            return  # tensors are in zarr arrays
         # Most tensors have the same ranks and axes; weights and their moments are cut alike.
         positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
         regions: dict[tuple[object, ...], Region] = {}
@@ -139,7 +140,7 @@ class RankFile:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the file. The table ends with a checksum of itself."""
+        """Size of the file, whose table ends with a checksum of the table."""
         return self.table_start + (self.num_stripes + 1) * CHECKSUM_BYTES
 
     def stripe(self, index: int) -> tuple[int, int]:
@@ -148,7 +149,7 @@ class RankFile:
         return index * size, min((index + 1) * size, self.table_start)
 
     def chunk_table(self, checksums: Mapping[Chunk, int]) -> bytes:
-        """The bytes that replace pieces in the zarr form: crc32c of the rank's chunks, in the file's order."""
+        """The content of the zarr form's rank files, which have no pieces: crc32c of the rank's chunks, in order."""
         return struct.pack(f"<{len(self.chunks)}I", *(checksums[chunk] for chunk in self.chunks))
 
     @property
@@ -193,7 +194,7 @@ class RankFile:
         if self.manifest.blob_bytes:
             items.append(_item(BLOB_NAME, "U8", self.manifest.blob_bytes, self._payload_bytes, end))
         pieces = ",".join(items)
-        # The table's size follows from the header's, the header's from its digits: two rounds at most.
+        # The header contains the table's size, which depends on the header's size: two rounds at most.
         table_bytes = 0
         while True:
             table = _item(TABLE_NAME, "U8", table_bytes, end, end + table_bytes)
@@ -216,12 +217,12 @@ def _item(name: str, code: str, numel: int, start: int, stop: int) -> str:
 
 
 def _pad(text: bytes) -> bytes:
-    padded = -(-(8 + len(text)) // _HEADER_ALIGN_BYTES) * _HEADER_ALIGN_BYTES
+    padded = round_up(8 + len(text), _HEADER_ALIGN_BYTES)
     return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
 
 
 class FileShare(NamedTuple):
-    """The part of a region that is in one piece of one file."""
+    """A part of a region that is stored in one piece of one file."""
 
     rank: int
     piece: FilePiece
@@ -229,11 +230,11 @@ class FileShare(NamedTuple):
 
 
 class ShareFinder:
-    """Finds the parts of regions in files; each rank's file is computed once, when first needed.
+    """Finds the stored parts of regions; the layout of each rank's file is computed once, when first needed.
 
     Args:
         manifest: the checkpoint's manifest.
-        cost: of reading a rank's file. If every replica stores all, the first of the cheapest is read.
+        cost: of reading a rank's file. Where every replica stores all of a region, the cheapest one is read.
     """
 
     def __init__(self, manifest: Manifest, cost: Callable[[int], int] = lambda rank: 0) -> None:
@@ -249,13 +250,13 @@ class ShareFinder:
         return self._files[rank]
 
     def shares(self, index: int, wanted: Region) -> list[FileShare]:
-        """Shares of files that together have every element of a region of tensor number ``index``.
+        """The stored parts that together are a region of tensor number ``index``.
 
         Raises:
             CorruptCheckpointError: if elements are missing, naming the tensor.
         """
         entry = self.manifest.entries[index]
-        # Weights and their moments are cut alike: one computation serves all of them.
+        # Weights and their moments are cut alike: one computation for all of them.
         key = (wanted, entry.shape, entry.itemsize, entry.axes, entry.cuts, self.manifest.holders[index])
         shares = self._shares.get(key)
         if shares is None:
@@ -263,7 +264,7 @@ class ShareFinder:
             numel = sum(share.numel for _, share in shares)
             if numel != wanted.numel:
                 raise CorruptCheckpointError(
-                    "The checkpoint does not hold all of a tensor.",
+                    "The checkpoint does not contain all of a tensor.",
                     expected=f"{wanted.numel} elements of box {wanted.box.offsets} + {wanted.box.sizes}",
                     got=f"{numel}",
                     where=entry.label,

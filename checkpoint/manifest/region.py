@@ -1,10 +1,10 @@
 """Regions: one rank's part of one tensor, and the overlap of two regions. Integers only.
 
-A region is a flat range of the row-major elements of a box, which covers every case:
+A region is a flat range of the row-major elements of a box:
 
     ragged piece             box = the whole tensor     range = the piece
     Shard, TP, EP            box = the rank's box       range = all of the box
-    replica 1 of 4           box = what is replicated   range = the second quarter of it
+    replica 1 of 4           box = the replicated box   range = the second quarter of it
 
 In memory and in a file a region is one contiguous run of elements. Two regions share either *runs*
 (contiguous in both: one copy of bytes) or *patches* (a box that is strided in at least one of them).
@@ -32,10 +32,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The elements ``span`` of ``box``, both half-open; the caller knows the tensor that the box is in."""
+    """The row-major elements ``span`` of a ``box`` of a tensor; both are half-open."""
 
     box: Box
     span: FlatRange
+
+    @classmethod
+    def of_box(cls, box: Box) -> Region:
+        """All elements of a box."""
+        return cls(box, FlatRange(0, box.numel))
 
     @property
     def numel(self) -> int:
@@ -44,7 +49,7 @@ class Region:
         return stop - start if stop > start else 0
 
     def part(self, index: int, count: int) -> Region:
-        """The ``index``-th of ``count`` equal parts (to within one element), in order."""
+        """The ``index``-th of ``count`` consecutive parts, whose sizes differ by at most one element."""
         start, numel = self.span.start, self.span.numel
         return Region(
             self.box, FlatRange(start + numel * index // count, start + numel * (index + 1) // count)
@@ -56,31 +61,31 @@ class Region:
             if self.numel:
                 yield self.box, 0
             return
-        place = 0
+        first = 0
         for box in boxes_of_range(self.box.sizes, *self.span):
             offsets = tuple(a + b for a, b in zip(box.offsets, self.box.offsets, strict=True))
-            yield Box(offsets, box.sizes), place
-            place += box.numel
+            yield Box(offsets, box.sizes), first
+            first += box.numel
 
 
 def whole_region(shape: Sequence[int]) -> Region:
     """All elements of a tensor of this shape."""
-    return Region(whole_box(shape), FlatRange(0, numel_of(shape)))
+    return Region.of_box(whole_box(shape))
 
 
 class SharedRun(NamedTuple):
-    """Elements that are contiguous in both regions; ``source`` and ``target`` count from each region's start."""
+    """Elements that are contiguous in both regions, from element ``source`` of one and ``target`` of the other on."""
 
     source: int
     target: int
     numel: int
 
     def source_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The shared elements among those of the source's region, 1D."""
+        """The shared elements, 1D, of all elements of the source region."""
         return flat[self.source : self.source + self.numel]
 
     def target_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The shared elements among those of the target's region, 1D."""
+        """The shared elements, 1D, of all elements of the target region."""
         return flat[self.target : self.target + self.numel]
 
 
@@ -106,18 +111,18 @@ class SharedPatch(NamedTuple):
         return self.source_box.numel
 
     def source_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The shared box among the elements of the source's region, 1D."""
+        """The shared box, ND, of all elements of the source region, 1D."""
         stop = self.source + numel_of(self.source_sizes)
         return flat[self.source : stop].view(self.source_sizes)[self.source_box.slices()]
 
     def target_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The shared box among the elements of the target's region, 1D."""
+        """The shared box, ND, of all elements of the target region, 1D."""
         stop = self.target + numel_of(self.target_sizes)
         return flat[self.target : stop].view(self.target_sizes)[self.target_box.slices()]
 
 
 def overlaps(source: Region, target: Region) -> list[SharedRun | SharedPatch]:
-    """The elements that both regions have, as runs and patches."""
+    """The elements that are in both regions, as runs and patches."""
     if source.box == target.box:
         shared = source.span.intersect(target.span)
         if not shared.numel:
@@ -134,7 +139,7 @@ def overlaps(source: Region, target: Region) -> list[SharedRun | SharedPatch]:
                 continue
             item = _share(shared_box, source_box, source_start, target_box, target_start)
             last = merged[-1] if merged else None
-            # Runs that follow one another in both regions are one.
+            # A run that follows the last one in both regions extends it.
             if (
                 isinstance(item, SharedRun)
                 and isinstance(last, SharedRun)
@@ -164,7 +169,7 @@ def _relative(inner: Box, outer: Box) -> Box:
 
 
 def runs_of_box(sizes: tuple[int, ...], box: Box, *, max_gap_numel: int) -> list[FlatRange]:
-    """Flat runs of a row-major tensor that cover a box; gaps of at most ``max_gap_numel`` are read over."""
+    """Flat runs of a row-major tensor that cover a box; gaps of at most ``max_gap_numel`` elements are included."""
     runs = [FlatRange(0, 1)]
     for offset, size, stride, full in reversed(
         list(zip(box.offsets, box.sizes, contiguous_strides(sizes), sizes, strict=True))

@@ -1,6 +1,6 @@
 """The state tree: any nesting of containers and values as JSON; tensors and per-rank values by reference.
 
-Plain values stand for themselves; what JSON lacks is an object with a ``"$"`` key:
+Plain values are JSON values. Other values are objects with a ``"$"`` key:
 
     {"$": "tensor", "i": 7}     leaf number 7 of the tensors         {"$": "per_rank", "name": "rng"}
     {"$": "tuple", "v": [..]}   also set, frozenset                  {"$": "dict", "v": [[key, value], ..]}
@@ -8,8 +8,8 @@ Plain values stand for themselves; what JSON lacks is an object with a ``"$"`` k
     {"$": "complex", "v": [re, im]}   {"$": "dtype", "v": "int8"}    {"$": "device", "v": "cpu"}
     {"$": "absent"}             a tensor whose mesh does not include this rank
 
-A ``bytearray`` is bytes with ``"array": true``. Nothing is pickled, so opening a checkpoint runs no code of it.
-`decode` reads nodes, `state.capture` makes them. torch and numpy are imported only for values of their types.
+A ``bytearray`` is bytes with ``"array": true``. Nothing is pickled, so that opening a checkpoint cannot run its code.
+`decode` reads nodes, `state.capture` writes them. torch and numpy are imported only for values of their types.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named, is_numpy_
 from vescale_fsdp.errors import CorruptCheckpointError
 
 Json = Any
-# Levels of containers: bounds the interpreter's stack, of which a load needs more per level than a save.
+# Levels of containers. Bounds the interpreter's stack: a load needs more of it for each level than a save.
 MAX_DEPTH = 100
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def child_name(parent: str, key: object) -> str:
-    """Name of a child as arguments, reports and messages spell it: keys joined by dots."""
+    """The name of a child in arguments, reports and messages: keys joined by dots."""
     return f"{parent}.{key}" if parent else str(key)
 
 
 def join_name(parent: str, key: object) -> str:
-    """Name of a child as files spell it: keys joined by ``/``, in which ``~`` and ``/`` are written ``~0`` and ``~1``.
+    """The name of a child in files: keys joined by ``/``; in keys, ``~`` and ``/`` are written ``~0`` and ``~1``.
 
-    Files hold names that no other leaf can have; with dots, two leaves may have one name.
+    Such a name belongs to one leaf only, whereas two leaves may have the same name with dots.
     """
     text = str(key).replace("~", "~0").replace("/", "~1")
     return f"{parent}/{text}" if parent else text
@@ -47,7 +47,7 @@ def split_name(name: str) -> tuple[str, ...]:
 
 
 def dotted_name(name: str) -> str:
-    """The name with dots of what `join_name` named."""
+    """The name with dots, from a name of `join_name`."""
     return ".".join(split_name(name))
 
 
@@ -56,7 +56,7 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
 
     Raises:
         CorruptCheckpointError: for a node of unknown kind.
-        ValueError, TypeError: for other malformed nodes, which a manifest that was read has none of.
+        ValueError, TypeError: for other malformed nodes, which reading a manifest refuses.
     """
     if isinstance(node, list):
         return [decode(item, tensor, where) for item in node]
@@ -93,7 +93,7 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
         return np.dtype(node["dtype"]).type(decode(value, tensor, where))
     raise CorruptCheckpointError(
         "The state tree has a node of unknown kind.",
-        expected="a kind of FORMAT.md",
+        expected="a kind that FORMAT.md lists",
         got=kind,
         where=where,
     )

@@ -1,15 +1,15 @@
-"""The structure of a state: everything that all ranks must agree on, independent of the number of ranks.
+"""The structure of a state: all that ranks must agree on, independent of the number of ranks.
 
     state_tree     one value: containers, plain values and references to tensors as JSON
     structure      one state: its tree, the description of each tensor, how tensors are cut
-    manifest       one checkpoint: a structure, the ranks that hold and wrote it, and the files
+    manifest       one checkpoint: a structure, the ranks that have and wrote it, and the files
 
-Two ranks hold the same kind of state exactly if their structures are equal; a 16-byte digest compares them.
+Two ranks have the same kind of state exactly if their structures are equal; a 16-byte digest compares them.
 `capture.take_state` builds the structure of a live state; reading one from a manifest needs no torch.
 
-Ranks that hold different state (pipeline stages, experts) have different structures, which `merge_structures` joins
-key by key. A tensor may occur in several structures: equal descriptions join their ranks; each of several different
-descriptions must be complete on its own, or the ranks disagree about the layout and the save is refused.
+Ranks with different state (pipeline stages, experts) have different structures, which `merge_structures` joins key by
+key. A tensor may occur in several structures. Equal descriptions join their ranks. Each of several different
+descriptions must be complete on its own; otherwise the ranks disagree about the layout, and the save is refused.
 """
 
 from __future__ import annotations
@@ -145,16 +145,6 @@ def renumber(node: Json, number_of: Mapping[int, int]) -> Json:
     return {key: renumber(item, number_of) for key, item in node.items()}
 
 
-class _Merged:
-    """The joined tree and tables; ``entries`` maps each tensor to the ranks that hold it."""
-
-    def __init__(self) -> None:
-        self.tree: Json = None
-        self.axes: dict[Axes, int] = {}
-        self.layouts: dict[GroupLayout, int] = {}
-        self.entries: dict[Entry, RankSet] = {}
-
-
 def merge_structures(classes: Sequence[tuple[RankSet, Structure]]) -> tuple[Structure, tuple[RankSet, ...]]:
     """Join the structures of all ranks.
 
@@ -162,40 +152,37 @@ def merge_structures(classes: Sequence[tuple[RankSet, Structure]]) -> tuple[Stru
         classes: each distinct structure with the ranks that have it, in order of their first rank.
 
     Returns:
-        The joined structure, with tensors in file order, and the ranks that hold each tensor.
+        The joined structure, with tensors in file order, and the ranks that have each tensor.
 
     Raises:
         CheckpointError: if ranks disagree, naming the first difference.
     """
-    merged = _Merged()
+    tree: Json = None
+    axes: dict[Axes, int] = {}
+    layouts: dict[GroupLayout, int] = {}
+    holders: dict[Entry, RankSet] = {}
     for ranks, structure in classes:
-        _add(merged, structure, ranks)
-    joined = list(merged.entries)
-    order = sorted(range(len(joined)), key=lambda place: -joined[place].itemsize)
-    tree = renumber(merged.tree, {place: number for number, place in enumerate(order)})
-    entries = tuple(joined[place] for place in order)
-    holders = tuple(merged.entries[entry] for entry in entries)
-    return Structure(tree, entries, tuple(merged.axes), tuple(merged.layouts)), holders
-
-
-def _add(merged: _Merged, structure: Structure, ranks: RankSet) -> None:
-    axes = [merged.axes.setdefault(item, len(merged.axes)) for item in structure.axes]
-    layouts = [merged.layouts.setdefault(item, len(merged.layouts)) for item in structure.layouts]
-    numbers = {}
-    places = {entry: place for place, entry in enumerate(merged.entries)}
-    for place, entry in enumerate(structure.entries):
-        moved = replace(
-            entry, axes=axes[entry.axes], cuts=tuple(_move_cut(cut, layouts) for cut in entry.cuts)
-        )
-        known = merged.entries.get(moved)
-        merged.entries[moved] = ranks if known is None else known.union(ranks)
-        numbers[place] = places.setdefault(moved, len(places))
-    tree = renumber(structure.tree, numbers)
-    merged.tree = tree if merged.tree is None else _join(merged.tree, tree, "", list(merged.entries))
-
-
-def _move_cut(cut: Cut, layouts: Sequence[int]) -> Cut:
-    return LayoutCut(layouts[cut.layout], cut.slot) if isinstance(cut, LayoutCut) else cut
+        new_axes = [axes.setdefault(item, len(axes)) for item in structure.axes]
+        new_layouts = [layouts.setdefault(item, len(layouts)) for item in structure.layouts]
+        index_of = {entry: index for index, entry in enumerate(holders)}
+        new_index = {}
+        for index, entry in enumerate(structure.entries):
+            cuts = tuple(
+                LayoutCut(new_layouts[cut.layout], cut.slot) if isinstance(cut, LayoutCut) else cut
+                for cut in entry.cuts
+            )
+            joined = replace(entry, axes=new_axes[entry.axes], cuts=cuts)
+            known = holders.get(joined)
+            holders[joined] = ranks if known is None else known.union(ranks)
+            new_index[index] = index_of.setdefault(joined, len(index_of))
+        renumbered = renumber(structure.tree, new_index)
+        tree = renumbered if tree is None else _join(tree, renumbered, "", list(holders))
+    entries = list(holders)
+    # File order: falling item sizes, so that every piece of a file is aligned.
+    order = sorted(range(len(entries)), key=lambda index: -entries[index].itemsize)
+    tree = renumber(tree, {old: new for new, old in enumerate(order)})
+    in_order = tuple(entries[index] for index in order)
+    return Structure(tree, in_order, tuple(axes), tuple(layouts)), tuple(map(holders.__getitem__, in_order))
 
 
 def _join(left: Json, right: Json, name: str, entries: Sequence[Entry]) -> Json:
@@ -215,25 +202,21 @@ def _join(left: Json, right: Json, name: str, entries: Sequence[Entry]) -> Json:
             joined[key] = _join(left[key], item, child_name(name, key), entries) if key in left else item
         return joined
     if _kind(left) == _kind(right) == "dict":
-        return {"$": "dict", "v": _join_items(left["v"], right["v"], name, entries)}
+        pairs = {dump_json(key): [key, item] for key, item in left["v"]}
+        for key, item in right["v"]:
+            text = dump_json(key)
+            if text in pairs:
+                item = _join(pairs[text][1], item, child_name(name, key), entries)
+            pairs[text] = [key, item]
+        return {"$": "dict", "v": list(pairs.values())}
     items = [node["v"] if _kind(node) == "tuple" else node for node in (left, right)]
     if all(isinstance(item, list) for item in items) and len(items[0]) == len(items[1]):
         joined_items = [
-            _join(a, b, child_name(name, place), entries)
-            for place, (a, b) in enumerate(zip(*items, strict=True))
+            _join(a, b, child_name(name, index), entries)
+            for index, (a, b) in enumerate(zip(*items, strict=True))
         ]
         return {"$": "tuple", "v": joined_items} if _kind(left) == "tuple" else joined_items
     raise _differ(name, left, right)
-
-
-def _join_items(left: Any, right: Any, name: str, entries: Sequence[Entry]) -> list[Any]:
-    joined = {dump_json(key): (key, item) for key, item in left}
-    for key, item in right:
-        text = dump_json(key)
-        if text in joined:
-            item = _join(joined[text][1], item, child_name(name, key), entries)
-        joined[text] = (key, item)
-    return [[key, item] for key, item in joined.values()]
 
 
 def _kind(node: Json) -> str | None:
@@ -258,7 +241,7 @@ def _short(value: object) -> str:
 def check_complete(
     structure: Structure, sets: Sequence[RankSet], classes: Sequence[tuple[RankSet, Structure]]
 ) -> None:
-    """Refuse a state in which no rank holds some part of a tensor.
+    """Refuse a state in which no rank has some part of a tensor.
 
     Raises:
         CheckpointError: naming the tensor, and the first difference between ranks.
@@ -271,23 +254,23 @@ def check_complete(
         missing = checked[key]
         if missing is not None and entry.numel:
             raise CheckpointError(
-                "Ranks disagree about the layout: part of a tensor is held by no rank.",
-                expected=f"a rank at every place of axes {[axis.size for axis in structure.axes[entry.axes]]}",
-                got=f"no rank at place {missing}; {_first_difference(entry.name, classes)}",
+                "Ranks disagree about the layout: part of a tensor is on no rank.",
+                expected=f"a rank for each cell of a mesh of {[axis.size for axis in structure.axes[entry.axes]]}",
+                got=f"no rank for cell {missing}; {_first_difference(entry.name, classes)}",
                 where=entry.label,
                 todo="shard the model the same way on all ranks of its mesh, and let all of them save",
             )
 
 
 def _first_difference(name: str, classes: Sequence[tuple[RankSet, Structure]]) -> str:
-    """How the first two structures that differ describe one tensor."""
+    """One tensor as the first two structures that differ describe it."""
     described: dict[str, int] = {}  # description -> first rank that has it
     for ranks, structure in classes:
         described.setdefault(_description(name, structure), ranks.ranks[0])
     if len(described) < 2:
-        ranks_asked = [ranks.ranks[0] for ranks, _ in classes][:4]
-        return f"only ranks {ranks_asked} .. were asked, all with {next(iter(described))}"
-    return "; ".join(f"rank {rank} says {text}" for text, rank in list(described.items())[:2])
+        saving_ranks = [ranks.ranks[0] for ranks, _ in classes][:4]
+        return f"only ranks {saving_ranks} .. save, all with {next(iter(described))}"
+    return "; ".join(f"rank {rank} has {text}" for text, rank in list(described.items())[:2])
 
 
 def _description(name: str, structure: Structure) -> str:

@@ -1,9 +1,9 @@
 """Names of dtypes in manifests, and their types in safetensors files.
 
-A manifest names a dtype as torch does, without the prefix: ``"bfloat16"``. The table of names, widths and stored types
-is `vescale_fsdp.layout.dtypes`; a dtype that is newer than that table is stored as integers.
+A manifest has torch's names of dtypes, without the prefix: ``"bfloat16"``. The table of names, widths and stored types
+is `vescale_fsdp.layout.dtypes`. A dtype that is newer than that table is stored as integers.
 
-torch is imported only where a torch dtype is needed: reading a manifest needs names and widths only.
+torch is imported only where a torch dtype is needed: reading a manifest needs only names and widths.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype a manifest names.
+    """The dtype of a manifest's name.
 
     Raises:
         CheckpointError: if this version of torch has no such dtype.
@@ -49,7 +49,7 @@ def dtype_named(name: str) -> torch.dtype:
     if name in dtypes:
         return dtypes[name]
     raise CheckpointError(
-        "The checkpoint holds a dtype that this version of torch does not have.",
+        "The checkpoint has a dtype that this version of torch lacks.",
         expected="a dtype of torch, such as 'float32'",
         got=repr(name),
         todo="read it with a torch that has the dtype",
@@ -58,7 +58,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 @cache
 def stored_dtype(name: str) -> DType:
-    """The table's row for a dtype; a dtype newer than the table is stored as integers of its width.
+    """How a dtype is stored: its row of the table; for a newer dtype, integers of its width.
 
     Raises:
         CheckpointError: if neither the table nor this version of torch has the dtype.
@@ -73,15 +73,15 @@ def is_numpy_dtype(name: str) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """1D bytes: the memory of a contiguous tensor without lazy conjugation or negation, by view."""
+    """A view of a tensor's memory as bytes, 1D; the tensor is contiguous and not lazily conjugated or negated."""
     # Not view(-1): one element of a column is contiguous but keeps the column's stride, which view(uint8) refuses.
     return tensor.as_strided((tensor.numel(),), (1,)).view(dtype_named("uint8"))
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in CPU memory, contiguous, without lazy conjugation or negation; by view where possible."""
+    """The tensor's values, contiguous in CPU memory; a view of the tensor where possible, else a copy."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    # As its carrier dtype, since torch has no copy kernels for some dtypes.
+    # Under its carrier dtype: torch has no copy kernels for some dtypes.
     return plain.view(carrier_of(plain.dtype)).cpu().contiguous().view(plain.dtype)
 
 

@@ -1,14 +1,14 @@
 """The zarr form of a checkpoint: each tensor's chunks, the rank that writes each chunk, and the JSON of arrays.
 
-One zarr v3 array per tensor. Its chunk grid follows the cuts, so that ranks' boundaries fall between chunks
-where whole rows allow it. Where they do not (cuts inside rows), the rank that holds a chunk's first element
-owns the chunk and receives the other parts from its neighbors; replicas take turns. No two ranks write one chunk.
+Each tensor is one zarr v3 array. Its chunk grid follows the cuts, so that boundaries of ranks are boundaries of chunks
+where they are at whole rows. A chunk that is cut inside a row is owned by the rank with the chunk's first element; that
+rank receives the other parts from its neighbors. Replicas take turns. No two ranks write one chunk.
 
     path/data-<save_id>/model/layers.0.weight/zarr.json     array: shape, chunks, dtype, crc32c
     path/data-<save_id>/model/layers.0.weight/c/0/0         chunk (0, 0): little-endian bytes, then their crc32c
 
-Every rank computes the same from the manifest alone. An owner's rank file has the checksums of all its chunks in the
-order of `held_chunks`, so that the position identifies the chunk.
+Every rank computes all of this from the manifest alone. An owner's rank file has the checksums of all its chunks in the
+order of `held_chunks`, so that a checksum's position identifies its chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
-from vescale_fsdp.layout.geometry import Box, FlatRange, chunk_of, numel_of
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
+from vescale_fsdp.layout.geometry import Box, chunk_of, numel_of
 
 _TARGET_BYTES = 4 << 20  # 4 MiB per chunk, if rows allow
 
@@ -43,7 +45,7 @@ def as_arrays(manifest: Manifest, chunks: Sequence[tuple[int, ...]] | None = Non
 
 
 def chunk_shape(manifest: Manifest, index: int) -> tuple[int, ...]:
-    """Sizes of a tensor's chunks: at most a shard's along dims that are cut, and whole rows of about 4 MiB."""
+    """Sizes of a tensor's chunks: whole rows of about 4 MiB, and at most a shard along dims that are cut."""
     entry = manifest.entries[index]
     sizes = [max(1, size) for size in entry.shape]
     limit_rows = None
@@ -64,7 +66,10 @@ def chunk_shape(manifest: Manifest, index: int) -> tuple[int, ...]:
 
 
 def _aligned_rows(manifest: Manifest, index: int, cut: LayoutCut) -> int | None:
-    """Number of rows that divides every rank boundary; None without a boundary, or with one inside a row."""
+    """The largest number of rows of which every rank boundary is a multiple.
+
+    None without a boundary, or with one inside a row.
+    """
     entry = manifest.entries[index]
     layout = manifest.structure.layouts[cut.layout]
     slot = layout.slots[cut.slot]
@@ -107,6 +112,11 @@ def chunk_file(manifest: Manifest, index: int, box: Box) -> str:
     return "/".join([manifest.array_paths[index], "c", *coordinates])
 
 
+def stored_crc(store: Storage, file: str, nbytes: int) -> int:
+    """The crc32c that follows a chunk's ``nbytes`` bytes in its file."""
+    return int.from_bytes(store.read(file, nbytes, CRC_BYTES), "little")
+
+
 def array_json(manifest: Manifest, index: int) -> bytes:
     """``zarr.json`` of a tensor's array."""
     entry = manifest.entries[index]
@@ -145,7 +155,7 @@ def array_json(manifest: Manifest, index: int) -> bytes:
 
 
 def group_files(manifest: Manifest) -> dict[str, bytes]:
-    """Name and content of each group's ``zarr.json``, parents first; the checkpoint's own group comes last."""
+    """Name and content of each group's ``zarr.json``: parents first, the checkpoint's own group last."""
     data = f"data-{manifest.save_id}"
     paths = {data: None}
     for path in manifest.array_paths:
@@ -168,11 +178,11 @@ class Chunk(NamedTuple):
     @property
     def region(self) -> Region:
         """All elements of the chunk."""
-        return Region(self.box, FlatRange(0, self.box.numel))
+        return Region.of_box(self.box)
 
 
 class Holder(NamedTuple):
-    """A rank that provides a part of a chunk; among replicas of the part, the one whose turn it is."""
+    """A rank that provides a part of a chunk, chosen among the replicas of the part."""
 
     rank: int
     region: Region
@@ -180,9 +190,9 @@ class Holder(NamedTuple):
 
 
 def held_chunks(manifest: Manifest, rank: int) -> Iterator[tuple[Chunk, list[Holder]]]:
-    """The chunks of which a rank provides a part: tensors in the manifest's order, chunks in row-major order."""
+    """The chunks with parts from a rank: tensors in the manifest's order, chunks in row-major order."""
     for indices in manifest.indices_by_name.values():
-        index = indices[0]  # other descriptions of a tensor have the same values
+        index = indices[0]  # a tensor with several descriptions has one array
         entry = manifest.entries[index]
         held = manifest.holders_of(index).position(rank)
         if held is None or not entry.numel:
@@ -195,7 +205,7 @@ def held_chunks(manifest: Manifest, rank: int) -> Iterator[tuple[Chunk, list[Hol
 
 
 def chunks_of(manifest: Manifest, index: int, region: Region) -> list[Chunk]:
-    """Chunks that overlap a region of a tensor, each once, in row-major order."""
+    """The chunks that overlap a region of a tensor, in row-major order."""
     shape, sizes = manifest.entries[index].shape, manifest.chunk_sizes[index]
     boxes = {
         box
@@ -207,7 +217,7 @@ def chunks_of(manifest: Manifest, index: int, region: Region) -> list[Chunk]:
 
 
 def holders_of(manifest: Manifest, chunk: Chunk) -> list[Holder]:
-    """The ranks that provide a chunk's elements, in element order; the first one writes the chunk."""
+    """The ranks that provide a chunk's elements, in element order; the first of them writes the chunk."""
     entry, holders = manifest.entries[chunk.tensor_index], manifest.holders_of(chunk.tensor_index)
     turn = sum(offset // size for offset, size in zip(chunk.box.offsets, chunk.box.sizes, strict=True))
     chosen = []

@@ -31,6 +31,7 @@ from vescale_fsdp.checkpoint.moves.source import ByteRange, Source
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, read_range
 from vescale_fsdp.checkpoint.moves.verified_reads import Begun, VerifiedReads
 from vescale_fsdp.checkpoint.storage.base import reading_source
+from vescale_fsdp.layout.geometry import round_up
 
 _CELL_BYTES = 4 * 2**20  # 4 MiB of a source file per job
 _STEP_BYTES = 2**20  # 1 MiB is read, hashed and written while it is in the cache
@@ -141,7 +142,7 @@ def _groups(moves: list[Move], unit: int, end: int, max_gap: int) -> Iterator[tu
     first = last = 0
     for move in sorted(moves):
         start = move.offset // unit * unit
-        stop = min(-(-(move.offset + move.nbytes) // unit) * unit, end)
+        stop = min(round_up(move.offset + move.nbytes, unit), end)
         if group and start - last > max_gap:
             yield first, last, group
             group = []

@@ -69,7 +69,7 @@ class StripedFile(Protocol):
     def hash_stripe(self, index: int, scratch: bytearray) -> int:
         """xxh3-64 of a stripe's bytes as they are, read through ``scratch``."""
 
-    def prove_stripe(self, index: int, checksum: int) -> None:
+    def verify_stripe(self, index: int, checksum: int) -> None:
         """Raise CorruptCheckpointError if the stripe was saved with another checksum."""
 
 
@@ -163,7 +163,7 @@ class VerifiedReads:
                 else:
                     checksum.update(part)
                     if len(part) == end - offset:
-                        striped.prove_stripe(index, checksum.intdigest())
+                        striped.verify_stripe(index, checksum.intdigest())
                         verified.add(index)
                     else:
                         begun[file, index] = checksum, offset + len(part)
@@ -185,7 +185,7 @@ class VerifiedReads:
         verified = self._verified.setdefault(file, set())
         with self._rereading:  # threads that each have a part of the stripe read it once between them
             if index not in verified:
-                striped.prove_stripe(index, striped.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
+                striped.verify_stripe(index, striped.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
                 verified.add(index)
 
     def add(self, checked: CheckedRange) -> None:

@@ -476,6 +476,15 @@ class Storage(ABC):
         except SourceError as carried:
             raise carried.error from carried.error.__cause__
 
+    def put(self, name: str, buffers: Sequence[Buffer]) -> None:
+        """Write a whole file, durably, with the storage's retries."""
+
+        def write() -> None:
+            with self.create(name, sum(memoryview(buffer).nbytes for buffer in buffers)) as writer:
+                writer.write_at(0, buffers)
+
+        self.retrying(write)
+
     @property
     def free_bytes(self) -> int | None:
         """Free space; None where that is not known."""

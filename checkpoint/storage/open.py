@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import ArgumentError, ConversionError
+from vescale_fsdp.errors import ArgumentError
 
 
 def open_storage(path: str | os.PathLike[str] | Storage, *, neighbours: int = 1) -> Storage:
@@ -14,6 +15,10 @@ def open_storage(path: str | os.PathLike[str] | Storage, *, neighbours: int = 1)
 
     Args:
         neighbours: ranks that share the machine's cores.
+
+    Raises:
+        ArgumentError: if ``path`` is not a path.
+        StorageError: if fsspec does not know the URL's protocol, or the protocol's package is not installed.
     """
     if isinstance(path, Storage):
         return path
@@ -23,33 +28,19 @@ def open_storage(path: str | os.PathLike[str] | Storage, *, neighbours: int = 1)
             "This is not a path.", expected="a folder or a URL, as str or os.PathLike", got=repr(path)
         )
     folder = _on_disk(text)
-    if folder is not None:
-        return LocalStorage(folder, neighbours=neighbours)
-    from vescale_fsdp.checkpoint.storage.remote import RemoteStorage  # importing fsspec takes 0.1 s
-
-    return RemoteStorage(text)
+    return _open_url(text) if folder is None else LocalStorage(folder, neighbours=neighbours)
 
 
 def open_store(url: str) -> Storage:
     """The storage of a conversion: local files are read and written whole, and never synced.
 
     Raises:
-        ConversionError: if no file system is known for the URL.
+        StorageError: as `open_storage`.
     """
     folder = _on_disk(url)
-    if folder is not None:
-        return LocalStorage(folder, durable=False, whole_files=True)
-    from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
-
-    try:
-        return RemoteStorage(url, explains=True)
-    except (ValueError, ImportError) as error:
-        raise ConversionError(
-            "This URL cannot be opened.",
-            expected="a local path or a URL whose file system fsspec knows",
-            got=f"{url} ({error})",
-            todo="install the package the message names (for example s3fs for s3://)",
-        ) from error
+    if folder is None:
+        return _open_url(url, explains=True)
+    return LocalStorage(folder, durable=False, whole_files=True)
 
 
 def _on_disk(url: str) -> str | None:
@@ -58,6 +49,28 @@ def _on_disk(url: str) -> str | None:
     if not separator:
         return url
     return folder if protocol in ("file", "local") else None
+
+
+def _open_url(url: str, **options: Any) -> Storage:
+    from vescale_fsdp.checkpoint.storage.remote import RemoteStorage  # importing fsspec takes 0.1 s
+
+    try:
+        return RemoteStorage(url, **options)
+    except (
+        ValueError,
+        ImportError,
+    ) as error:  # from fsspec: an unknown protocol, a package that is not installed
+        protocol = url.partition("://")[0]
+        install = (
+            f"the package that brings {protocol}:// to fsspec, such as s3fs for s3:// and gcsfs for gs://"
+        )
+        raise StorageError(
+            f"URLs that begin with {protocol}:// cannot be opened.",
+            expected="a local path, or a URL of a protocol that fsspec knows, with its package installed",
+            got=f"{type(error).__name__}: {error}",
+            where=url,
+            todo=f"check the spelling, or install {install}",
+        ) from error
 
 
 def open_parent(url: str) -> tuple[Storage, str]:

@@ -1,9 +1,9 @@
-"""Reading Orbax checkpoints of JAX models: an array of zarr, version 2 or 3, for each leaf of a tree.
+"""Read Orbax checkpoints of JAX models: an array of zarr, version 2 or 3, for each leaf of a tree.
 
-    _METADATA                       the tree: of which dicts and sequences each leaf lies in
+    _METADATA                       the tree: for each leaf, the keys of the dicts and lists around it
     params.dense.kernel/.zarray     use_ocdbt=False               params.dense.kernel/zarr.json     use_zarr3=True
     _strings.json                   leaves that are text
-    manifest.ocdbt                  OCDBT, Orbax's default: one B-tree of all arrays, which only tensorstore reads
+    manifest.ocdbt                  OCDBT, the default: a B-tree of all arrays, which only tensorstore reads; refused
 
 Nested keys become dotted names. ``params`` at the root is the model, ``opt_state`` its optimizer; without ``params``
 the whole tree is the model.
@@ -11,16 +11,13 @@ the whole tree is the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from vescale_fsdp.checkpoint.formats.zarr.arrays import DAMAGE, damaged, read_metadata
-from vescale_fsdp.checkpoint.formats.zarr.hierarchy import Array3
-from vescale_fsdp.checkpoint.formats.zarr.version_2 import ARRAY_FILE, Array2, LastChunk
-from vescale_fsdp.checkpoint.manifest.file_names import ZARR_NAME
-from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor
-from vescale_fsdp.checkpoint.state.nesting import Path
+from vescale_fsdp.checkpoint.formats.entries import Entries
+from vescale_fsdp.checkpoint.formats.zarr.arrays import DAMAGE, Arrays, damaged
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
@@ -28,6 +25,8 @@ from vescale_fsdp.layout.foreign_json import parse_json
 TREE_FILE = "_METADATA"
 _STRINGS_FILE = "_strings.json"
 _MODEL = "params"
+# Leaves that are no arrays; the last three are empty containers.
+_VALUES: dict[str, Callable[[], Any]] = {"None": lambda: None, "Dict": dict, "List": list, "Tuple": tuple}
 
 
 def open_orbax(store: Storage) -> Source:
@@ -38,80 +37,54 @@ def open_orbax(store: Storage) -> Source:
         CorruptCheckpointError: if metadata is damaged or arrays are missing.
     """
     files = set(store.list_files())
-    if found := next((file for file in sorted(files) if file.endswith("manifest.ocdbt")), None):
+    if ocdbt := next((file for file in sorted(files) if file.endswith("manifest.ocdbt")), None):
         raise ConversionError(
             "This Orbax checkpoint is in the format OCDBT.",
             expected="arrays of zarr, one folder for each",
-            got=f"a file {found}, which only tensorstore reads",
+            got=f"a file {ocdbt}, which only tensorstore reads",
             where=store.where,
             todo="save it again with PyTreeCheckpointHandler(use_ocdbt=False)",
         )
     trees = sorted(file for file in files if file.rpartition("/")[2] == TREE_FILE and file.count("/") < 2)
     items = [tree.removesuffix(TREE_FILE) for tree in trees]
-    read = _Arrays(store, files)
+    entries, arrays = Entries(), Arrays(store, files)
     for item in items:
         try:
-            read.add_item(item, (item.rstrip("/"),) if len(items) > 1 else ())
+            _add_item(entries, arrays, store, files, item, (item.rstrip("/"),) if len(items) > 1 else ())
         except DAMAGE as error:
             raise damaged(store, f"{item}{TREE_FILE}", error) from error
     facts = {
-        "arrays": str(len(read.tensors)),
+        "arrays": str(len(arrays.tensors)),
         "items": ", ".join(item.rstrip("/") for item in items) or "one",
     }
-    return Source("orbax", store, read.tensors, read.values, read.paths, facts, read.readers, read.decoded)
+    entries.update(Entries(arrays.tensors, readers=arrays.readers, decoded=arrays.decoded))
+    return entries.source("orbax", store, facts)
 
 
-class _Arrays:
-    """What has been found so far, by name."""
-
-    def __init__(self, store: Storage, files: set[str]) -> None:
-        self._store, self._files = store, files
-        self.tensors: dict[str, StoredTensor] = {}
-        self.values: dict[str, StoredValue] = {}
-        self.paths: dict[str, Path] = {}
-        self.readers: dict[str, BoxReader] = {}
-        self.decoded: dict[str, int] = {}
-        self._last = LastChunk()
-
-    def add_item(self, folder: str, container: Path) -> None:
-        """All leaves of the tree in a folder, which ends in a slash or is empty."""
-        tree = parse_json(self._store.read(folder + TREE_FILE))["tree_metadata"]
-        leaves = dict(_leaves(tree))
-        has_model = any(keys[0] == _MODEL and len(keys) > 1 for keys in leaves)
-        strings = self._strings(folder)
-        for keys, kind in leaves.items():
-            node = ".".join(keys)
-            split = (keys[0], ".".join(keys[1:])) if has_model and len(keys) > 1 else (node,)
-            path = (*container, *split)
-            name = ".".join(path)
-            self.paths[name] = path
-            if kind in ("None", "Dict", "List", "Tuple"):  # of the last three, empty ones
-                self.values[name] = constant({"None": None, "Dict": {}, "List": [], "Tuple": ()}[kind])
-            elif kind == "string":
-                self.values[name] = constant(strings[node])
-            else:
-                self._add_array(f"{folder}{node}", name)
-
-    def _strings(self, folder: str) -> Mapping[str, Any]:
-        file = folder + _STRINGS_FILE
-        return dict(parse_json(self._store.read(file))) if file in self._files else {}
-
-    def _add_array(self, node: str, name: str) -> None:
-        if f"{node}/{ARRAY_FILE}" in self._files:
-            metadata = read_metadata(self._store, f"{node}/{ARRAY_FILE}", 2)
-            old = Array2(self._store, node, metadata, name, self._last)
-            self.tensors[name] = old.stored(self._files)
-            if not old.is_plain:
-                self.readers[name], self.decoded[name] = old.read, old.decoded_bytes
+def _add_item(
+    entries: Entries, arrays: Arrays, store: Storage, files: set[str], folder: str, container: Path
+) -> None:
+    """Add the leaves of the tree in a folder, whose name ends in a slash or is empty."""
+    tree = parse_json(store.read(folder + TREE_FILE))["tree_metadata"]
+    leaves = dict(_leaves(tree))
+    has_model = any(keys[0] == _MODEL and len(keys) > 1 for keys in leaves)
+    strings_file = folder + _STRINGS_FILE
+    strings = dict(parse_json(store.read(strings_file))) if strings_file in files else {}
+    for keys, kind in leaves.items():
+        node = ".".join(keys)
+        split = (keys[0], ".".join(keys[1:])) if has_model and len(keys) > 1 else (node,)
+        path = (*container, *split)
+        if kind in _VALUES:
+            entries.add_value(path, _VALUES[kind]())
+        elif kind == "string":
+            entries.add_value(path, strings[node])
         else:
-            new = Array3(self._store, node, read_metadata(self._store, f"{node}/{ZARR_NAME}"), name)
-            self.tensors[name] = new.stored(self._files)
-            if not new.is_plain:
-                self.readers[name], self.decoded[name] = new.reader(), new.decoded_bytes
+            arrays.add(f"{folder}{node}", name_of(path))
+            entries.paths[name_of(path)] = path
 
 
 def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Keys on the way to each leaf, and what kind of value it is."""
+    """The keys from the root to each leaf, and the leaf's type."""
     for entry in tree.values():
         keys = tuple(str(part["key"]) for part in entry["key_metadata"])
         yield keys, str(entry["value_metadata"]["value_type"])

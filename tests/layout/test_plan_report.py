@@ -18,7 +18,7 @@ from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp import Element, PaddingPolicy, PlanReport, Rows, fully_shard, plan_report
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.model_shapes import ParamShape, natural_order, shapes_of, units_of
+from vescale_fsdp.layout.model_shapes import ParamShape, natural_key, shapes_of, units_of
 from vescale_fsdp.layout.pictures import Canvas
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.runtime.fsdp_state import state_of
@@ -262,7 +262,7 @@ def test_a_granularity_function_sees_name_and_shape() -> None:
 
 def test_natural_order() -> None:
     """Numbers in names count by value."""
-    assert sorted(["a.10.w", "a.9.w", "a.b"], key=natural_order) == ["a.9.w", "a.10.w", "a.b"]
+    assert sorted(["a.10.w", "a.9.w", "a.b"], key=natural_key) == ["a.9.w", "a.10.w", "a.b"]
 
 
 # -- pictures ---------------------------------------------------------------------------------------------

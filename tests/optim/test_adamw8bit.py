@@ -191,8 +191,8 @@ def test_overflow_freezes_the_element_as_in_adamw() -> None:
     ("build", "text"),
     [
         (lambda p: AdamW8bit([p], lr=-1.0), "these values: lr"),
-        (lambda p: AdamW8bit([p], block=Element()), "runs or tiles"),
-        (lambda p: AdamW8bit([{"params": [p], "state_bits": 4}]), "8 or in 32"),
+        (lambda p: AdamW8bit([p], block=Element()), "Flat or Tiles"),
+        (lambda p: AdamW8bit([{"params": [p], "state_bits": 4}]), "8 or 32"),
         (lambda p: AdamW8bit([torch.nn.Parameter(torch.zeros(64, 64).t())]), "contiguous"),
     ],
 )

@@ -84,5 +84,5 @@ def test_a_cut_inside_a_block_is_refused() -> None:
 @pytest.mark.parametrize("block", [Element(), Rows(3)])
 def test_other_granularities_are_no_blocks(block: Granularity) -> None:
     """Only runs and tiles have a scale each."""
-    with pytest.raises(LayoutError, match="runs or tiles"):
+    with pytest.raises(LayoutError, match="Flat or Tiles"):
         grid_of((4, 4), block)

@@ -22,7 +22,7 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.optim import FlatOptimizer
-from vescale_fsdp.runtime.comm.group_comm import GroupSettings, ProcessGroupMemory
+from vescale_fsdp.runtime.comm.group_comm import SETTERS, GroupSettings, ProcessGroupMemory
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_state import state_of
 
@@ -158,7 +158,8 @@ def test_every_switch_is_compared() -> None:
     for method in vars(FSDPModule):
         assert method in compared or method in NOT_COMPARED or not method.startswith("set_"), method
     changed = {text.rpartition(" ")[0] for text in SWITCHES}
-    assert {each.metadata["method"] for each in fields(GroupSettings)} <= changed
+    assert set(SETTERS) == {each.name for each in fields(GroupSettings)}
+    assert set(SETTERS.values()) <= changed
 
 
 def set_late() -> None:

@@ -146,7 +146,7 @@ def tied_across_units() -> None:
     model = models.build()
     model.blocks[1].up.weight = model.blocks[0].up.weight
     fully_shard(model.blocks[0], mesh=cpu_mesh())
-    with pytest.raises(ValueError, match="pass those modules as a list"):
+    with pytest.raises(ValueError, match="pass these modules as a list"):
         fully_shard(model.blocks[1], mesh=cpu_mesh())
     with pytest.raises(ValueError, match=r"blocks\.1\.up\.weight"):
         fully_shard(model, mesh=cpu_mesh())

@@ -140,7 +140,7 @@ def finalized_by_hand() -> None:
         for step in range(2):
             models.loss_of(model, models.batch(step, rank)).backward()
         assert all(param.grad is None for param in model.parameters())
-        with pytest.raises(LifecycleError, match="before it is finalized"):
+        with pytest.raises(LifecycleError, match="before the last backward is finalized"):
             model.set_manual_backward_finalization(False)
         model.set_requires_gradient_sync(True)
         handle = model.finalize_backward(async_op=async_op)

@@ -89,7 +89,7 @@ def offloaded_from_an_accelerator() -> None:
                 assert torch.device(asked.call_args.kwargs["device"]).type == "cpu"
                 assert asked.call_args.kwargs["pin_memory"] is pin
             group.shard = mock.Mock(is_meta=False, device=torch.device("cuda:0"))
-            with pytest.raises(LifecycleError, match="shards live on the host"):
+            with pytest.raises(LifecycleError, match="shards must be on the host"):
                 model(models.batch(0, 0))
 
 

@@ -270,7 +270,9 @@ def methods_for_one_mesh() -> None:
         shard_placement_fn=lambda p: ShardPlacementResult(None, info) if p.ndim == 2 else None,
     )
     for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"):
-        with pytest.raises(ValueError, match=f"{name} is for modules whose parameters share one mesh"):
+        with pytest.raises(
+            ValueError, match=f"{name} requires that all parameters of the module share one mesh"
+        ):
             getattr(model, name)(None)
     replicated = fully_shard(nn.Linear(4, 4), mesh=pairs)
     with pytest.raises(ValueError, match="no stream of its own"):
@@ -293,7 +295,7 @@ def test_methods_that_need_one_mesh() -> None:
 
 def refusal_types() -> None:
     model = fully_shard(nn.Linear(2, 2), mesh=cpu_mesh())
-    with pytest.raises(AssertionError, match="sharded once"):
+    with pytest.raises(AssertionError, match="sharded already"):
         fully_shard(model, mesh=cpu_mesh())
     with pytest.raises(AssertionError, match="copy the module first"):
         copy.deepcopy(model)

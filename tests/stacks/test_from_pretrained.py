@@ -127,4 +127,4 @@ def test_the_order_of_imports_is_said(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
 
     for text in run_on_ranks(2, _imported_too_late, tmp_path):
-        assert "does not know" in text and "imports before the installation" in text
+        assert "imports before the installation" in text

@@ -218,6 +218,6 @@ def local_grad(param: torch.Tensor) -> torch.Tensor:
 
 
 def move_to(tensor: RaggedDTensor, other: RaggedDTensor, local: torch.Tensor) -> None:
-    """Give a tensor object the spec and layout of another one, and ``local`` as its values."""
+    """Replace the spec and layout of a tensor object by another tensor's, and its local tensor by ``local``."""
     assert other._spec.tensor_meta == tensor._spec.tensor_meta
     tensor._local_tensor, tensor._spec, tensor.layout_ref = local, other._spec, other.layout_ref

@@ -144,7 +144,11 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Ste
         axis, _ = ragged_axis(now.placements)
         if not isinstance(target.placements[axis], RaggedShard) or not _same_cut(now, target, axis):
             local, now = yield from _reduce_others(local, now, target)
-            step = _with(now, axis, _after_pieces(now, target, axis))
+            # The ragged axis goes to its target if one move reaches it, else to Replicate.
+            want = target.placements[axis]
+            others = [p for other, p in enumerate(target.placements) if other != axis]
+            one_move = type(want) is Shard and not any(p.is_shard(want.dim) for p in others)
+            step = _with(now, axis, want if one_move and _same_cut(now, target, axis) else Replicate())
             local = yield from _move_axis(local, now, step, axis)
             now = step
     if not is_ragged_spec(now.placements):
@@ -178,15 +182,6 @@ def _same_cut(source: DTensorSpec, target: DTensorSpec, axis: int) -> bool:
         or not (have.is_shard() or want.is_shard() or isinstance(want, RaggedShard))
         for other, (have, want) in enumerate(pairs)
     )
-
-
-def _after_pieces(source: DTensorSpec, target: DTensorSpec, axis: int) -> Placement:
-    """The placement for which the ragged axis gives up its pieces: its target where one move reaches it."""
-    want = target.placements[axis]
-    if type(want) is not Shard or not _same_cut(source, target, axis):
-        return Replicate()
-    is_only = not any(p.is_shard(want.dim) for other, p in enumerate(target.placements) if other != axis)
-    return want if is_only else Replicate()
 
 
 def _before_pieces(source: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
@@ -242,8 +237,7 @@ def _op_of(partial: Placement) -> dist.ReduceOp.RedOpType:
 
 
 def _divide_average(tensor: torch.Tensor, partial: Placement, num_ranks: int) -> None:
-    assert isinstance(partial, Partial)
-    if partial.reduce_op == "avg":
+    if isinstance(partial, Partial) and partial.reduce_op == "avg":
         tensor.div_(num_ranks)
 
 

@@ -200,7 +200,9 @@ def _canonical(
             where=str(placements),
             todo="pass RaggedShard; the split factor is filled in",
         )
-    canonical[axis] = placement.with_split_factor(split_factor)
+    canonical[axis] = RaggedShard.of_runs(placement.dims, placement.units)
+    if split_factor > 1:  # other axes cut dim 0 first
+        canonical[axis] = StridedRaggedShard(placement.dims, placement.units, split_factor)  # type: ignore[arg-type]
     return tuple(canonical)
 
 

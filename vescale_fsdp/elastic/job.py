@@ -1,14 +1,14 @@
-"""ElasticJob: training that goes on, in the same processes, when ranks are lost or join.
+"""ElasticJob: training that continues, in the same processes, when ranks are lost or join.
 
-    epoch            wait for a quorum, make the process group, put model and optimizer on its ranks
-    restore          the newest step that is whole: memory of the ranks that are here, then the disk
-    train            step, save (memory every step, disk now and then), step, save, ..
-    a rank is lost   collectives fail; whoever notices closes its connections, so that all notice
+    epoch            wait for a quorum, create the process group, move model and optimizer to its ranks
+    restore          the newest complete step: from the memory of the members, else from disk
+    train            step, save (to memory after every step, to disk now and then), step, save, ..
+    a rank is lost   collectives fail; each rank that notices closes its connections, so that all ranks notice
                      -> the next epoch
 
-A step that is saved is the only state that counts. Whatever a step that was broken off has written, into weights,
-optimizer or data, is replaced by what was saved, on survivors as on those who join: so the job goes on with the very
-bits of one that was restarted on as many ranks from that step.
+Only saved steps count. Whatever an interrupted step has written into weights, optimizer or data is replaced by the
+saved state, on ranks that remain and on ranks that join. So the job continues with the same bits as a job that was
+restarted on as many ranks from that step.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a job trains.
+    """The model, optimizer and other state that a job trains.
 
     Args:
-        model: sharded, each unit over the mesh that `build` was given.
-        optimizer: of its parameters.
-        more: what a checkpoint must hold besides, as `vescale_fsdp.checkpoint.save` takes it: data loaders, schedulers,
-            counters, `PerRank` values. What is not in it is what it was when a step was broken off. A
-            `ReshardableSampler` or `ReshardableLoader` in a `Resharded` value is renewed for the ranks of each epoch.
+        model: sharded, each unit over the mesh that `build` gets.
+        optimizer: of the model's parameters.
+        more: other state of a checkpoint, as for `vescale_fsdp.checkpoint.save`: data loaders, schedulers, counters,
+            `PerRank` values. State that is not included keeps what an interrupted step has made of it. A
+            `ReshardableSampler` or `ReshardableLoader` in a `Resharded` value is adapted to the ranks of each epoch.
 
     Examples:
         >>> model = nn.Linear(4, 4)
@@ -66,10 +66,11 @@ class Epoch:
 
     Attributes:
         number: of the quorum.
-        members: processes, in the order of their ranks.
-        step: the step it went on from.
-        tier: where that came from: "ram", "disk", or "start".
-        agreed_at_s, ready_at_s: when the quorum was there and when training could go on, by `time.time`.
+        members: names of the processes, in the order of their ranks.
+        step: the step from which training continued.
+        tier: where that step was stored: "ram", "disk", or "start" if there was none.
+        agreed_at_s, ready_at_s: when the processes had agreed on the quorum and when training could start, by
+            `time.time`.
     """
 
     number: int
@@ -81,10 +82,10 @@ class Epoch:
 
 
 class ElasticJob:
-    """A training job in one of its processes; each has one, started by a launcher of its own.
+    """A training job in one of its processes.
 
-    torchrun's agent stops all workers when one fails, so it cannot be that launcher: start each process by itself, or
-    with Slurm's ``srun --no-kill``.
+    Start each process by itself, or with Slurm's ``srun --no-kill``. torchrun cannot be used: its agent stops all
+    workers when one fails.
 
         def build(mesh):
             model = Model()
@@ -105,22 +106,22 @@ class ElasticJob:
         job.run(train_step, num_steps=1000)
 
     Args:
-        membership: who takes part.
-        build: makes the model and its optimizer; called once in each process, so it must not communicate, and must
-            give the same weights in all of them. Called again only where no step at all is left.
-        checkpoints: makes the manager of an epoch, for its number of ranks; with a RAM tier of interval 1 and
-            ``replicas=1``, the loss of a node costs the step under way and no more.
-        make_mesh: the mesh of an epoch, for its number of ranks; default: 1-D over all of them.
+        membership: how processes agree on the members of an epoch.
+        build: makes the model and its optimizer. Called once in each process, so it must not communicate, and must
+            give the same weights in all processes. Called again only if no saved step is left.
+        checkpoints: makes the manager of an epoch, for its number of ranks. With a RAM tier of interval 1 and
+            ``replicas=1``, the loss of a node costs only the current step.
+        make_mesh: makes the mesh of an epoch, for its number of ranks; default: 1-D over all ranks.
         backend: of process groups; default: torch's choice.
-        timeout_s: of process groups: how long ranks wait for one that is lost without its connections being closed (a
-            machine without power, a process that hangs). No step may take longer.
-        max_retries: errors in a row, with no step finished in between, after which the last one is raised.
+        timeout_s: of process groups: how long ranks wait for a rank that is lost without its connections being closed
+            (a machine without power, a process that hangs). No step may take longer.
+        max_retries: number of errors in a row, without a finished step between them, after which the last is raised.
 
     Attributes:
         rank, num_ranks: of this epoch.
-        mesh: likewise.
-        training: what `build` made.
-        epochs: how each has begun.
+        mesh: of this epoch.
+        training: what `build` has made.
+        epochs: the beginning of each epoch.
 
     Examples:
         >>> def main(membership, build, checkpoints, train_step):
@@ -140,7 +141,7 @@ class ElasticJob:
         max_retries: int = 5,
     ) -> None:
         self._membership, self._build, self._checkpoints = membership, build, checkpoints
-        self._make_mesh = make_mesh or _default_mesh
+        self._make_mesh = make_mesh or (lambda num_ranks: default_mesh())
         self._backend, self._timeout_s, self._max_retries = backend, timeout_s, max_retries
         self._manager: CheckpointManager | None = None
         self._store: dist.Store | None = None
@@ -150,16 +151,16 @@ class ElasticJob:
         self.epochs: list[Epoch] = []
 
     def run(self, train_step: Callable[[ElasticJob, int], None], num_steps: int) -> None:
-        """Train to the end, through as many epochs as it takes.
+        """Train to the end, in as many epochs as needed.
 
         Args:
-            train_step: one step, given this job and the number of steps before it. An error of a lost connection is
-                nothing to it; any other than a RuntimeError ends this process's part in the job, and is raised.
-            num_steps: of the whole job.
+            train_step: one step, called with this job and the number of finished steps. A RuntimeError, such as that
+                of a lost connection, ends the epoch. Any other error ends the job in this process, and is raised.
+            num_steps: number of steps of the whole job.
 
         Raises:
             LifecycleError: if too few processes come for an epoch.
-            RuntimeError: one that comes back ``max_retries`` times with no step finished in between.
+            RuntimeError: the last one, after more than ``max_retries`` in a row without a finished step.
         """
         num_failures = 0
         try:
@@ -184,10 +185,8 @@ class ElasticJob:
             self._end_epoch()
             self._membership.leave()
 
-    # -- epochs ---------------------------------------------------------------------------------------
-
     def _begin_epoch(self, quorum: Quorum) -> int:
-        """Meet the others and restore; the number of steps that are done."""
+        """Create the process group and restore the newest step. Returns the number of finished steps."""
         agreed_at_s = time.time()
         self.rank, self.num_ranks, self._store = quorum.rank, len(quorum.members), quorum.store
         try:
@@ -209,12 +208,16 @@ class ElasticJob:
             renew_optimizer(self.training.optimizer)
             renew_data(self.training.more, self.rank, self.num_ranks)
         self._manager = self._checkpoints(self.num_ranks)
-        step, tier = self._restore(self._manager, mesh)
+        restored = self._manager.restore(self._state())
+        step, tier = (0, "start") if restored is None else (restored.step, restored.tier)
+        if restored is None:
+            self._build_on(mesh)  # again: the model may be trained, or zeros since its ranks changed
+            self._manager.save(0, self._state(), force=True)
         epoch = Epoch(quorum.epoch, quorum.members, step, tier, agreed_at_s, time.time())
         self.epochs.append(epoch)
         _logger.log(
             logging.INFO if self.rank == 0 else logging.DEBUG,
-            "epoch %d: %d ranks, from step %d (%s), %.2f s after they agreed",
+            "epoch %d: %d ranks, from step %d (%s), %.2f s after the processes agreed",
             epoch.number,
             self.num_ranks,
             step,
@@ -228,17 +231,8 @@ class ElasticJob:
         check_renewable(training.model, mesh)
         self.training = training
 
-    def _restore(self, manager: CheckpointManager, mesh: DeviceMesh) -> tuple[int, str]:
-        """Fill model, optimizer and the rest from the newest step there is; its number, and where it was."""
-        restored = manager.restore(self._state())
-        if restored is None:
-            self._build_on(mesh)  # anew: it may have been trained, or be zeros since its ranks changed
-            manager.save(0, self._state(), force=True)
-            return 0, "start"
-        return restored.step, restored.tier
-
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """The state that a checkpoint stores."""
         training = self.training
         assert training is not None
         return {"model": training.model, "optimizer": training.optimizer, "more": training.more}
@@ -248,24 +242,20 @@ class ElasticJob:
         self._manager.save(step, self._state())
 
     def _finish(self) -> None:
-        """Wait until all have saved their last step: who leaves earlier breaks off what others still copy."""
-        assert self._manager is not None
+        """Wait until all ranks have saved their last step: leaving earlier would interrupt copies of other ranks."""
+        assert self._manager is not None and self._store is not None
         self._manager.wait()
-        with suppress(RuntimeError):  # the store has gone, with a process that was through
-            self._wait_for_all()
-
-    def _wait_for_all(self) -> None:
-        assert self._store is not None
-        if self._store.add("finished", 1) == self.num_ranks:
-            self._store.set("all-finished", "")
-        deadline_s = time.monotonic() + self._timeout_s  # for one that is lost behind its last step
-        while not self._store.check(["all-finished"]) and time.monotonic() < deadline_s:
-            if self._membership.has_changed():
-                return
-            time.sleep(_POLL_S)
+        with suppress(RuntimeError):  # the store may have ended, with a process that had finished
+            if self._store.add("finished", 1) == self.num_ranks:
+                self._store.set("all-finished", "")
+            deadline_s = time.monotonic() + self._timeout_s  # a rank may be lost after its last step
+            while not self._store.check(["all-finished"]) and time.monotonic() < deadline_s:
+                if self._membership.has_changed():
+                    return
+                time.sleep(_POLL_S)
 
     def _end_epoch(self) -> None:
-        """Leave the process group, so that nobody waits for this rank, and wait for what goes on behind training."""
+        """Leave the process group, so that no rank waits for this one, and end the manager's work in the background."""
         close_gloo_connections()
         manager, self._manager = self._manager, None
         if manager is not None:
@@ -275,18 +265,15 @@ class ElasticJob:
         self.mesh = self._store = None
         del manager
         forget_meshes()
-        gc.collect()  # groups that nobody holds keep their threads and files until then
+        gc.collect()  # groups without references keep their threads and files until then
 
 
 def _restart_group_names() -> None:
-    """Number groups from 0 again, where making a default group has failed.
+    """Number process groups from 0 again, after the default group could not be created.
 
-    Numbers are part of the keys under which ranks meet. torch (2.11-2.15) counts a group that could not be made, and
-    begins anew when a default group is destroyed: this rank would look for others where none of them is.
+    Ranks of a group connect through keys that contain the group's number. torch (2.11-2.15) also counts a group that
+    could not be created, and restarts when a default group is destroyed. Without a restart this rank would wait at
+    other keys than the other ranks.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
-
-
-def _default_mesh(num_ranks: int) -> DeviceMesh:
-    return default_mesh()

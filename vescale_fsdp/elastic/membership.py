@@ -1,12 +1,13 @@
-"""Membership: who takes part in a job, agreed on epoch by epoch.
+"""Membership: the processes of a job agree on the members of each epoch.
 
-An **epoch** is a time during which the same processes train together, in one process group. It ends when one of them is
-lost or another one wants to join; those that live then wait for the next one, and are told the same.
+An **epoch** is a time during which the same processes train together, in one process group. It ends when a member is
+lost or another process wants to join. The processes that live then wait for the next epoch, and all get the same
+members.
 
     a process        wait() ............. train ......... has_changed()? ...... wait() ........ leave()
     gets             Quorum(0, 4 members)               True: one is lost       Quorum(1, 3 members)
 
-Who decides is behind `Membership`: a store that all can reach (`StoreMembership`), or torchft's lighthouse
+Implementations of `Membership`: a store that all processes reach (`StoreMembership`), and torchft's lighthouse
 (`TorchftMembership`).
 """
 
@@ -20,13 +21,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Quorum:
-    """Who takes part in an epoch; the same for all of them but ``rank``.
+    """The members of an epoch; the same in all of them except ``rank``.
 
     Args:
-        epoch: its number, higher than that of any epoch before.
-        members: names, in the order of their ranks.
+        epoch: number of the epoch, higher than those of all earlier epochs.
+        members: names of the processes, in the order of their ranks.
         rank: of this process.
-        store: for this epoch alone, where its process groups meet.
+        store: a store for this epoch only, through which its process groups connect.
 
     Examples:
         >>> quorum = Quorum(epoch=2, members=("node0/7", "node1/4"), rank=1, store=dist.HashStore())
@@ -41,22 +42,22 @@ class Quorum:
 
 
 class Membership(Protocol):
-    """How a process learns who takes part with it.
+    """How a process agrees with other processes on the members of an epoch.
 
     Examples:
-        >>> def take_part(membership: Membership) -> int:
+        >>> def rank_in_next_epoch(membership: Membership) -> int:
         ...     return membership.wait().rank
     """
 
     def wait(self) -> Quorum:
-        """Ask for the next epoch, and return when those who take part in it agree.
+        """Ask for the next epoch; returns when its members agree.
 
         Raises:
-            LifecycleError: if too few have come in time.
+            LifecycleError: if too few processes come in time.
         """
 
     def has_changed(self) -> bool:
-        """Whether the epoch is to end because others are waiting for the next one. Asked between two steps, by all."""
+        """Whether other processes wait for the next epoch, so that this one must end. Called by all after each step."""
 
     def leave(self) -> None:
-        """Take part no more: nobody waits for this process from now on."""
+        """Leave the job: no process waits for this one any more."""

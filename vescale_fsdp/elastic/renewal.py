@@ -1,12 +1,12 @@
-"""Renewal: a sharded model and its optimizer, put on other ranks in place.
+"""Renewal: a sharded model and its optimizer, moved to other ranks in place.
 
-    stays the same                                  is made anew
+    stays the same                                  is created again
     modules, Parameter objects, hooks on them       mesh, layouts (planned for the new number of ranks), buffers
-    the optimizer, its param groups                 the optimizer's state
-    what the user has set on units                  the schedule: as before the first forward
+    the optimizer and its param groups              the optimizer's state
+    settings of units                               the schedule: as before the first forward
 
-Values are zeros afterwards; who calls this restores them. So nothing half done can be left of a step that was broken
-off, and the model is what `fully_shard` would make of it on these ranks in a process of its own.
+All values are zeros afterwards, until the caller restores them. So nothing remains of a step that was interrupted, and
+the model is as `fully_shard` would make it in a new process on these ranks.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup, use_memor
 
 
 def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Prove that a model can be put on other ranks later.
+    """Check that a model can be moved to other ranks later.
 
     Raises:
-        UnsupportedOpError: naming the first parameter that cannot, and why.
+        UnsupportedOpError: names the first parameter that cannot be moved, and the reason.
     """
     for state in states_of(model):
         for group in state.groups:
@@ -49,30 +49,32 @@ def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
             elif group.data.mesh != mesh or group.data.spmd is not None:
                 problem = f"it is sharded over {group.data.mesh}"
             elif group.wanted_part_size is not None:
-                problem = f"reshard_after_forward={group.wanted_part_size}, which not every number of ranks divides by"
+                problem = (
+                    f"reshard_after_forward={group.wanted_part_size} does not divide every number of ranks"
+                )
             elif any(param.prior.spec is not None for param in group.params):
-                problem = "tensor or expert parallelism has cut it"
+                problem = "it is sharded by tensor or expert parallelism"
             if problem is not None:
                 raise UnsupportedOpError(
-                    "This model cannot be put on other ranks in place.",
-                    expected=f"all units sharded over the mesh that `build` is given, {mesh}, and nothing else",
+                    "This model cannot be moved to other ranks in place.",
+                    expected=f"all units sharded over the mesh that `build` gets, {mesh}, and nothing else",
                     got=problem,
                     where=f"{group.params[0].slot.fqn} in {type(state.modules[0]).__name__}",
-                    todo="restart the job when ranks are lost: CheckpointManager.restore goes on on any number of them",
+                    todo="restart the job when ranks are lost: CheckpointManager.restore works on any number of ranks",
                 )
 
 
 def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Put a sharded model on another mesh; its values are zeros then. On all ranks of the mesh together.
+    """Move a sharded model to another mesh, with zeros as values. A collective of all ranks of the mesh.
 
     Args:
-        model: its root, proven by `check_renewable`.
+        model: the root, which has passed `check_renewable`.
         mesh: 1-D (shard) or 2-D (replicate, shard), of any number of ranks.
     """
     data = DataMesh(mesh)
     states = states_of(model)
     for state in states:
-        together: dict[tuple[str, ...], list[ParamGroup]] = {}
+        together: dict[tuple[str, ...], list[ParamGroup]] = {}  # groups that were planned together
         for group in state.groups:
             together.setdefault(group.together, []).append(group)
         state.renew([group for olds in together.values() for group in _renewed(olds, data)])
@@ -80,11 +82,11 @@ def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
     separate_reductions(group.comm for group in groups if group.comm.settings.separate_reductions)
     for state in states:
         for kind in {group.comm.settings.memory for group in state.groups} - {None}:
-            use_memory(state.groups, kind)  # all groups of a unit have the same
+            use_memory(state.groups, kind)  # all groups of a unit have the same kind
 
 
 def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
-    """Groups of the same parameters over other ranks, installed: one or two, as their blocks go together there."""
+    """Installed groups of the same parameters on other ranks; their number depends on the new layouts."""
     old = olds[0]
     params = {param.slot.fqn: param for group in olds for param in group.params}
     slots = [params[fqn].slot for fqn in old.together]
@@ -93,11 +95,11 @@ def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
         new = _new_group(old, layout, data, [params[slot.fqn] for slot in layout.slots])
         new.new_shard(old.shard.dtype, old.home)
         for param in new.params:
-            before = params[param.slot.fqn]
-            kept, made = before.sharded, param.sharded
-            assert isinstance(kept, RaggedDTensor) and isinstance(made, RaggedDTensor)
+            # The optimizer and hooks refer to the old Parameter object, so it gets the new placement and memory.
+            kept, created = params[param.slot.fqn].sharded, param.sharded
+            assert isinstance(kept, RaggedDTensor) and isinstance(created, RaggedDTensor)
             param.piece = new.shard[param.local]
-            move_to(kept, made, param.piece)
+            move_to(kept, created, param.piece)
             kept.grad = None
             param.take(kept)
         new.install()
@@ -107,7 +109,7 @@ def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
 def _new_group(
     old: ParamGroup, layout: GroupLayout, data: DataMesh, params: Iterable[ManagedParam]
 ) -> ParamGroup:
-    """A group like ``old`` for some of the parameters it was planned with, without values."""
+    """A group with the settings of ``old`` for some of its parameters, without values."""
     outlines = {}
     for param in params:
         slot = param.slot
@@ -130,15 +132,15 @@ def _new_group(
 
 
 def renew_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Forget the state of an optimizer whose parameters lie on other ranks now, as before its first step."""
-    # What is derived from the state, such as plans of a step and flat views, goes as when another state is loaded.
+    """Drop the state of an optimizer whose parameters have moved to other ranks, as before its first step."""
+    # Everything derived from the state, such as plans of a step and flat views, is dropped as by `load_state_dict`.
     optimizer.__setstate__({"state": defaultdict(dict)})
     if isinstance(optimizer, StructuredOptimizer):
         optimizer.make_state()
 
 
 def renew_data(more: Any, rank: int, num_ranks: int) -> None:
-    """Make samplers and loaders in `Resharded` values those of another rank; a restore says where they go on."""
+    """Give samplers and loaders in `Resharded` values a new rank; a restore then sets their position."""
     if isinstance(more, Resharded) and isinstance(more.value, (ReshardableSampler, ReshardableLoader)):
         more.value.renew(rank, num_ranks)
     elif isinstance(more, Mapping):

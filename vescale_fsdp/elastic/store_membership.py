@@ -1,41 +1,56 @@
-"""StoreMembership: processes agree over a torch store on who takes part, in rounds.
+"""StoreMembership: processes agree through a torch store on the members of each epoch, in rounds.
 
 A **round** is one key of the store, which is only ever changed by compare-and-set:
 
-    round-0   {"entered": [a, b, c, d], "is_closed": true}      4 were to begin
+    round-0   {"entered": [a, b, c, d], "is_closed": true}      the 4 processes of the start
     round-1   {"entered": [c, a, d],    "is_closed": true}      b was killed
-    round-2   {"entered": [e], ..}                              e wants to join: whoever looks sees the round open
+    round-2   {"entered": [e], ..}                              e wants to join; members see the open round
 
-A process enters the first round that is open. Who entered first closes it, as soon as everybody of the round before has
-entered or is no longer there (`presence`), and strangers have had a moment. Ranks are the order of the round before,
-then that of entering. Whoever comes too late for a round finds it closed without it, and enters the next: so all that
-go on are in one round, however the network fails.
+A process enters the first open round. The process that entered first closes the round, as soon as each member of the
+last round has entered or has ended. A round with new processes stays open a little longer, since several often come
+together. Ranks are in the order of the last round, then in the order of entering. A process that comes too late for a
+round finds it closed, and enters the next one. So all processes that continue are in one round, however the network
+fails.
 
-The store must outlive every rank: ``python -m vescale_fsdp.elastic.store_server`` runs one, a
-``torch.distributed.FileStore`` on storage that all share needs none.
+A process shows that it lives by answering on a port (`Presence`). The kernel closes the port when the process ends in
+any way, so that a lost process is noticed at once, without heartbeats. A machine that is down does not answer, and
+counts as lost after `ANSWER_S`.
+
+The store must outlive every rank. ``python -m vescale_fsdp.elastic.store_server`` runs one; a
+``torch.distributed.FileStore`` on shared storage needs no process.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from threading import Thread
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.ranks.stores import SECRET, BoundedStore, SignedStore, local_address, secret_of
+from vescale_fsdp.checkpoint.ranks.stores import (
+    SECRET,
+    BoundedStore,
+    SignedStore,
+    check_exposure,
+    local_address,
+    secret_of,
+    sign,
+)
 from vescale_fsdp.elastic.membership import Quorum
-from vescale_fsdp.elastic.presence import Presence, is_present
 from vescale_fsdp.errors import LifecycleError, PlacementError
 
+ANSWER_S = 3.0  # a process that trains may keep the interpreter for a while before it answers
+_NONCE_BYTES = 16
 _POLL_S = 0.02
-_SETTLE_S = (
-    0.5  # how long a round with strangers in it stays open after the last has entered: they come in crowds
-)
-_NEWEST = "newest-round"  # a hint, for those who have been in none
-_REFUSED = "refused"  # somebody with another secret has come, or been met
+_SETTLE_S = 0.5  # how long a round with new processes stays open after the last one has entered
+_NEWEST = "newest-round"  # key of a number to start from, for processes that have been in no round
+_REFUSED = "refused"  # key that is set when two processes have different secrets
 
 
 @dataclass(frozen=True)
@@ -45,8 +60,8 @@ class _Round:
 
     @staticmethod
     def of(text: str) -> _Round:
-        found = json.loads(text)
-        return _Round(tuple(found["entered"]), found["is_closed"])
+        data = json.loads(text)
+        return _Round(tuple(data["entered"]), data["is_closed"])
 
     @property
     def text(self) -> str:
@@ -54,24 +69,24 @@ class _Round:
 
 
 class StoreMembership:
-    """Who takes part, by the word of a store.
+    """A `Membership` in which processes agree through a torch store.
 
         membership = StoreMembership(dist.TCPStore("node0", 29500), num_first=4)
 
     Args:
-        store: one that all processes reach and that outlives them.
-        num_first: processes that the job begins with.
-        min_members: with fewer no epoch begins.
-        timeout_s: how long members of a round wait for others that live and do not enter (they then go on without
-            them), for there to be enough, and for each answer of the store.
-        host: the name or address under which others reach this machine, and the one that is listened on; default: that
-            by which it reaches the store.
-        secret: signs what processes write to the store and answer to each other; the same in all of them. Default: that
-            of the environment, VESCALE_FSDP_SECRET. Without one, all processes are on one machine.
+        store: a store that all processes reach and that outlives them.
+        num_first: number of processes at the start of the job.
+        min_members: least number of processes in later epochs.
+        timeout_s: how long the members of a round wait for processes that live but do not enter (then they continue
+            without them), for enough processes, and for each answer of the store.
+        host: the name or address of this machine for other processes, and the only one that this process listens on;
+            default: the address from which this machine reaches the store.
+        secret: signs entries of the store and answers between processes; the same in all processes. Default: the
+            environment's VESCALE_FSDP_SECRET. Without a secret, all processes must be on one machine.
 
     Raises:
-        PlacementError: if there is no secret and ``host`` is not a loopback address; by ``wait``, if processes of a
-            first epoch do not all have the same secret, or this one's is another than the job's.
+        PlacementError: if there is no secret and ``host`` is not a loopback address; by ``wait``, if the processes of
+            the first epoch do not all have the same secret, or the secret of this process is not that of the job.
         LifecycleError: by any method, if the store is lost or does not answer.
 
     Examples:
@@ -92,19 +107,21 @@ class StoreMembership:
         host: str | None = None,
         secret: str | None = None,
     ) -> None:
+        if host is None:  # a store in a file has no address
+            host = local_address(store.host, store.port) if isinstance(store, dist.TCPStore) else "127.0.0.1"
         self._secret = secret_of(secret)
-        # Kept: torch keeps no reference to a store that is written in Python.
         bounded = BoundedStore(store, timeout_s)
+        # An attribute, since torch keeps no reference to a store that is written in Python.
         self._signed = bounded if self._secret is None else SignedStore(bounded, self._secret)
         self._store = dist.PrefixStore("elastic", self._signed)
         self._num_first, self._min_members, self._timeout_s = num_first, min_members, timeout_s
-        self._presence = Presence(_own_host(store) if host is None else host, self._secret)
-        self._number = -1  # of the round this process was in last
-        self._last: tuple[str, ...] = ()  # its members
+        self._presence = Presence(host, self._secret)
+        self._number = -1  # of the last round that this process was in
+        self._last: tuple[str, ...] = ()  # the members of that round
 
     @property
     def name(self) -> str:
-        """This process's, as others see it."""
+        """The name of this process in `Quorum.members`."""
         return self._presence.name
 
     def wait(self) -> Quorum:
@@ -113,7 +130,7 @@ class StoreMembership:
         if self._number < 0 and self._store.check([_NEWEST]):
             with self._reading():
                 newest = int(self._store.get(_NEWEST))
-            number = max(0, newest - 1)  # one that is closed: who was in it is to be known
+            number = max(0, newest - 1)  # a closed round, from which this process learns the last members
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             closed = self._closed(number, deadline_s)
@@ -124,55 +141,64 @@ class StoreMembership:
             number += 1
 
     def has_changed(self) -> bool:
-        """Whether somebody has entered the next round."""
-        return self._number >= 0 and self._store.check([_key(self._number + 1)])
+        """Whether a process has entered the next round."""
+        return self._number >= 0 and self._store.check([f"round-{self._number + 1}"])
 
     def leave(self) -> None:
-        """Answer no more: others find this process gone."""
+        """Stop answering, so that other processes count this one as lost."""
         self._presence.end()
 
     def _closed(self, number: int, deadline_s: float) -> _Round:
-        """A round when it is closed; entered first, where it is open."""
+        """A round when it is closed; this process enters the round first, if it is open."""
         changed_s, known = time.monotonic(), _Round()
         while True:
-            found = self._entered(number)
-            if found.is_closed:
-                return found
-            if number == 0 and self._store.check([_REFUSED]):  # a later round goes on without a stranger
+            current = self._entered(number)
+            if current.is_closed:
+                return current
+            if number == 0 and self._store.check(
+                [_REFUSED]
+            ):  # a later round continues without the new process
                 raise self._unlike_secrets()
             now_s = time.monotonic()
-            if found != known:
-                changed_s, known = now_s, found
-            elif (
-                members := self._complete(found, now_s > changed_s + _SETTLE_S, now_s > deadline_s)
-            ) is not None:
-                self._swap(number, found, _Round(members, is_closed=True))
-                continue
+            if current != known:
+                changed_s, known = now_s, current
+            else:
+                members = self._complete(current, now_s > changed_s + _SETTLE_S, now_s > deadline_s)
+                if members is not None:
+                    self._swap(number, current, _Round(members, is_closed=True))
+                    continue
             if now_s > deadline_s + self._timeout_s:
-                raise self._too_few(number, found)
+                raise LifecycleError(
+                    "Too few processes came for an epoch.",
+                    expected=f"at least {self._min_members if self._last else self._num_first} within "
+                    f"{self._timeout_s:g} s",
+                    got=f"{len(current.entered)} in round {number}: {', '.join(current.entered[:8])}",
+                    where=f"process {self.name}",
+                    todo="start more processes, all with the same store; if they start slowly, pass a longer timeout_s",
+                )
             time.sleep(_POLL_S)
 
     def _entered(self, number: int) -> _Round:
-        """A round as it stands, with this process in it if it is open."""
-        found = self._swap(number, None, _Round((self.name,)))
-        if number > self._number and found.entered == (self.name,):
+        """A round as it is now, with this process in it if it is open."""
+        current = self._swap(number, None, _Round((self.name,)))
+        if number > self._number and current.entered == (self.name,):
             self._store.set(_NEWEST, str(number))
-        while not found.is_closed and self.name not in found.entered:
-            found = self._swap(number, found, replace(found, entered=(*found.entered, self.name)))
-        return found
+        while not current.is_closed and self.name not in current.entered:
+            current = self._swap(number, current, replace(current, entered=(*current.entered, self.name)))
+        return current
 
-    def _swap(self, number: int, known: _Round | None, wanted: _Round) -> _Round:
-        """Replace what is known of a round, None if nothing; what is there now."""
-        expected = "" if known is None else known.text
+    def _swap(self, number: int, expected: _Round | None, wanted: _Round) -> _Round:
+        """Replace the expected value of a round (None: no value yet), and return the value that is there now."""
+        before = "" if expected is None else expected.text
         with self._reading():
-            return _Round.of(self._store.compare_set(_key(number), expected, wanted.text).decode())
+            return _Round.of(self._store.compare_set(f"round-{number}", before, wanted.text).decode())
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Entries of others: signed with this process's secret, or not at all if it has none."""
+        """Read entries of other processes, which may have another secret or none."""
         try:
             yield
-        except ValueError as error:  # PlacementError of a signature too
+        except ValueError as error:  # a wrong signature (PlacementError), or text that is not JSON
             self._store.set(_REFUSED, "")
             raise self._unlike_secrets() from error
 
@@ -180,54 +206,116 @@ class StoreMembership:
         return PlacementError(
             "Processes of an elastic job have different secrets, or some have none.",
             expected="the same secret in all processes, or none in any",
-            got="none here" if self._secret is None else "another one here",
+            got="no secret in this process" if self._secret is None else "another secret in this process",
             where=f"process {self.name}",
             todo=f"set the same {SECRET} in the environment of every process, or pass secret=...",
         )
 
-    def _is_present(self, name: str) -> bool:
-        return is_present(name, self._secret)
+    def _complete(self, current: _Round, is_settled: bool, is_late: bool) -> tuple[str, ...] | None:
+        """The members with which this process can close a round; None if another process closes it, or not yet."""
 
-    def _complete(self, found: _Round, is_settled: bool, is_late: bool) -> tuple[str, ...] | None:
-        """Members of a round that can be closed, by the process whose turn it is; None while it is to stay open."""
-        before = found.entered[: found.entered.index(self.name)]
-        if any(map(self._is_present, before)):
-            return None  # one of them does it
-        here = [
-            name
-            for name in found.entered
-            if name not in before and (name == self.name or self._is_present(name))
-        ]
-        if not self._last:
-            enough = self._num_first
-        else:
-            away = [name for name in self._last if name not in found.entered]
-            if not is_late and any(map(self._is_present, away)):
+        def is_here(name: str) -> bool:
+            return is_present(name, self._secret)
+
+        earlier = current.entered[: current.entered.index(self.name)]
+        if any(map(is_here, earlier)):
+            return None  # the first process that lives closes the round
+        later = current.entered[len(earlier) + 1 :]
+        here = [self.name, *filter(is_here, later)]
+        if self._last:
+            absent = [name for name in self._last if name not in current.entered]
+            if not is_late and any(map(is_here, absent)):
                 return None
-            enough = self._min_members
-        strangers = any(name not in self._last for name in here)
-        if len(here) < enough or (self._last and strangers and not is_settled):
+            if not is_settled and any(name not in self._last for name in here):
+                return None
+        if len(here) < (self._min_members if self._last else self._num_first):
             return None
         return (
             *(name for name in self._last if name in here),
             *(name for name in here if name not in self._last),
         )
 
-    def _too_few(self, number: int, found: _Round) -> LifecycleError:
-        return LifecycleError(
-            "Too few processes have come for an epoch.",
-            expected=f"at least {self._min_members if self._last else self._num_first} within "
-            f"{self._timeout_s:g} s",
-            got=f"{len(found.entered)} in round {number}: {', '.join(found.entered[:8])}",
-            where=f"process {self.name}",
-            todo="start more, all with the same store; where starting takes longer, pass timeout_s=",
-        )
+
+class Presence:
+    """A port that this process answers on while it lives.
+
+    A process that asks sends a nonce. The answer is an HMAC of the nonce, so that no other process can give it.
+
+    Args:
+        host: the name or address of this machine for other processes; the only one that the port listens on.
+        secret: the same in all processes.
+
+    Attributes:
+        name: a unique name of this process: ``host:port/token``.
+
+    Raises:
+        PlacementError: if there is no secret and the address is not a loopback address.
+    """
+
+    def __init__(self, host: str, secret: bytes | None = None) -> None:
+        check_exposure(host, secret)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self._token, self._secret = secrets.token_hex(8), secret
+        self.name = f"{host}:{self._listener.getsockname()[1]}/{self._token}"
+        self._accepting = Thread(target=self._accept, name="elastic-presence", daemon=True)
+        self._accepting.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                asker, _ = self._listener.accept()
+            except OSError:  # `end` has closed the port
+                return
+            # A thread each: a connection that sends nothing must not delay other processes.
+            Thread(target=self._answer, args=(asker,), name="elastic-answer", daemon=True).start()
+
+    def _answer(self, asker: socket.socket) -> None:
+        with asker, suppress(OSError):  # the process that asked has ended
+            nonce = _received(asker, _NONCE_BYTES)
+            if len(nonce) == _NONCE_BYTES:
+                asker.sendall(_answer_to(nonce, self._token, self._secret))
+
+    def end(self) -> None:
+        """Close the port."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # a close alone would not wake the thread that accepts
+        self._listener.close()
+        self._accepting.join(ANSWER_S)
 
 
-def _key(number: int) -> str:
-    return f"round-{number}"
+def is_present(name: str, secret: bytes | None = None) -> bool:
+    """Whether the process of this name lives, and its machine can be reached."""
+    address, _, token = name.partition("/")
+    host, _, port = address.rpartition(":")
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    expected = _answer_to(nonce, token, secret)
+    try:
+        with socket.create_connection((host, int(port)), timeout=ANSWER_S) as asked:
+            asked.sendall(nonce)
+            return _received(asked, len(expected)) == expected  # another process may use the port by now
+    except OSError:
+        return False
 
 
-def _own_host(store: dist.Store) -> str:
-    """The address by which this machine reaches the store's; of a store in a file, the loopback address."""
-    return local_address(store.host, store.port) if isinstance(store, dist.TCPStore) else "127.0.0.1"
+def _answer_to(nonce: bytes, token: str, secret: bytes | None) -> bytes:
+    return sign(secret or b"", f"presence {token}", nonce)
+
+
+def _received(connection: socket.socket, nbytes: int) -> bytes:
+    """The next ``nbytes`` bytes, or fewer if the other side has closed the connection.
+
+    Raises:
+        TimeoutError: if they do not arrive within `ANSWER_S`.
+    """
+    data, deadline_s = (
+        b"",
+        time.monotonic() + ANSWER_S,
+    )  # for all bytes together, in however many parts they come
+    while len(data) < nbytes:
+        connection.settimeout(max(1e-3, deadline_s - time.monotonic()))
+        more = connection.recv(nbytes - len(data))
+        if not more:
+            break
+        data += more
+    return data

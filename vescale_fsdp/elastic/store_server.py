@@ -1,10 +1,10 @@
-"""A store that no rank runs: ``python -m vescale_fsdp.elastic.store_server --port 29500``, once per job.
+"""A store in a process of its own: ``python -m vescale_fsdp.elastic.store_server --port 29500``, once per job.
 
-Processes meet there (`StoreMembership`), so it must outlive all of them. On a cluster run it
-beside the scheduler's script, on the machine that is least likely to go.
+The store of `StoreMembership` must outlive all ranks. On a cluster, run it next to the scheduler's script, on the
+machine that is least likely to fail.
 
-torch's store has no authentication, so it listens on the loopback address unless ``--host`` names another one. Then its
-clients sign what they write: VESCALE_FSDP_SECRET must be set, here and in their environment.
+torch's store has no authentication, so it listens on the loopback address unless ``--host`` names another one. Clients
+on other machines sign their entries: set VESCALE_FSDP_SECRET in the environment of the store and of all clients.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from datetime import timedelta
 
 from vescale_fsdp.checkpoint.ranks.stores import bound_store, check_exposure, secret_of
 
-__all__: list[str] = []
-
 
 def main() -> None:
-    """Serve until somebody ends this process."""
+    """Serve until this process is ended by a signal."""
     parser = argparse.ArgumentParser(description="The store of an elastic job, in a process of its own.")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
-    parser.add_argument("--port", type=int, default=29500, help="0 takes any that is free")
+    parser.add_argument("--port", type=int, default=29500, help="the port; 0 for any free port")
     options = parser.parse_args()
     check_exposure(options.host, secret_of(None))
     store = bound_store(options.host, options.port, timedelta(seconds=300))

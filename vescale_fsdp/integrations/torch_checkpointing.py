@@ -71,9 +71,8 @@ class _Copy(NamedTuple):
 
     path: KeyPath
     shared: Box  # of the global tensor
-    source: tuple[
-        Sequence[Box], int
-    ]  # all boxes of the tensor, and the number of the one that contains `shared`
+    # Of the source and of the target tensor: all boxes, and the number of the one that contains `shared`.
+    source: tuple[Sequence[Box], int]
     target: tuple[Sequence[Box], int]
 
 

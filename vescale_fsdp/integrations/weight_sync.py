@@ -40,7 +40,7 @@ from vescale_fsdp.transfer.description import (
     transfer_ranks,
 )
 from vescale_fsdp.transfer.exchange import StagingPool
-from vescale_fsdp.transfer.links import Linkable, SourceTensor, as_link, leaves_of
+from vescale_fsdp.transfer.links import Link, SourceTensor, leaves_of
 from vescale_fsdp.transfer.plan import BUDGET_BYTES, TransferPlan, plan_transfer
 from vescale_fsdp.transfer.transfer import Transfer
 
@@ -125,7 +125,7 @@ class WholeTensors:
         self,
         state: Any,
         *,
-        links: Mapping[str, Linkable] | None = None,
+        links: Mapping[str, Link] | None = None,
         dtype: torch.dtype | None = None,
         receivers: Sequence[int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -140,8 +140,8 @@ class WholeTensors:
         source, _ = describe_states(state, None, ranks=own)
         self._state = {} if state is None else dict(named_tensors(state))
         self._receivers = tuple(range(own.world_size)) if receivers is None else tuple(sorted(receivers))
-        all_tensors = {name: name for name in source.places_by_name}
-        self._links = {name: as_link(link) for name, link in (links or all_tensors).items()}
+        all_tensors = {name: name for name in source.numbers_by_name}
+        self._links = dict(links or all_tensors)
         arguments = {"receivers": self._receivers, "bucket_bytes": bucket_bytes, "links": repr(self._links)}
         with own.together("planning whole tensors", alike=arguments):
             valid = all(0 <= rank < own.world_size for rank in self._receivers)
@@ -200,7 +200,7 @@ class WholeTensors:
             DescribedTensor(tensor.name, dtype_name(tensor.dtype), tensor.shape, _WHOLE, receivers)
             for tensor in tensors
         )
-        links: dict[str, Linkable] = {tensor.name: self._links[tensor.name] for tensor in tensors}
+        links: dict[str, Link] = {tensor.name: self._links[tensor.name] for tensor in tensors}
         return plan_transfer(source, target, links=links, cast=self._cast, budget_bytes=budget_bytes)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

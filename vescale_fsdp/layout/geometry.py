@@ -75,15 +75,18 @@ class Box:
             return None
         return Box(offsets, tuple(s - o for o, s in zip(offsets, stops, strict=True)))
 
+    def with_range(self, dim: int, start: int, size: int) -> Box:
+        """This box with another range in one dim."""
+        return Box(
+            (*self.offsets[:dim], start, *self.offsets[dim + 1 :]),
+            (*self.sizes[:dim], size, *self.sizes[dim + 1 :]),
+        )
+
     def chunk(self, dim: int, num_chunks: int, index: int) -> Box:
         """The part of this box on rank ``index`` under ``Shard(dim)`` over ``num_chunks`` ranks; it may be empty."""
         dim %= len(self.sizes)
         chunk = chunk_of(self.sizes[dim], num_chunks, index)
-        offset = self.offsets[dim] + chunk.start
-        return Box(
-            (*self.offsets[:dim], offset, *self.offsets[dim + 1 :]),
-            (*self.sizes[:dim], chunk.numel, *self.sizes[dim + 1 :]),
-        )
+        return self.with_range(dim, self.offsets[dim] + chunk.start, chunk.numel)
 
     def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
         """The index of this box in the full tensor, or in a tensor whose first element is at ``origin``."""

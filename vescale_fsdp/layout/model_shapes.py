@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -108,12 +109,13 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
                 ) from error
         shapes.update((fqn, ParamShape(fqn, entry.shape, entry.dtype.name)) for fqn, entry in entries.items())
     # Files list tensors by name or size; this restores the order of layers.
-    return tuple(shapes[fqn] for fqn in sorted(shapes, key=natural_order))
+    return tuple(shapes[fqn] for fqn in sorted(shapes, key=natural_key))
 
 
-def natural_order(fqn: str) -> list[tuple[int, int, str]]:
-    """Sort key of names: numbers by value, so that layer 2 comes before layer 10."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in fqn.split(".")]
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key that compares runs of digits as numbers, so that layer 2 comes before layer 10."""
+    parts = re.split(r"(\d+)", name)
+    return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)
 
 
 def units_of(shapes: Sequence[ParamShape], names: Sequence[str] | None = None) -> dict[str, list[ParamShape]]:

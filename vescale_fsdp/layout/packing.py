@@ -27,9 +27,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
+from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.group_layout import PieceRun, runs_between
 
 MAX_PERIOD = 8  # sizes in a repeated list; an expert has at most three matrices and three biases
@@ -37,9 +39,8 @@ ANY_NUMBER = 1 << 62
 
 MAX_SCAN = 64  # up to this many multiples are all tried
 PRECISION = 1_000_000  # S is within one part in this many of the smallest that the search could find
-WORTH_REORDERING = (
-    1000  # another order must gain more than one part in this many: definition order helps debugging
-)
+# Another order must make S smaller by more than one part in this many, because definition order helps debugging.
+WORTH_REORDERING = 1000
 MAX_PUT_BACK = 16  # scattered tensors that are tried, one by one, as contiguous ones
 
 Size = tuple[int, int]
@@ -78,12 +79,10 @@ class Gap(NamedTuple):
         """Elements that fit on each rank, in whole blocks."""
         return (self.stop - self.start) // block_numel * block_numel
 
-    def is_disjoint(self, other: Gap) -> bool:
-        """Whether the gaps have no rank in common."""
-        return (
-            self.first_rank + self.num_ranks <= other.first_rank
-            or other.first_rank + other.num_ranks <= self.first_rank
-        )
+    @property
+    def ranks(self) -> range:
+        """The ranks with this gap."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
 
 
 def fold_repeats(sizes: Sequence[Size], align_numel: int) -> list[RepeatedSizes]:
@@ -125,7 +124,7 @@ def place_in_order(
         period = sum(numel for numel, _ in sizes)
         left = repeats
         while left:
-            cursor += -cursor % align_numel
+            cursor = round_up(cursor, align_numel)
             fitting = _repeats_at(cursor, sizes, period, shard_numel) if left > 1 else 0
             if fitting:
                 fitting = min(fitting, left)
@@ -133,15 +132,14 @@ def place_in_order(
                 cursor += fitting * period
                 left -= fitting
             else:
-                for size in sizes:
-                    numel, block = size
+                for numel, block in sizes:
                     start = _legal_start(
-                        cursor + -cursor % align_numel, numel, block, shard_numel, align_numel
+                        round_up(cursor, align_numel), numel, block, shard_numel, align_numel
                     )
                     if start is None:
                         return None
                     cursor = start + numel
-                    placed.append(PlacedSizes(start, cursor, (size,)))
+                    placed.append(PlacedSizes(start, cursor, ((numel, block),)))
                 left -= 1
             if cursor > end_of_buffer:
                 return None
@@ -191,7 +189,7 @@ def free_gaps(
     gaps: list[Gap] = []
     cursor = 0
     for start, stop in (*sorted(spans), (num_shards * shard_numel,) * 2):
-        cursor += -cursor % align_numel
+        cursor = round_up(cursor, align_numel)
         if start - cursor >= least_numel:
             for first_rank, num_ranks, numel, offset in runs_between(cursor, start, shard_numel):
                 if numel >= least_numel:
@@ -215,7 +213,8 @@ def place_scattered(
     for minus_blocks, gap in sorted(pair for pair in room if pair[0]):
         if needed_blocks <= 0:
             break
-        if all(gap.is_disjoint(other) for other in chosen):
+        # One piece per rank: a gap is usable if no chosen gap has a rank in common.
+        if all(gap.ranks.stop <= other.first_rank or other.ranks.stop <= gap.first_rank for other in chosen):
             chosen.add(gap)
             needed_blocks += minus_blocks
     if needed_blocks > 0:
@@ -246,13 +245,12 @@ def _leave(gap: Gap, taken: Sequence[PieceRun], align_numel: int) -> Iterable[Ga
     """The gaps that remain after pieces at the start of a gap are taken on some of its ranks."""
     rank = gap.first_rank
     for run in taken:
-        start = gap.start + run.piece_numel
-        start += -start % align_numel
+        start = round_up(gap.start + run.piece_numel, align_numel)
         if start < gap.stop:
             yield Gap(run.first_rank, run.num_ranks, start, gap.stop)
-        rank = run.first_rank + run.num_ranks
-    if rank < gap.first_rank + gap.num_ranks:
-        yield gap._replace(first_rank=rank, num_ranks=gap.first_rank + gap.num_ranks - rank)
+        rank = run.ranks.stop
+    if rank < gap.ranks.stop:
+        yield gap._replace(first_rank=rank, num_ranks=gap.ranks.stop - rank)
 
 
 class Position(NamedTuple):
@@ -272,16 +270,16 @@ class Packing(NamedTuple):
 def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
     """The smallest shard for tensors that are each one run of the buffer, and their starts."""
     # One shard that holds everything, gaps for aligned starts included, is always feasible.
-    bound = sum(numel + -numel % align_numel for numel, _ in sizes) + align_numel
+    bound = sum(round_up(numel, align_numel) for numel, _ in sizes) + align_numel
     low = _volume_bound(sizes, num_shards, align_numel)
     least = least_shard(sizes, num_shards, align_numel)
     best: Packing | None = None
-    for order in _orders(sizes):
+    # Definition order first: it is kept unless the other one is strictly better.
+    defined = tuple(range(len(sizes)))
+    by_block = tuple(sorted(defined, key=lambda index: (-sizes[index][1], -sizes[index][0])))
+    for order in dict.fromkeys((defined, by_block)):
         repeated = fold_repeats([sizes[index] for index in order], align_numel)
-
-        def place(shard_numel: int) -> list[PlacedSizes] | None:
-            return place_in_order(repeated, num_shards, shard_numel, align_numel)  # noqa: B023
-
+        place = partial(place_in_order, repeated, num_shards, align_numel=align_numel)
         smallest = _smallest_shard(sizes, place, low, bound, align_numel)
         if smallest is not None:
             bound, placed = smallest
@@ -297,7 +295,7 @@ def least_shard(sizes: Sizes, num_shards: int, align_numel: int) -> int:
     """A lower bound on the shard size for any order of the tensors; mostly it is reached."""
     low = _volume_bound(sizes, num_shards, align_numel)
     for start, stop, step in _possible(sizes, low, align_numel):
-        first = start + -start % step
+        first = round_up(start, step)
         if stop is None or first < stop:
             return first
     raise AssertionError("the last interval has no end")
@@ -306,7 +304,7 @@ def least_shard(sizes: Sizes, num_shards: int, align_numel: int) -> int:
 def _volume_bound(sizes: Sizes, num_shards: int, align_numel: int) -> int:
     """A shard holds at least its part of the payload, and at least the largest block."""
     low = max(-(-sum(numel for numel, _ in sizes) // num_shards), max(block for _, block in sizes))
-    return low + -low % align_numel
+    return round_up(low, align_numel)
 
 
 def _possible(sizes: Sizes, low: int, align_numel: int) -> Iterator[tuple[int, int | None, int]]:
@@ -336,25 +334,6 @@ def _least_cut_once(numel: int, block_numel: int) -> int:
     return max(blocks * block_numel, numel - blocks * block_numel)
 
 
-def _orders(sizes: Sizes) -> Iterable[Sequence[int]]:
-    """Orders worth trying, definition order first: it is kept unless another is strictly better."""
-    defined = range(len(sizes))
-    yield defined
-    by_block = sorted(defined, key=lambda index: (-sizes[index][1], -sizes[index][0]))
-    if by_block != list(defined):
-        yield by_block
-
-
-def _candidate_steps(sizes: Sizes, align_numel: int) -> list[int]:
-    """Candidates for the step of S: LCMs of blocks over prefixes of sorted lists."""
-    distinct = set(sizes)
-    steps = {align_numel}
-    for key in (0, 1):
-        descending = sorted(distinct, key=lambda size: (-size[key], -size[1 - key]))
-        steps.update(accumulate((block for _, block in descending), math.lcm))
-    return sorted(steps)
-
-
 def _smallest_shard(
     sizes: Sizes, place: Callable[[int], Placed | None], low: int, below: int, align_numel: int
 ) -> tuple[int, Placed] | None:
@@ -364,10 +343,14 @@ def _smallest_shard(
         sizes: the tensors that must be contiguous.
         place: returns the placement for one S, or None if it is not feasible.
     """
-    steps = _candidate_steps(sizes, align_numel)
+    # Candidates for the step of S: LCMs of blocks over prefixes of the sizes, sorted by numel and sorted by block.
+    steps = {align_numel}
+    for key in (0, 1):
+        descending = sorted(set(sizes), key=lambda size: (-size[key], -size[1 - key]))
+        steps.update(accumulate((block for _, block in descending), math.lcm))
     for start, stop, forced in _possible(sizes, low, align_numel):
         end = below if stop is None else min(stop, below)
-        first = start + -start % forced  # the lower bound, which is mostly feasible
+        first = round_up(start, forced)  # the lower bound, which is mostly feasible
         placed = place(first) if first < end else None
         if placed is not None:
             return first, placed
@@ -427,9 +410,7 @@ def pack_scattered(
     """
     kept = tuple(size for index, size in enumerate(sizes) if index not in scattered)
 
-    def place(shard_numel: int) -> tuple[Position, ...] | None:
-        return _place_mixed(sizes, scattered, num_shards, shard_numel, align_numel)
-
+    place = partial(_place_mixed, sizes, scattered, num_shards, align_numel=align_numel)
     low = _volume_bound(sizes, num_shards, align_numel)
     smallest = _smallest_shard(kept, place, low, below_numel, align_numel)
     if smallest is None:
@@ -465,19 +446,14 @@ def _place_mixed(
         if pieces_and_gaps is None:
             return None
         runs, gaps = pieces_and_gaps
-        positions[index] = _position_of(runs, shard_numel)
+        start = stop = runs[0].first_rank * shard_numel + runs[0].local_offset
+        has_hole = False
+        for run in runs:
+            has_hole |= run.first_rank * shard_numel + run.local_offset != stop
+            has_hole |= run.num_ranks > 1 and run.piece_numel != shard_numel
+            stop += run.numel
+        positions[index] = Position(start, runs if has_hole else ())  # without holes the tensor is contiguous
     starts = starts_of(placed)
     return tuple(
         positions[index] if index in scattered else Position(next(starts)) for index in range(len(sizes))
     )
-
-
-def _position_of(runs: tuple[PieceRun, ...], shard_numel: int) -> Position:
-    """The position of a tensor with these pieces; it is not scattered if they leave no hole."""
-    start = stop = runs[0].first_rank * shard_numel + runs[0].local_offset
-    for run in runs:
-        whole_shards = run.num_ranks == 1 or run.piece_numel == shard_numel
-        if run.first_rank * shard_numel + run.local_offset != stop or not whole_shards:
-            return Position(start, runs)
-        stop += run.numel
-    return Position(start)

@@ -19,26 +19,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from vescale_fsdp.errors import LayoutError, some
+from vescale_fsdp.errors import LayoutError, PaddingWarning, some
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import Scatter, TensorSpec, padding_ratio, plan_buffers
+from vescale_fsdp.lazy import set_module
 
 MAX_MODULES_PER_UNIT = 64
 MAX_PLANNED_TENSORS = 4_000  # larger units are not tried: planning them takes too long
 
 
-class PaddingWarning(UserWarning):
-    """The padding of a group exceeds the policy's limit.
-
-    Examples:
-        >>> import warnings
-        >>> warnings.simplefilter("error", PaddingWarning)  # too much padding raises
-        >>> warnings.resetwarnings()
-    """
-
-
+@set_module("vescale_fsdp")
 @dataclass(frozen=True)
 class PaddingPolicy:
     """The limits of padding for `fully_shard`.
@@ -172,17 +164,18 @@ def find_remedies(layout: GroupLayout, limit: float, scatter: Scatter = "auto") 
 
     return Remedies(
         first(((size,), specs, size) for size in range(shards // 2, 1, -1) if shards % size == 0),
-        first(((count,), copies, shards) for count, copies in _larger_units(specs)),
+        first(
+            ((count,), [replace(s, fqn=f"{copy}.{s.fqn}") for copy in range(count) for s in specs], shards)
+            for count in _powers_of_two(MAX_MODULES_PER_UNIT)
+            if count * len(specs) <= MAX_PLANNED_TENSORS
+        ),
         first((cut, changed, shards) for cut, changed in _smaller_blocks(specs)),
     )
 
 
-def _larger_units(specs: Sequence[TensorSpec]) -> Iterator[tuple[int, list[TensorSpec]]]:
-    """2, 4, .. modules in one unit: (number of modules, their tensors)."""
-    count = 2
-    while count <= MAX_MODULES_PER_UNIT and count * len(specs) <= MAX_PLANNED_TENSORS:
-        yield count, [replace(spec, fqn=f"{copy}.{spec.fqn}") for copy in range(count) for spec in specs]
-        count *= 2
+def _powers_of_two(most: int) -> Iterator[int]:
+    """2, 4, .. up to ``most``."""
+    return (1 << bit for bit in range(1, most.bit_length()))
 
 
 def _smaller_blocks(
@@ -196,25 +189,16 @@ def _smaller_blocks(
     every = [spec for members in classes.values() for spec in members]
     for members in (*sorted(classes.values(), key=lambda m: sum(spec.numel for spec in m)), every):
         names = tuple(spec.fqn for spec in members)
-        for divisor in _divisors(members):
-            yield (
-                (names, divisor),
-                [
-                    replace(spec, block_numel=spec.block_numel // divisor) if spec in members else spec
-                    for spec in specs
-                ],
-            )
+        row_numels = [_row_numel(spec.shape) for spec in members]
+        blocks_and_rows = [(spec.block_numel, row) for spec, row in zip(members, row_numels, strict=True)]
+        if any(block % row for block, row in blocks_and_rows):
+            continue
+        rows = math.gcd(*(block // row for block, row in blocks_and_rows))
+        for divisor in _powers_of_two(rows):
+            if rows % divisor == 0:  # all blocks remain whole rows
+                smaller = {spec: replace(spec, block_numel=spec.block_numel // divisor) for spec in members}
+                yield (names, divisor), [smaller.get(spec, spec) for spec in specs]
 
 
 def _row_numel(shape: Sequence[int]) -> int:
     return numel_of(shape[-1:]) if len(shape) >= 2 else 1
-
-
-def _divisors(members: Sequence[TensorSpec]) -> Iterator[int]:
-    """2, 4, .. while all blocks remain whole rows."""
-    in_rows = all(spec.block_numel % _row_numel(spec.shape) == 0 for spec in members)
-    rows = math.gcd(*(spec.block_numel // _row_numel(spec.shape) for spec in members)) if in_rows else 0
-    divisor = 2
-    while rows and rows % divisor == 0:
-        yield divisor
-        divisor *= 2

@@ -24,12 +24,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
+from vescale_fsdp.lazy import set_module
 
 _INSTEAD = (
     "use vescale_fsdp.distribute_tensor, or set_model_state_dict and its like of vescale_fsdp.checkpoint"
 )
 
 
+@set_module("vescale_fsdp")
 @dataclass(frozen=True, eq=False)
 class RaggedShard(Placement):
     """Shard a tensor by whole units over one mesh axis.
@@ -99,10 +101,7 @@ class RaggedShard(Placement):
         return hash(self._key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RaggedShard, (
-            self.dims,
-            self.local_units,
-        )  # the published fields, which every version can read
+        return RaggedShard, (self.dims, self.local_units)  # the published fields, which every version reads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
         return self
@@ -149,12 +148,6 @@ class RaggedShard(Placement):
         """The placement with these units, kept as runs."""
         return RaggedShard(dims, units)  # type: ignore[arg-type]  # instead of the tuple
 
-    def with_split_factor(self, split_factor: int) -> RaggedShard:
-        """The same cut where ``split_factor`` ranks of other axes share dim 0 (1: a plain RaggedShard)."""
-        if split_factor == 1:
-            return RaggedShard.of_runs(self.dims, self.units)
-        return StridedRaggedShard(self.dims, self.units, split_factor)  # type: ignore[arg-type]
-
     @property
     def num_shards(self) -> int:
         """Number of ranks of the mesh axis."""
@@ -198,6 +191,7 @@ class RaggedShard(Placement):
         return tuple(self.piece_lengths(shape).holders(0, numel_of(shape)))
 
 
+@set_module("vescale_fsdp.layout")
 @dataclass(frozen=True, eq=False)
 class StridedRaggedShard(RaggedShard):
     """A RaggedShard combined with ``Shard(0)`` on other mesh axes, which cut the tensor first.

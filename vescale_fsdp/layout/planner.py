@@ -23,7 +23,7 @@ request: `padding.check_padding` names them, the planner never chooses them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
@@ -31,9 +31,10 @@ from typing import Literal
 
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.dtypes import itemsize_of
-from vescale_fsdp.layout.geometry import chunk_of, numel_of
+from vescale_fsdp.layout.geometry import chunk_of, numel_of, round_up
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.layout.packing import Packing, Position, Sizes, least_shard, pack_contiguous, pack_scattered
+from vescale_fsdp.lazy import set_module
 
 ALIGN_BYTES = 128
 """Shards and tensors start at multiples of this: a cache line, and more than NCCL, TMA or any GEMM requires."""
@@ -44,12 +45,8 @@ PADDED_WIRE_PRICE = 100  # a padded element is sent in every gather and reductio
 PADDED_MEMORY_PRICE = 100  # and occupies the gathered buffer; its share of the sharded states is not counted
 COPIED_TIME_PRICE = 13  # copies take about 13 % of the time of the collective: arXiv 2602.22437, table 1
 COPIED_MEMORY_PRICE = 100  # a copied tensor is in memory twice while its unit is unsharded
-MESSAGE_PRICE = (
-    100 << 17
-)  # a second message takes about as long as 128 Ki elements: some 5 us at 50 GB/s in bf16
-LEAST_GAIN_PRICE = (
-    1  # per element of the payload: saving less than half a percent of padding is not worth a search
-)
+MESSAGE_PRICE = 100 << 17  # a second message takes as long as 128 Ki elements: about 5 us at 50 GB/s in bf16
+LEAST_GAIN_PRICE = 1  # per element of the payload: less than half a percent of padding is not worth a search
 MAX_COPIED_TENSORS = 64  # each needs its own copy kernel
 MAX_SCATTERED_CLASSES = 8  # sets of tensors that are tried; layers of transformers have three to five blocks
 MAX_CLASSES = 6  # block classes of which every split is tried, 31 of them; layers have three to five
@@ -57,6 +54,7 @@ MAX_CLASSES = 6  # block classes of which every split is tried, 31 of them; laye
 Scatter = Literal["never", "auto"]
 
 
+@set_module("vescale_fsdp.layout")
 @dataclass(frozen=True)
 class TensorSpec:
     """The planner's input for one tensor. If ``block_numel`` exceeds its size, the tensor stays whole.
@@ -164,7 +162,7 @@ def plan_by_rows(
             if rows % chunk:
                 runs.append(PieceRun(rows // chunk, 1, rows % chunk * row_numel, end))
         slots.append(TensorSlot(tensor.fqn, tensor.shape, tensor.dtype, block, end, tuple(runs)))
-        end += -(-chunk * row_numel // align_numel) * align_numel
+        end += round_up(chunk * row_numel, align_numel)
     if num_shards == 1:
         slots = [replace(slot, runs=()) for slot in slots]  # a tensor in one piece is not scattered
     return GroupLayout(num_shards, end, tuple(slots), align_numel)
@@ -300,34 +298,34 @@ def _best_split(sizes: Sizes, num_shards: int, align_numel: int) -> frozenset[in
     Empty if one buffer is as small. Cached, because the layers of a model are alike.
     """
 
-    def total(shard_numel_of: Callable[[Sizes, int, int], int], second: frozenset[int]) -> int:
-        parts = [
-            tuple(size for i, size in enumerate(sizes) if (i in second) is side) for side in (False, True)
-        ]
-        return sum(shard_numel_of(part, num_shards, align_numel) for part in parts if part)
-
-    best, least_numel = frozenset[int](), _shard_numel(sizes, num_shards, align_numel)
-    # Lower bounds are mostly reached: few splits are packed before the bounds exclude the others.
-    bounds = [(total(least_shard, second), second) for second in _splits(sizes)]
-    for bound, second in sorted(bounds, key=itemgetter(0)):
-        if bound >= least_numel:
-            break
-        numel = total(_shard_numel, second)
-        if numel < least_numel:
-            best, least_numel = second, numel
-    return best
-
-
-def _shard_numel(sizes: Sizes, num_shards: int, align_numel: int) -> int:
-    return pack_contiguous(sizes, num_shards, align_numel).shard_numel
-
-
-def _splits(sizes: Sizes) -> Iterator[frozenset[int]]:
-    """Every choice of block classes for the second buffer; the first tensor's class stays in the first buffer."""
+    # Classes of tensors by block. Every choice of classes for the second buffer is a split; the class of the first
+    # tensor stays in the first buffer.
     by_block: dict[int, list[int]] = {}
     for index, (numel, block) in enumerate(sizes):
         by_block.setdefault(block if 1 < block < numel else 1, []).append(index)
     largest = sorted(by_block.values(), key=lambda members: (-sum(sizes[i][0] for i in members), members))
     movable = [members for members in largest[:MAX_CLASSES] if 0 not in members]
-    for choice in range(1, 1 << len(movable)):
-        yield frozenset(i for bit, members in enumerate(movable) if choice >> bit & 1 for i in members)
+    splits = [
+        frozenset(i for bit, members in enumerate(movable) if choice >> bit & 1 for i in members)
+        for choice in range(1, 1 << len(movable))
+    ]
+
+    def parts_of(second: frozenset[int]) -> tuple[Sizes, Sizes]:
+        return (
+            tuple(size for i, size in enumerate(sizes) if i not in second),
+            tuple(size for i, size in enumerate(sizes) if i in second),
+        )
+
+    best, least_numel = frozenset[int](), pack_contiguous(sizes, num_shards, align_numel).shard_numel
+    # Lower bounds are mostly reached: few splits are packed before the bounds exclude the others.
+    bounds = [
+        (sum(least_shard(part, num_shards, align_numel) for part in parts_of(split)), split)
+        for split in splits
+    ]
+    for bound, split in sorted(bounds, key=itemgetter(0)):
+        if bound >= least_numel:
+            break
+        numel = sum(pack_contiguous(part, num_shards, align_numel).shard_numel for part in parts_of(split))
+        if numel < least_numel:
+            best, least_numel = split, numel
+    return best

@@ -1,22 +1,22 @@
 """AdamW whose two moments are 8-bit codes with one scale per block: 2.03 bytes of state per parameter.
 
 The codes of a moment are a uint8 tensor with the parameter's placements; the scales are an fp32 tensor of one value per
-block, cut at the same blocks. If no rank boundary cuts a block, a step has no communication and its result has the same
-bits on 1 and on N ranks; otherwise the optimizer refuses to start.
+block, with rank boundaries between the same blocks. If no rank boundary cuts a block, a step has no communication and
+its result has the same bits on 1 and on N ranks; otherwise the constructor raises.
 
 A parameter's role and *global* size decide whether its state is 8-bit, never the size of a rank's piece: 2-D and above,
 at least ``min_8bit_numel`` elements, in a group without ``state_bits=32``. All other state is fp32. The arithmetic is
 torchao's: decode, update both moments in fp32, step the parameter with the unrounded moments, encode.
 
-A gradient that is NaN or infinite makes its own element of the parameter NaN, as in AdamW. It does not spread: its
-moments are stored as 0, so that the block's scale stays a number.
+If an element's gradient is NaN or infinite, this element of the parameter becomes NaN, as in AdamW. The rest of its
+block does not: the element's moments are stored as 0, so that the block's scale stays finite.
 
-Codes follow the dynamic 8-bit map of block-wise optimizers (Dettmers et al., arXiv 2110.02861): 256 values in [-1, 1].
-Seven decades; decade i has 2^i points per sign (2^(i+1) if there is no sign), the midpoints of equal steps over
-[0.1, 1], times 10^(i - 6); then 0 and 1. Small values have fine steps, large ones coarse. First moments use the signed
-map, second moments the unsigned one. A block is stored as codes (the nearest entry of value / scale) and one fp32
-scale, its largest magnitude. Tables and rounding equal torchao's bit for bit (a test compares them); torchao itself is
-not needed: it has no short last block, and its import loads kernels.
+Codes use the dynamic 8-bit map of block-wise optimizers (Dettmers et al., arXiv 2110.02861): 256 values in [-1, 1]. The
+map has seven decades; decade i has 2^i points per sign (2^(i+1) if there is no sign): the midpoints of equal steps over
+[0.1, 1], times 10^(i - 6). The values 0 and 1 are added. So steps are fine for small values and coarse for large ones.
+First moments use the signed map, second moments the unsigned one. A block is stored as one fp32 scale, its largest
+magnitude, and codes: the nearest entry of value / scale. Tables and rounding have the same bits as torchao's (a test
+compares them). torchao itself is not used: it does not support a short last block, and its import loads kernels.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, loc
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.quantize.codec import BlockGrid, grid_of
 from vescale_fsdp.torch_private import foreach_copy_
@@ -39,10 +40,10 @@ MAP_NAME = "dynamic8"
 """The map's name in checkpoints. The table is computed, never stored."""
 
 _DECADES = 7
-_LEAST_SCALE = 1e-12
+_LEAST_SCALE = 1e-12  # scale of a block of zeros, as in torchao: no division by zero
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=16)  # an entry per device and map
 def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
     """The 256 values in ascending order, fp32."""
     values = [0.0, 1.0]
@@ -59,8 +60,8 @@ def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
 def _thresholds(signed: bool, device: torch.device) -> torch.Tensor:
     """255 values: entry i is the least fp32 number that is rounded to code i + 1.
 
-    A number x between entries a < b is rounded up if ``x - a >= (b - a) * 0.5`` in fp32. That is monotone in x, so one
-    comparison with the least such number decides; it is searched from the midpoint by single steps.
+    A number x between entries a < b is rounded up if ``x - a >= (b - a) * 0.5`` in fp32. This is monotone in x, so one
+    comparison with the least such x is enough. The search starts at the midpoint and moves by one fp32 number.
     """
     table = dynamic_map(signed, torch.device("cpu"))
     low, high = table[:-1], table[1:]
@@ -87,11 +88,11 @@ def encode_dynamic(tiles: torch.Tensor, signed: bool) -> tuple[torch.Tensor, tor
     """Codes and scales of blocks.
 
     Args:
-        tiles: [bands, rows, blocks, cols] as `BlockGrid.tiled` gives them, fp32, finite.
-        signed: which map.
+        tiles: [bands, rows, blocks, cols] as `BlockGrid.tiled` returns them, fp32, finite.
+        signed: whether to use the signed map.
 
     Returns:
-        uint8 codes like ``tiles``, fp32 scales [bands, blocks].
+        uint8 codes with the shape of ``tiles``, fp32 scales [bands, blocks].
     """
     scales = tiles.abs().amax((1, 3)).clip(_LEAST_SCALE)
     relative = tiles / scales[:, None, :, None]
@@ -104,15 +105,16 @@ def decode_dynamic(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> t
     return dynamic_map(signed, codes.device)[codes.int()] * scales[:, None, :, None]
 
 
-_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name: has a sign
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether each moment uses the signed map
 
 
+@set_module("vescale_fsdp.optim")
 class AdamW8bit(BatchedOptimizer):
     """AdamW with block-wise 8-bit state.
 
     Args:
-        params: parameters or param groups. A group may carry ``state_bits=32`` to keep fp32 state, which
-            embeddings are known to need in some models.
+        params: parameters or param groups. A group with ``state_bits=32`` keeps fp32 state, which embeddings need in
+            some models.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, with its defaults.
         block: elements that share a scale: ``Flat(256)``, ``Flat(2048)``, ``Tiles(32, 32)``, ... The last may be short.
         min_8bit_numel: parameters with fewer elements, over all ranks, keep fp32 state.
@@ -130,7 +132,7 @@ class AdamW8bit(BatchedOptimizer):
 
     algorithm: ClassVar[str] = "adamw8bit"
     recorded: ClassVar[tuple[str, ...]] = ("state_bits", "state_block", "state_map", "min_8bit_numel")
-    kept: ClassVar[tuple[str, ...]] = ("_adamw", "_block")
+    pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_block")
 
     def __init__(
         self,
@@ -144,15 +146,17 @@ class AdamW8bit(BatchedOptimizer):
         min_8bit_numel: int = 4096,
     ) -> None:
         check_rates(float(lr), betas, eps, weight_decay)
-        grid_of((1,), block)
+        grid_of((1,), block)  # raises for another granularity
         self._block = block
+        # As text, because every checkpoint format can store text; `parse_granularity` reads it.
+        text = f"flat:{block.numel}" if isinstance(block, Flat) else f"tiles:{block.rows}x{block.cols}"
         defaults = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "state_bits": 8,
-            "state_block": _spell(block),
+            "state_block": text,
             "state_map": MAP_NAME,
             "min_8bit_numel": min_8bit_numel,
         }
@@ -167,30 +171,28 @@ class AdamW8bit(BatchedOptimizer):
         """The granularity rule for ``fully_shard(model, granularity=AdamW8bit.granularity())``.
 
         Args:
-            block, min_8bit_numel: the optimizer's arguments.
+            block, min_8bit_numel: as passed to the optimizer.
         """
         return lambda fqn, param: block if _is_8bit(tuple(param.shape), 8, min_8bit_numel) else Element()
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         if group["state_bits"] not in (8, 32):
             raise LayoutError(
-                "Optimizer state is kept in 8 or in 32 bits.",
+                "Optimizer state has 8 or 32 bits.",
                 expected="state_bits=8 or state_bits=32",
                 got=group["state_bits"],
-                todo="correct the param group",
+                todo="correct state_bits of the param group",
             )
         state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         if not _is_8bit(tuple(param.shape), group["state_bits"], group["min_8bit_numel"]):
             return state | {name: torch.zeros_like(param, dtype=torch.float32) for name in _MOMENTS}
-        grid, pieces = self._grid(param), contiguous_pieces_of(param, "state_bits=32 in its param group")
+        pieces = contiguous_pieces_of(param, "state_bits=32 in its param group")
+        grid = grid_of(tuple(param.shape), self._block)
         numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "parameter"))
         for name, signed in _MOMENTS.items():
             state[f"{name}_codes"] = torch.full_like(param, zero_code(signed), dtype=torch.uint8)
             state[f"{name}_scales"] = zeros_sharded_with(param, pieces, grid.scales_shape, numels)
         return state
-
-    def _grid(self, param: torch.Tensor) -> BlockGrid:
-        return grid_of(tuple(param.shape), self._block)
 
     def _kind(self, param: torch.Tensor) -> Hashable:
         stepped = self._stepped(param)
@@ -198,10 +200,10 @@ class AdamW8bit(BatchedOptimizer):
         return (grid.rows, grid.scales_per_band, grid.cols) if stepped.is_8bit else ()
 
     def _stepped(self, param: torch.Tensor) -> _Stepped:
-        return _Stepped(param, self.state[param], self._grid(param))
+        return _Stepped(param, self.state[param], grid_of(tuple(param.shape), self._block))
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        """Step blocks, or elements where state is fp32; missing elements of a block are zeros."""
+        """Step parameters as blocks if their state is 8-bit, else as flat elements. Zeros complete short blocks."""
         batch = [self._stepped(param) for param in params]
         beta1, beta2 = group["betas"]
         step = batch[0].state["step"]
@@ -210,7 +212,7 @@ class AdamW8bit(BatchedOptimizer):
         exp_avg = _load(batch, "exp_avg").lerp(grad, 1 - beta1)
         exp_avg_sq = _load(batch, "exp_avg_sq").lerp(grad.square(), 1 - beta2)
         values = _joined([each.laid_out(local.float()) for each, local in zip(batch, locals_, strict=True)])
-        # fp32 like all other values here, so that the rounding is the same for a float and for a tensor.
+        # fp32, so that a learning rate given as a float and one given as a tensor lead to the same rounding.
         lr = group["lr"]
         home = lr.device if isinstance(lr, torch.Tensor) else "cpu"
         lr = torch.as_tensor(lr, dtype=torch.float32, device=home)
@@ -222,7 +224,7 @@ class AdamW8bit(BatchedOptimizer):
 
 
 class _Stepped(NamedTuple):
-    """A parameter in a step."""
+    """One parameter in one step."""
 
     param: torch.Tensor
     state: dict[str, torch.Tensor]
@@ -233,7 +235,7 @@ class _Stepped(NamedTuple):
         return "exp_avg_codes" in self.state
 
     def laid_out(self, flat: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """This rank's elements of a tensor like the parameter, as blocks if state is 8-bit."""
+        """This rank's elements of a tensor of the parameter's shape, reshaped to blocks if the state is 8-bit."""
         return self.grid.tiled(flat, fill) if self.is_8bit else flat
 
     def local(self, name: str) -> torch.Tensor:
@@ -246,7 +248,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _load(batch: Sequence[_Stepped], name: str) -> torch.Tensor:
-    """A moment, fp32, laid out."""
+    """A moment of all parameters of a batch, fp32, in the shape of `_Stepped.laid_out`."""
     if not batch[0].is_8bit:
         return _joined([each.local(name) for each in batch])
     signed = _MOMENTS[name]
@@ -259,7 +261,7 @@ def _store(batch: Sequence[_Stepped], name: str, moment: torch.Tensor, grad: tor
     if not batch[0].is_8bit:
         _write(batch, [each.local(name) for each in batch], moment)
         return
-    # The element is NaN in the parameter already; in the state it would make its whole block NaN.
+    # A NaN in a moment would make the block's scale NaN, and so the whole block.
     finite = torch.where(grad.isfinite(), moment, 0.0).nan_to_num_()
     codes, scales = encode_dynamic(finite, _MOMENTS[name])
     _write(batch, [each.local(f"{name}_codes") for each in batch], codes)
@@ -268,7 +270,7 @@ def _store(batch: Sequence[_Stepped], name: str, moment: torch.Tensor, grad: tor
 
 
 def _write(batch: Sequence[_Stepped], targets: Sequence[torch.Tensor], laid_out: torch.Tensor) -> None:
-    """Copy the result of a batch into tensors of its parameters."""
+    """Copy the result of a batch into one tensor per parameter."""
     if batch[0].is_8bit:
         bands = [each.grid.bands_of(target.numel()) for each, target in zip(batch, targets, strict=True)]
         parts = [
@@ -285,11 +287,6 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
         targets[0].copy_(sources[0])
     else:
         foreach_copy_(list(targets), list(sources))
-
-
-def _spell(block: Flat | Tiles) -> str:
-    """The block as text for `parse_granularity`: every checkpoint format stores text."""
-    return f"flat:{block.numel}" if isinstance(block, Flat) else f"tiles:{block.rows}x{block.cols}"
 
 
 def _is_8bit(shape: tuple[int, ...], state_bits: int, min_8bit_numel: int) -> bool:

@@ -1,27 +1,27 @@
 """FlatOptimizer: an element-wise torch optimizer that steps whole shards instead of single parameters.
 
-The sharded parameters of a group are adjacent in one allocation, the shard; so are their gradients in the reduced
-shard. An optimizer that updates each element alone need not know where one parameter ends::
+The sharded parameters of a group are adjacent in one allocation, the shard, and their gradients are adjacent in the
+reduced shard. An optimizer that updates each element separately can treat them as one tensor::
 
     shard              | w0      | b0 | w1          | b1 |        one param group for all: one run
     gradients          | w0      | b0 | w1          | b1 |
     exp_avg, ...       | w0      | b0 | w1          | b1 |        state[w0]["exp_avg"] is a view, as w0 is one
 
-A **run** is a sequence of parameters of one param group with only padding in between and with the same step count.
-Padding is stepped as well, with gradients of zeros: it stays zero, which users' collectives and quantisers rely on.
-The torch optimizer steps one flat tensor per run: a few kernels per unit, however many parameters it has. The public
-view is per parameter, as with the torch optimizer alone: `param_groups` have the sharded parameters, `state` has
-ragged tensors (views of the flat state). So `state_dict()`, torch's and our checkpoints, learning-rate schedulers and
-other numbers of ranks work, and checkpoints of either optimizer load into the other.
+A **run** is a sequence of parameters of one param group with the same step count, and only padding between them.
+Padding is stepped as well, with gradients of zeros, so it stays zero; users' collectives and quantisers rely on that.
+The torch optimizer steps one flat tensor per run: a few kernels per unit, independent of the number of parameters. The
+public attributes are per parameter, as in the torch optimizer: `param_groups` has the sharded parameters, `state` has
+ragged tensors (views of the flat state). So `state_dict()`, torch's and this library's checkpoints, learning-rate
+schedulers and other numbers of ranks work, and checkpoints of either optimizer can be loaded into the other.
 
-    event                                               the run
-    all its parameters have gradients, one allocation   is stepped in place
-    gradients in other memory                           is stepped from one copy of them
-    no parameter has a gradient                         is left alone
-    some have none                                      is split permanently: step counts differ from now on
-    parameters moved (`.to()`, `assign=True`), loaded   is made again from the state of its parameters
+    event                                                  effect on the run
+    all parameters have gradients in one allocation        stepped in place
+    gradients are in several allocations                   stepped with one copy of the gradients
+    no parameter has a gradient                            not stepped
+    only some parameters have gradients                    split permanently, because step counts differ from now on
+    parameters moved (`.to()`, `assign=True`) or loaded    made again from the state of its parameters
 
-`FlatOptimizer.step_in_backward` steps a unit's runs after its reduction, so that few gradients exist at once.
+`FlatOptimizer.step_in_backward` steps a unit's runs after its reduction, so that few gradients exist at a time.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, wrap_like
 from vescale_fsdp.errors import MisuseError, UnsupportedOpError
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.structured_optimizer import copy_state, evaluated
 from vescale_fsdp.runtime.fsdp_state import states_of
 from vescale_fsdp.torch_private import foreach_copy_, foreach_zero_, local_of, spec_of, storage_id
@@ -55,31 +56,50 @@ ELEMENT_WISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-"""torch's optimizers whose update of an element depends only on that element's history."""
+"""torch's optimizers whose update of an element depends only on that element's gradients and state."""
 
 
-_COUNTERS = ("step", "eta", "mu", "mu_product")  # state that is one number per parameter
+_COUNTERS = ("step", "eta", "mu", "mu_product")  # names of state that is one number per parameter
 
 
 @dataclass
 class _FlatRun:
-    """Adjacent parameters, and the flat tensor over them that is stepped."""
+    """Adjacent parameters, and the flat tensor over them, which the torch optimizer steps."""
 
     params: list[torch.Tensor]
-    starts: list[int]  # of each in the run, elements
+    starts: list[int]  # index in ``flat`` of each parameter's first element
     flat: torch.Tensor  # 1-D, the memory of the parameters
-    gaps: list[tuple[int, int]]  # padding between them, from start to stop in ``flat``
+    gaps: list[tuple[int, int]]  # padding between the parameters: (start, stop) in ``flat``
     shown: tuple[int, ...] = ()  # ids of the flat state tensors of which `state` has views
 
+    @staticmethod
+    def of(params: list[torch.Tensor]) -> _FlatRun:
+        """The run of these parameters, which are adjacent in memory and sorted by address."""
+        locals_ = [local_tensor(param) for param in params]
+        base = int(locals_[0].storage_offset())
+        starts = [int(local.storage_offset()) - base for local in locals_]
+        ends = [start + local.numel() for start, local in zip(starts, locals_, strict=True)]
+        flat = torch.as_strided(locals_[0], (ends[-1],), (1,), base)
+        gaps = [(stop, start) for stop, start in zip(ends, starts[1:], strict=False) if stop < start]
+        return _FlatRun(params, starts, flat, gaps)
+
+    def is_current(self) -> bool:
+        """Whether the parameters are still at their offsets in the memory of ``flat``."""
+        storage, base = storage_id(self.flat), self.flat.storage_offset()
+        return all(
+            (local := local_of(param)).storage_offset() == base + start and storage_id(local) == storage
+            for param, start in zip(self.params, self.starts, strict=True)
+        )
+
     def flat_grad(self) -> torch.Tensor:
-        """The gradients as one tensor: a view if their offsets are those of the parameters, else one copy."""
+        """The gradients as one tensor: a view if their offsets equal those of the parameters, else a copy."""
         grads = [local_grad(param) for param in self.params]
         first = grads[0]
         storage, base = storage_id(first), first.storage_offset()
         placed = zip(grads, self.starts, strict=True)
         if all(g.storage_offset() == base + start and storage_id(g) == storage for g, start in placed):
             flat = torch.as_strided(first, (self.flat.numel(),), (1,), base)
-            if self.gaps:
+            if self.gaps:  # padding of the reduced shard may have any values
                 foreach_zero_([flat[start:stop] for start, stop in self.gaps])
             return flat
         flat = torch.zeros_like(self.flat)
@@ -88,10 +108,11 @@ class _FlatRun:
         return flat
 
 
+@set_module("vescale_fsdp.optim")
 class FlatOptimizer(torch.optim.Optimizer):
     """Steps runs of parameters with one of torch's element-wise optimizers. Final.
 
-    ``FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3, fused=True)`` trains with the same bits as
+    ``FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3, fused=True)`` computes the same bits as
     ``torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)``.
 
     Args:
@@ -113,25 +134,28 @@ class FlatOptimizer(torch.optim.Optimizer):
     def __init__(self, kind: type[torch.optim.Optimizer], params: Any, **options: Any) -> None:
         if kind not in ELEMENT_WISE:
             raise UnsupportedOpError(
-                "This optimizer cannot step flat shards: its updates need whole matrices, or are not known "
-                "to be element-wise.",
+                "FlatOptimizer does not support this optimizer: its updates need whole matrices, or are not known to "
+                "be element-wise.",
                 expected=", ".join(each.__name__ for each in ELEMENT_WISE) + " of torch.optim",
                 got=f"{kind.__module__}.{kind.__name__}",
-                todo="use it directly, per parameter, or Muon and Shampoo of vescale_fsdp.optim",
+                todo="use this optimizer directly, or Muon or Shampoo of vescale_fsdp.optim",
             )
         self._kind = kind
         self._options = options
-        self._runs: list[_FlatRun] | None = None  # None: to be made at the next step
-        self._inner: torch.optim.Optimizer | None = None
-        self._histories: dict[torch.Tensor, int] = {}  # equal for parameters that were left out together
-        given = list(params)
-        super().__init__(given, kind([torch.zeros(1, dtype=torch.float32, device="cpu")], **options).defaults)
+        self._runs: list[_FlatRun] | None = None  # None: made at the next step
+        self._inner: torch.optim.Optimizer | None = None  # steps the runs
+        # Parameters that were skipped in a step, because they had no gradient, get a number that is new in this step.
+        # So parameters with different numbers have different step counts, and cannot be in one run.
+        self._histories: dict[torch.Tensor, int] = {}
+        # An optimizer of one dummy parameter checks the options and fills in the defaults.
+        defaults = kind([torch.zeros(1, dtype=torch.float32, device="cpu")], **options).defaults
+        super().__init__(list(params), defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kind": self._kind, "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Adopt a loaded or unpickled state; runs are made from it at the next step."""
+        """Called after loading or unpickling; runs are made from the new state at the next step."""
         super().__setstate__(state)
         self._runs = self._inner = None
         self._histories = {}
@@ -157,14 +181,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def step_in_backward(self, model: nn.Module) -> None:
-        """Step each unit inside the backward from now on, as soon as its gradients are reduced, and drop the gradients.
+        """From now on, step each unit in the backward, as soon as its gradients are reduced, and drop the gradients.
 
-        So gradients of at most one unit exist next to weights and state. `step` is still called, for parameters that
-        are not sharded. Not possible with it: whatever needs all gradients before a parameter changes (clipping by
-        norm, loss scaling), and sums over several backwards other than under ``no_sync``.
+        So gradients of at most one unit exist at a time. The user still calls `step`, for parameters that are not
+        sharded. Methods that need all gradients before a parameter changes are not possible: clipping by norm, loss
+        scaling, and sums over several backwards other than under ``no_sync``.
 
         Args:
-            model: sharded; its parameters that this optimizer does not have are left alone.
+            model: a sharded model. Parameters that this optimizer does not have are ignored.
         """
         states = states_of(model)
         if not states:
@@ -187,10 +211,17 @@ class FlatOptimizer(torch.optim.Optimizer):
             param.grad = None
 
     def _step_runs(self, only: set[torch.Tensor] | None) -> None:
-        """Step the runs of these parameters, or all."""
-        self._split_by_gradients(_runs_of(self._runs or (), only))
+        """Step the runs of these parameters; None: all runs."""
+        # Split runs of which only some parameters have gradients: their step counts differ from now on.
+        for number, run in enumerate(_runs_of(self._runs or (), only)):
+            missing = [param for param in run.params if param.grad is None]
+            if missing and len(missing) < len(run.params):
+                history = 1 + max(self._histories.values(), default=0) + number
+                self._histories.update(dict.fromkeys(missing, history))
+                self._runs = None
         runs = _runs_of(self._current_runs(only), only)
         assert self._inner is not None
+        # Users and schedulers change options, such as the learning rate, in ``param_groups``.
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name != "params"})
         for run in runs:
@@ -204,25 +235,16 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     # -- runs -----------------------------------------------------------------------------------------
 
-    def _split_by_gradients(self, runs: Sequence[_FlatRun]) -> None:
-        """Split runs of which only some parameters have gradients: their step counts differ from now on."""
-        for number, run in enumerate(runs):
-            missing = [param for param in run.params if param.grad is None]
-            if missing and len(missing) < len(run.params):
-                left_out = 1 + max(self._histories.values(), default=0) + number
-                self._histories.update(dict.fromkeys(missing, left_out))
-                self._runs = None
-
     def _current_runs(self, only: set[torch.Tensor] | None = None) -> list[_FlatRun]:
-        """The runs, made again if parameters to be stepped have moved in memory."""
-        if self._runs is not None and all(_lies_as_before(run) for run in _runs_of(self._runs, only)):
+        """The runs. They are made again if one of the parameters to step has moved in memory."""
+        if self._runs is not None and all(run.is_current() for run in _runs_of(self._runs, only)):
             return self._runs
         for param in self._params():
-            if self._runs is None and param.grad is None:  # before any step: left out from the start
+            if self._runs is None and param.grad is None:  # -1: no gradient in the first step
                 self._histories.setdefault(param, -1)
         groups, self._runs = [], []
         for group in self.param_groups:
-            runs = [_run_of(params) for params in self._adjacent(group["params"])]
+            runs = [_FlatRun.of(params) for params in self._adjacent(group["params"])]
             groups.append({**group, "params": [run.flat for run in runs]})
             self._runs += runs
         self._inner = self._kind(groups, **self._options)
@@ -230,15 +252,23 @@ class FlatOptimizer(torch.optim.Optimizer):
         return self._runs
 
     def _adjacent(self, params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Parameters of one group, split where memory has a gap or histories differ."""
-        by_address = [(_address(param), param) for param in params]
+        """The parameters of each run of one group: split where memory has a gap or step counts differ."""
+        by_address = []
+        for param in params:
+            local = local_tensor(param)
+            by_address.append(((storage_id(local), int(local.storage_offset()), local.numel()), param))
         by_address.sort(key=lambda pair: pair[0])
         adjacent: list[torch.Tensor] = []
         end: tuple[int, Any] = (0, None)
         for (storage, start, numel), param in by_address:
             layout_ref = param.layout_ref if isinstance(param, RaggedDTensor) else None
             layout = layout_ref[0] if layout_ref is not None else None
-            history = (storage, id(layout), self._histories.get(param), self._counters(param))
+            # State that is not element-wise, such as step counts, must be equal in a run.
+            values = [
+                (name, None if _per_element(name, v) else v) for name, v in self.state.get(param, {}).items()
+            ]
+            counters = tuple((name, v.item() if isinstance(v, torch.Tensor) else v) for name, v in values)
+            history = (storage, id(layout), self._histories.get(param), counters)
             padding = -end[0] % layout.align_numel if layout is not None else 0
             if adjacent and (history != end[1] or start != end[0] + padding):
                 yield adjacent
@@ -247,12 +277,6 @@ class FlatOptimizer(torch.optim.Optimizer):
             end = start + numel, history
         if adjacent:
             yield adjacent
-
-    def _counters(self, param: torch.Tensor) -> tuple[Any, ...]:
-        """The parts of a parameter's state that are not element-wise, such as step counts."""
-        state = self.state.get(param, {})
-        values = [(name, None if _per_element(name, value) else value) for name, value in state.items()]
-        return tuple((name, v.item() if isinstance(v, torch.Tensor) else v) for name, v in values)
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -263,20 +287,23 @@ class FlatOptimizer(torch.optim.Optimizer):
         for run in runs:
             first = saved.get(run.params[0], {})
             if first:
-                self._inner.state[run.flat] = {
-                    name: _room_for(name, value, run.flat) for name, value in first.items()
-                }
+                flat_state = self._inner.state[run.flat] = dict(first)
+                for name, value in first.items():
+                    if _per_element(name, value):
+                        flat_state[name] = torch.zeros_like(run.flat, dtype=value.dtype)
+                    elif isinstance(value, torch.Tensor):
+                        flat_state[name] = value.clone()  # each run has counters of its own
                 self._show(run)
         self._order_state()
-        # Copies between placements are collectives: in the order of parameters, since addresses order runs differently
-        # on each rank.
+        # Copies between placements are collectives, so all ranks need the same order: the order of parameters. Runs are
+        # in the order of addresses, which differ between ranks.
         for param, shown in self.state.items():
             if saved.get(param):
                 views = {name: value for name, value in shown.items() if _per_element(name, value)}
                 copy_state({name: saved[param][name] for name in views}, views)
 
     def _show(self, run: _FlatRun) -> bool:
-        """Put views of a run's flat state into `state`; False if it has them already."""
+        """Put views of a run's flat state into `state`; returns False if `state` has them already."""
         assert self._inner is not None
         flat_state = self._inner.state[run.flat]
         shown = tuple(map(id, flat_state.values()))
@@ -291,9 +318,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         return True
 
     def _order_state(self) -> None:
-        """Sort `state` in the order of `param_groups`, as torch's optimizers have it on every rank.
+        """Sort `state` in the order of `param_groups`, which is the same on every rank.
 
-        ``get_optimizer_state_dict(full_state_dict=True)`` gathers entries of the same index on all ranks.
+        torch's ``get_optimizer_state_dict(full_state_dict=True)`` gathers the entries one by one on all ranks.
         """
         order = {param: number for number, param in enumerate(self._params())}
         ordered = sorted(self.state.items(), key=lambda item: order.get(item[0], len(order)))
@@ -304,44 +331,13 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _runs_of(runs: Sequence[_FlatRun], params: set[torch.Tensor] | None) -> list[_FlatRun]:
-    """The runs with one of these parameters; all runs for None."""
+    """The runs with one of these parameters; None: all runs."""
     return [run for run in runs if params is None or not params.isdisjoint(run.params)]
 
 
 def _per_element(name: str, value: Any) -> bool:
-    """Whether a part of the state has an element for each of the parameter's."""
+    """Whether a part of the state has one element per element of the parameter."""
     return isinstance(value, torch.Tensor) and name not in _COUNTERS
-
-
-def _room_for(name: str, value: Any, flat: torch.Tensor) -> Any:
-    """A part of the state for a whole run; each run has counters of its own."""
-    if _per_element(name, value):
-        return torch.zeros_like(flat, dtype=value.dtype)
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _address(param: torch.Tensor) -> tuple[int, int, int]:
-    """The address of this rank's elements: storage, first element, number."""
-    local = local_tensor(param)
-    return storage_id(local), int(local.storage_offset()), local.numel()
-
-
-def _run_of(params: list[torch.Tensor]) -> _FlatRun:
-    locals_ = [local_tensor(param) for param in params]
-    starts = [_address(param)[1] for param in params]
-    flat = torch.as_strided(locals_[0], (starts[-1] + locals_[-1].numel() - starts[0],), (1,), starts[0])
-    starts = [start - starts[0] for start in starts]
-    ends = [start + local.numel() for start, local in zip(starts, locals_, strict=True)]
-    gaps = [(stop, start) for stop, start in zip(ends, starts[1:], strict=False) if stop < start]
-    return _FlatRun(params, starts, flat, gaps)
-
-
-def _lies_as_before(run: _FlatRun) -> bool:
-    storage, base = storage_id(run.flat), run.flat.storage_offset()
-    return all(
-        (local := local_of(param)).storage_offset() == base + start and storage_id(local) == storage
-        for param, start in zip(run.params, run.starts, strict=True)
-    )
 
 
 def _view(flat: torch.Tensor, param: torch.Tensor, start: int) -> torch.Tensor:

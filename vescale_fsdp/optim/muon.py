@@ -1,7 +1,7 @@
-"""Muon on ragged shards: momentum is stored with its shard; cut matrices are sent to an owner for their iteration.
+"""Muon on ragged shards: momentum is sharded like the parameter; an owner iterates each matrix that is cut over ranks.
 
-Per matrix: ``m <- lerp(m, g)``, ``u = lerp(g, m)`` on the pieces; Newton-Schulz on the whole of u; decay and
-``p -= lr' * o`` on the pieces. Only the middle needs whole matrices:
+Per matrix: momentum ``m <- lerp(m, g)`` and update ``u = lerp(g, m)`` on the pieces; ``o`` = Newton-Schulz of the whole
+matrix ``u``; weight decay and ``p -= lr' * o`` on the pieces. Only Newton-Schulz needs whole matrices:
 
     matrix                                       where the iteration runs          collectives
     plain tensor, or whole on one rank           on that rank                      0
@@ -14,15 +14,15 @@ Buckets form a pipeline::
     bucket 1            gather          | iterate           | scatter    | subtract
                         ^ in flight while 0 is iterated       ^ in flight while 1 is iterated
 
-The result equals `torch.optim.Muon` on one process bit for bit (fp32 on CPU), because the same function runs on the
-same whole matrix. Equal matrices are iterated as a stack that repeats torch's operations in torch's order: on CPU
-with the same bits (tests verify this); on accelerators batched and single matrix products may round differently.
+The result has the same bits as `torch.optim.Muon` on one process (fp32 on CPU), because the same function runs on the
+same whole matrix. Matrices of equal shape are iterated as a stack, with torch's operations in torch's order: on CPU
+with the same bits (a test compares them); on accelerators batched and single matrix products may round differently.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -34,6 +34,7 @@ from vescale_fsdp.dtensor.piece_map import PieceMap, local_grad, local_part_of, 
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.granularity import Element, Granularity, Whole
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.muon_plan import (
     WIRE_DTYPE,
     Bucket,
@@ -70,17 +71,18 @@ from vescale_fsdp.torch_private import (
 _ADJUST_LR = (None, "original", "match_rms_adamw")
 
 
+@set_module("vescale_fsdp.optim")
 class Muon(StructuredOptimizer):
     """Muon for matrices and stacks of matrices, AdamW for the rest, in one optimizer.
 
     Args:
-        params: 2-D and 3-D parameters (3-D: a stack, one matrix per expert), or param groups of them. A
-            group may carry ``row_splits=(q_rows, k_rows, v_rows)`` to treat a fused matrix as several.
+        params: 2-D and 3-D parameters (3-D: a stack, one matrix per expert), or param groups of them. A group with
+            ``row_splits=(q_rows, k_rows, v_rows)`` treats a fused matrix as several matrices.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in
             `torch.optim.Muon`, with its defaults.
-        adamw_params: everything else: embeddings, output head, norms, biases.
-        adamw: how those are stepped.
-        bucket_bytes: bytes that a rank receives per collective, about; two buckets are in memory at a time.
+        adamw_params: parameters for AdamW: embeddings, output head, norms, biases.
+        adamw: options of AdamW.
+        bucket_bytes: bytes that a rank receives per collective, approximately; two buckets are in memory at a time.
 
     Raises:
         LayoutError: for a parameter that is not a matrix, or arguments that are not valid.
@@ -88,7 +90,7 @@ class Muon(StructuredOptimizer):
     Examples:
         >>> from vescale_fsdp import fully_shard
         >>> model = fully_shard(torch.nn.Linear(8, 8), granularity=Muon.granularity())
-        >>> matrices, others = split_params(model)
+        >>> matrices, others = Muon.split_params(model)
         >>> optimizer = Muon(matrices, lr=0.02, adamw_params=others)
         >>> model(torch.randn(2, 8)).sum().backward()
         >>> optimizer.step()
@@ -96,7 +98,7 @@ class Muon(StructuredOptimizer):
 
     algorithm: ClassVar[str] = "muon"
     recorded: ClassVar[tuple[str, ...]] = ("momentum_form",)
-    kept: ClassVar[tuple[str, ...]] = ("_adamw", "_bucket_bytes")
+    pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_bucket_bytes")
 
     def __init__(
         self,
@@ -117,7 +119,7 @@ class Muon(StructuredOptimizer):
         check_rates(float(lr), (momentum, 0.0), eps, weight_decay)
         if adjust_lr_fn not in _ADJUST_LR or not 0 <= ns_steps < 100:
             raise LayoutError(
-                "Muon cannot work with these arguments.",
+                "Muon does not accept these arguments.",
                 expected=f"adjust_lr_fn in {_ADJUST_LR} and 0 <= ns_steps < 100",
                 got=f"adjust_lr_fn={adjust_lr_fn!r}, ns_steps={ns_steps}",
             )
@@ -134,7 +136,7 @@ class Muon(StructuredOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "row_splits": None,
-            # m <- mu m + (1 - mu) g. The other common form, mu m + g, is 1 / (1 - mu) times larger.
+            # m <- mu m + (1 - mu) g. Recorded, because the other common form, mu m + g, is 1 / (1 - mu) times larger.
             "momentum_form": "ema",
         }
         super().__init__(params, defaults, adamw_params=adamw_params, adamw=adamw)
@@ -143,12 +145,11 @@ class Muon(StructuredOptimizer):
     def granularity(*, whole: Sequence[str] = ()) -> Callable[[str, Any], Granularity]:
         """The granularity rule for ``fully_shard(model, granularity=Muon.granularity())``.
 
-        Stacks of matrices (3-D) are cut between matrices only, so that experts cost no communication. Other
-        parameters may be cut anywhere: a cut matrix is sent to its owner, which for dense layers is cheaper than
-        the padding that whole matrices need.
+        Stacks of matrices (3-D) are cut only between matrices, so that experts need no communication. Other parameters
+        may be cut anywhere: sending a cut matrix to its owner costs less than the padding that whole matrices need.
 
         Args:
-            whole: name patterns (fnmatch) of matrices to keep whole as well.
+            whole: name patterns (fnmatch) of other matrices to keep whole.
         """
 
         def rule(fqn: str, param: Any) -> Granularity:
@@ -158,6 +159,30 @@ class Muon(StructuredOptimizer):
 
         return rule
 
+    @staticmethod
+    def split_params(
+        model: torch.nn.Module, *, adamw: Sequence[str] = ("*embed*", "*head*")
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parameters for Muon (matrices and stacks) and for AdamW (all others), each once.
+
+        Args:
+            model: its parameters that require a gradient.
+            adamw: name patterns (fnmatch) of matrices that belong to AdamW: embeddings and output heads.
+
+        Examples:
+            >>> matrices, others = Muon.split_params(torch.nn.Linear(8, 4))
+            >>> [p.shape for p in matrices], [p.shape for p in others]
+            ([torch.Size([4, 8])], [torch.Size([4])])
+        """
+        matrices: list[torch.Tensor] = []
+        rest: list[torch.Tensor] = []
+        for fqn, param in model.named_parameters():
+            if not param.requires_grad:
+                continue
+            hidden = param.ndim in (2, 3) and not any(fnmatch.fnmatchcase(fqn, pattern) for pattern in adamw)
+            (matrices if hidden else rest).append(param)
+        return matrices, rest
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their state is made at once."""
         super().add_param_group(param_group)
@@ -165,10 +190,10 @@ class Muon(StructuredOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans, self._ranks = {}, {}  # a plan belongs to one layout, and process groups cannot be copied
+        self._plans, self._ranks = {}, {}  # plans are for the old layout, and process groups cannot be copied
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        matrices_of(tuple(param.shape), group["row_splits"])
+        matrices_of(tuple(param.shape), group["row_splits"])  # raises for other shapes
         return {"momentum_buffer": torch.zeros_like(param)}
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -212,38 +237,14 @@ class Muon(StructuredOptimizer):
         return updates
 
 
-def split_params(
-    model: torch.nn.Module, *, adamw: Sequence[str] = ("*embed*", "*head*")
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Parameters for Muon (matrices and stacks) and for AdamW (all others), each once.
-
-    Args:
-        model: its parameters that require a gradient.
-        adamw: name patterns (fnmatch) of matrices that belong to AdamW: embeddings and output heads.
-
-    Examples:
-        >>> matrices, others = split_params(torch.nn.Linear(8, 4))
-        >>> [p.shape for p in matrices], [p.shape for p in others]
-        ([torch.Size([4, 8])], [torch.Size([4])])
-    """
-    matrices: list[torch.Tensor] = []
-    rest: list[torch.Tensor] = []
-    for fqn, param in model.named_parameters():
-        if not param.requires_grad:
-            continue
-        hidden = param.ndim in (2, 3) and not any(fnmatch.fnmatchcase(fqn, pattern) for pattern in adamw)
-        (matrices if hidden else rest).append(param)
-    return matrices, rest
-
-
 @dataclass(frozen=True)
 class NewtonSchulz:
-    """The iteration's constants; torch's defaults.
+    """The Newton-Schulz iteration with its constants; the defaults are torch's.
 
     Args:
         coefficients: (a, b, c) of the quintic X <- a X + (b A + c A A) X with A = X X'.
         steps: number of iterations.
-        eps: least norm a matrix is divided by.
+        eps: lower bound of the norm by which a matrix is divided.
     """
 
     coefficients: tuple[float, float, float] = MUON_COEFFICIENTS
@@ -268,10 +269,10 @@ class NewtonSchulz:
 
 
 _STACK_NUMEL = 32 << 20
-"""Elements iterated at once, 64 MiB in bf16; an iteration holds up to four such: X, A, B and the next X."""
+"""Most elements of a stack, 64 MiB in bf16. An iteration has up to four such tensors: X, A, B and the next X."""
 
 _WIDENED_NUMEL = 8 << 20
-"""Elements subtracted at once, by way of fp32: 32 MiB, and as much again where parameters are of 16 bits."""
+"""Most elements subtracted in one launch: 32 MiB of fp32 copies, and twice that for 16-bit parameters."""
 
 
 class ParamJob(NamedTuple):
@@ -280,16 +281,16 @@ class ParamJob(NamedTuple):
     param: torch.Tensor
     group: dict[str, Any]
     pieces: PieceMap | None
-    update: torch.Tensor  # 1D [own piece], to be orthogonalised
+    update: torch.Tensor  # 1D [own piece], the update to orthogonalise
 
     def own(self, flat: torch.Tensor, wanted: FlatRange) -> torch.Tensor:
-        """The elements ``wanted`` of the parameter, from this rank's flat piece of it or of its state."""
+        """The elements ``wanted`` of the parameter, from a 1-D tensor with the elements of this rank's piece."""
         assert self.pieces is not None
         start = self.pieces.own_piece.start
         return flat[wanted.start - start : wanted.stop - start]
 
     def iteration(self) -> NewtonSchulz:
-        """The iteration that the param group asks for."""
+        """The iteration with the constants of the param group."""
         return NewtonSchulz(tuple(self.group["ns_coefficients"]), self.group["ns_steps"], self.group["eps"])
 
     def scaled_lr(self, matrix: Matrix) -> float:
@@ -299,26 +300,21 @@ class ParamJob(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """A range of a parameter and the elements of the orthogonal factor for it."""
+    """A range of a parameter, and the elements of the orthogonalised update in this range."""
 
     job: ParamJob
     matrix: Matrix
     wanted: FlatRange
     orthogonal: torch.Tensor  # 1D [wanted], bf16
 
-    @property
-    def kind(self) -> Hashable:
-        """Equal for results that one launch can subtract."""
-        return self.job.param.dtype, self.job.param.device, self.job.scaled_lr(self.matrix)
-
 
 def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[], None]) -> None:
     """Orthogonalise all updates and subtract them.
 
     Args:
-        plan: made for the same parameters in the same order.
+        plan: plan for the same parameters in the same order.
         jobs: one per parameter.
-        meanwhile: other work of the step, done while the first bucket is in flight.
+        meanwhile: other work of the step, which runs while the first bucket is in flight.
     """
     gathering = _start_gather(plan.buckets[0], jobs) if plan.buckets else None
     meanwhile()
@@ -343,7 +339,7 @@ def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[]
 def _stacks(
     matrices: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]
 ) -> Iterator[tuple[NewtonSchulz, tuple[int, int], list[int]]]:
-    """Positions of matrices that are iterated together: of equal shape and constants, in bounded memory."""
+    """Groups of matrices of equal shape and constants, of bounded size: the iteration, the shape, and the positions."""
     items = (
         ((jobs[index].iteration(), matrix.rows, matrix.cols), matrix.numel, position)
         for position, (index, matrix) in enumerate(matrices)
@@ -354,29 +350,34 @@ def _stacks(
 
 
 def _decay(jobs: Sequence[ParamJob]) -> None:
-    kept = [1 - float(job.group["lr"]) * job.group["weight_decay"] for job in jobs]
-    kinds = [(job.param.dtype, job.param.device, factor) for job, factor in zip(jobs, kept, strict=True)]
+    factors = [1 - float(job.group["lr"]) * job.group["weight_decay"] for job in jobs]
+    kinds = [(job.param.dtype, job.param.device, factor) for job, factor in zip(jobs, factors, strict=True)]
     for alike in batches_of(zip(kinds, (0 for _ in jobs), range(len(jobs)), strict=True), 0):
         locals_ = [local_tensor(jobs[index].param) for index in alike]
         if launches(locals_[0].device):
-            foreach_mul_(locals_, kept[alike[0]])
-        else:
-            for (
-                local
-            ) in locals_:  # on the CPU torch 2.13's foreach rounds the factor to 16 bits, mul_ does not
-                local.mul_(kept[alike[0]])
+            foreach_mul_(locals_, factors[alike[0]])
+            continue
+        for local in locals_:  # torch 2.13's foreach on the CPU would round the factor to 16 bits
+            local.mul_(factors[alike[0]])
 
 
 def _subtract(results: Iterable[_Result]) -> None:
     """``p -= lr' * o``: one launch per dtype and learning rate, in batches of bounded memory."""
-    items = ((each.kind, each.wanted.numel, each) for each in results)
+    items = (
+        (
+            (each.job.param.dtype, each.job.param.device, each.job.scaled_lr(each.matrix)),
+            each.wanted.numel,
+            each,
+        )
+        for each in results
+    )
     for alike in batches_of(items, _WIDENED_NUMEL):
         job, matrix, _, _ = alike[0]
         targets = [each.job.own(local_tensor(each.job.param), each.wanted) for each in alike]
         sums = targets
         if job.param.dtype in (torch.bfloat16, torch.float16):
-            # torch's 16-bit CPU kernel rounds the last few elements of a run differently from the rest, so the result
-            # would depend on the cuts.
+            # torch's 16-bit CPU kernel rounds the last elements of a tensor differently from the others, so the result
+            # would depend on where ranks cut the parameter.
             sums = _widened(targets)
         foreach_add_(sums, _widened([each.orthogonal for each in alike]), alpha=-job.scaled_lr(matrix))
         if sums is not targets:
@@ -392,7 +393,7 @@ def _widened(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _orthogonalise_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]) -> None:
-    """Step the matrices that are whole on this rank."""
+    """Orthogonalise and subtract the matrices that are whole on this rank."""
     for iteration, shape, positions in _stacks(here, jobs):
         members = [(jobs[here[position][0]], here[position][1]) for position in positions]
         stack = torch.empty(len(members), *shape, dtype=WIRE_DTYPE, device=members[0][0].update.device)
@@ -406,7 +407,7 @@ def _orthogonalise_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[Param
 
 
 def _orthogonalise_everywhere(index: int, jobs: Sequence[ParamJob]) -> None:
-    """Step a parameter without contiguous pieces: every rank gathers it and takes its part of the result."""
+    """Step a parameter without contiguous pieces: every rank gathers the update and subtracts its own part."""
     job = jobs[index]
     assert isinstance(job.param, DTensor)
     spread = torch.zeros_like(job.param)
@@ -443,24 +444,25 @@ def _start_gather(bucket: Bucket, jobs: Sequence[ParamJob]) -> Pending:
 def _orthogonalise_arrived(
     bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]
 ) -> list[torch.Tensor]:
-    """The orthogonal factors of the matrices this rank owns, flat, in their order in the bucket."""
+    """The orthogonalised updates of the matrices that this rank owns, flat, in their order in the bucket."""
     owned = bucket.owned
-    # Parts arrive rank by rank, each rank's in the order of the bucket; a matrix is its parts in shard order.
-    places = [(s, n) for r, s in bucket.everyone if r == bucket.ranks.replica for n in range(len(owned))]
-    chunks = arrived.split([owned[n].part(s).numel for s, n in places]) if places else ()
-    parts = dict(zip(places, chunks, strict=True))
+    # Parts arrive in the order of ranks, and those of one rank in the order of the bucket. A matrix has its parts in
+    # the order of shards.
+    keys = [(s, n) for r, s in bucket.everyone if r == bucket.ranks.replica for n in range(len(owned))]
+    chunks = arrived.split([owned[n].part(s).numel for s, n in keys]) if keys else ()
+    parts = dict(zip(keys, chunks, strict=True))
     results = [arrived] * len(owned)
     for iteration, shape, positions in _stacks([(t.param, t.matrix) for t in owned], jobs):
         stack = torch.empty(len(positions), *shape, dtype=WIRE_DTYPE, device=arrived.device)
-        meeting = [parts[s, n] for n in positions for s in range(owned[n].pieces.num_shards)]
-        foreach_copy_(list(stack.view(-1).split([part.numel() for part in meeting])), meeting)
+        in_order = [parts[s, n] for n in positions for s in range(owned[n].pieces.num_shards)]
+        foreach_copy_(list(stack.view(-1).split([part.numel() for part in in_order])), in_order)
         for result, n in zip(iteration(stack).flatten(1), positions, strict=True):
             results[n] = result
     return results
 
 
 def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequence[ParamJob]) -> Pending:
-    """Send every rank its parts of the orthogonal factors."""
+    """Send every rank its parts of the orthogonalised updates."""
     wanted = [
         (result, t.part(shard).shift(-t.matrix.start))
         for _, shard in bucket.everyone
@@ -471,7 +473,7 @@ def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequen
 
 
 def _subtract_arrived(bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]) -> None:
-    """Subtract this rank's parts of a bucket's orthogonal factors."""
+    """Subtract this rank's parts of a bucket's orthogonalised updates."""
     shard = bucket.ranks.shard
     parts = arrived.split([t.part(shard).numel for t in bucket.inbound])
     _subtract(

@@ -1,24 +1,24 @@
 """The plan of a Muon step: matrices, where each is orthogonalised, and the exchange of those that are cut over ranks.
 
-A matrix is the unit of one Newton-Schulz iteration, and one flat range of its parameter, because rows are contiguous:
+A matrix is iterated as one, and it is one flat range of its parameter, because rows are contiguous:
 
     shape (m, k)                      one matrix, the whole tensor
     shape (m, k), row_splits (q, r)   one per row block: fused projections, each with its own scale
     shape (E, m, k)                   one per expert
 
-A plan depends on the parameters that have a gradient, their shapes and their pieces. Every rank computes the same one,
-owners of matrices included, so no part of it is communicated. It is kept until those change, and never saved: after a
-load, perhaps on another number of ranks, it is computed again.
+A plan depends on the parameters that have a gradient, their shapes and their pieces. Every rank computes the same plan,
+including the owners of matrices, so plans need no communication. A plan is kept while these inputs stay the same. It is
+never saved: after a load, perhaps on another number of ranks, it is computed again.
 
-Cut matrices are sent to their owners, and orthogonal ones back, in one collective per bucket and direction. With 2
-ranks and matrices a (owner 0), b (owner 1)::
+Cut matrices are sent to their owners, and the results back, in one collective per bucket and direction. With 2 ranks
+and matrices a (owner 0), b (owner 1)::
 
-    gather     rank 0 sends  [a's part | b's part] ->  a's parts of both ranks meet on 0, b's on 1
-    scatter    rank 0 sends  [a on 0   | a on 1  ] ->  every rank has its part of a and b again
+    gather     rank 0 sends  [its part of a        | its part of b        ] ->  rank 0 has all of a, rank 1 all of b
+    scatter    rank 0 sends  [rank 0's part of a   | rank 1's part of a   ] ->  every rank has its parts of a and b
 
-In an HSDP mesh all replicas have the same values, so a matrix is gathered only inside its owner's replica, and its
-result is sent to every rank of every replica: replicas share the iterations. Elements are sent in bf16: Newton-Schulz
-begins with a cast to bf16 and ends in bf16, so nothing is lost.
+In an HSDP mesh all replicas have the same values. So a matrix is gathered only inside its owner's replica, and its
+result is sent to every rank of every replica: replicas divide the iterations among them. Elements are sent in bf16:
+Newton-Schulz begins with a cast to bf16 and ends in bf16, so no precision is lost.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class Matrix:
 
     @property
     def numel(self) -> int:
-        """Elements of the matrix."""
+        """Number of elements."""
         return self.rows * self.cols
 
     @property
     def range(self) -> FlatRange:
-        """Its flat range in the parameter."""
+        """The flat range of the matrix in its parameter."""
         return FlatRange(self.start, self.start + self.numel)
 
 
 def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = None) -> tuple[Matrix, ...]:
-    """The matrices of a parameter, in flat order. Empty ones are left out.
+    """The non-empty matrices of a parameter, in flat order.
 
     Args:
         shape: global shape, 2-D or 3-D (a stack of matrices).
@@ -73,7 +73,7 @@ def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = Non
     """
     if len(shape) not in (2, 3):
         raise LayoutError(
-            "Only matrices and stacks of matrices can be orthogonalised.",
+            "Muon supports only matrices and stacks of matrices.",
             expected="a shape of 2 dims, or of 3 (experts, rows, columns)",
             got=f"shape {shape}",
             todo="pass this parameter in adamw_params=[...]",
@@ -86,7 +86,7 @@ def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = Non
             expected=f"row counts that add up to {rows}",
             got=f"{heights}, which add up to {sum(heights)}",
             where=f"parameter of shape {shape}",
-            todo="give the rows of each fused projection, in order",
+            todo="pass the number of rows of each fused projection, in order",
         )
     tops = (0, *accumulate(heights))
     stack = range(shape[0]) if len(shape) == 3 else range(1)
@@ -100,11 +100,11 @@ def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = Non
 
 @dataclass(frozen=True)
 class SteppedParam:
-    """One parameter of a step: its pieces over ranks, its matrices, the iterations of each."""
+    """One parameter of a step."""
 
-    pieces: PieceMap | None
+    pieces: PieceMap | None  # None: its placements have no contiguous pieces
     matrices: tuple[Matrix, ...]
-    steps: int
+    steps: int  # Newton-Schulz iterations of each matrix
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ class MuonPlan:
 
     Args:
         params: the parameters.
-        here: matrices that are whole on this rank. They cost no communication.
-        buckets: cut matrices, two collectives per bucket; the same on all ranks of a mesh.
-        gathered: parameters without contiguous pieces, gathered to every rank (correct, slower).
+        here: matrices that are whole on this rank, which need no communication.
+        buckets: cut matrices, with two collectives per bucket; the same on all ranks of a mesh.
+        gathered: parameters without contiguous pieces, which are gathered to every rank; this is slower.
     """
 
     params: tuple[SteppedParam, ...]
@@ -125,20 +125,20 @@ class MuonPlan:
 
 
 def plan_step(
-    wanted: Sequence[SteppedParam], bucket_bytes: int, ranks_of: dict[tuple[DeviceMesh, int], Ranks]
+    params: Sequence[SteppedParam], bucket_bytes: int, ranks_of: dict[tuple[DeviceMesh, int], Ranks]
 ) -> MuonPlan:
     """Make the plan.
 
     Args:
-        wanted: the parameters with a gradient, in the same order on every rank.
-        bucket_bytes: upper bound of a bucket's bytes on the wire, per rank and direction.
-        ranks_of: ranks of each (mesh, axis), filled as meshes appear. Filling is collective over the mesh.
+        params: the parameters with a gradient, in the same order on every rank.
+        bucket_bytes: most bytes that a rank sends per bucket and direction.
+        ranks_of: ranks of each (mesh, axis). Missing entries are added, which is collective over the mesh.
     """
     here: list[tuple[int, Matrix]] = []
     gathered: list[int] = []
     cut: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, PieceMap]]] = {}
     whole: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, int]]] = {}
-    for index, param in enumerate(wanted):
+    for index, param in enumerate(params):
         pieces = param.pieces
         if pieces is None:
             gathered.append(index)
@@ -160,24 +160,24 @@ def plan_step(
     buckets = [
         bucket
         for key, matrices in cut.items()
-        for bucket in _buckets(wanted, matrices, whole.get(key, []), ranks_of[key], bucket_bytes)
+        for bucket in _buckets(params, matrices, whole.get(key, []), ranks_of[key], bucket_bytes)
     ]
-    return MuonPlan(tuple(wanted), tuple(here), tuple(buckets), tuple(gathered))
+    return MuonPlan(tuple(params), tuple(here), tuple(buckets), tuple(gathered))
 
 
 def _buckets(
-    wanted: Sequence[SteppedParam],
+    params: Sequence[SteppedParam],
     cut: Sequence[tuple[int, Matrix, PieceMap]],
     whole: Sequence[tuple[int, Matrix, int]],
     ranks: Ranks,
     bucket_bytes: int,
 ) -> list[Bucket]:
-    """Cut matrices of one mesh, with owners, in buckets of bounded size."""
+    """Buckets of bounded size with the cut matrices of one mesh and their owners."""
     num_shards = len(ranks.numbers[0])
     loads = [0] * num_shards
-    for index, matrix, holder in whole:  # every replica iterates these
-        loads[holder] += newton_schulz_flops(matrix.rows, matrix.cols, wanted[index].steps)
-    flops = [newton_schulz_flops(matrix.rows, matrix.cols, wanted[index].steps) for index, matrix, _ in cut]
+    for index, matrix, holder in whole:  # whole matrices are iterated by their holder, in every replica
+        loads[holder] += newton_schulz_flops(matrix.rows, matrix.cols, params[index].steps)
+    flops = [newton_schulz_flops(matrix.rows, matrix.cols, params[index].steps) for index, matrix, _ in cut]
     replicas = len(ranks.numbers)
     parts = [
         {
@@ -191,13 +191,13 @@ def _buckets(
     cuts = [CutMatrix(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
     limit_numel = max(1, bucket_bytes * replicas * num_shards // WIRE_DTYPE.itemsize)
     buckets: list[list[CutMatrix]] = []
-    room = 0
+    free_numel = 0  # of the last bucket
     for each in cuts:
-        if not buckets or each.matrix.numel > room:
+        if not buckets or each.matrix.numel > free_numel:
             buckets.append([])
-            room = limit_numel
+            free_numel = limit_numel
         buckets[-1].append(each)
-        room -= each.matrix.numel
+        free_numel -= each.matrix.numel
     return [Bucket(ranks, tuple(bucket)) for bucket in buckets]
 
 
@@ -207,7 +207,7 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     if len(table) == 1:
         group: dist.ProcessGroup | None = mesh.get_group(axis)
     elif sorted(rank for row in table for rank in row) == list(range(dist.get_world_size())):
-        group = dist.group.WORLD
+        group = dist.group.WORLD  # all ranks: no other communicator is necessary
     else:
         group = new_group(mesh.get_group(axis), sorted(rank for row in table for rank in row))
     assert group is not None
@@ -217,7 +217,7 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     return Ranks(group, numbers, replica, shard)
 
 
-# -- who orthogonalises which matrix: integers only ------------------------------------------------------
+# -- assignment of matrices to ranks, by integers only ---------------------------------------------------
 
 
 def newton_schulz_flops(rows: int, cols: int, steps: int) -> int:
@@ -236,32 +236,33 @@ def assign_owners(
 
     Args:
         flops: work of each matrix.
-        owned_numels: for each matrix the elements that ranks already have, by rank. Among ranks with equally little
-            work the one with most of the matrix becomes its owner, because its part need not be sent.
-        fixed_loads: work that each rank has in any case (matrices that are whole there).
+        owned_numels: for each matrix, the number of elements that each rank has. Of the ranks with the least work, the
+            one with most elements becomes the owner, because its part is not sent.
+        fixed_loads: work of each rank for the matrices that are whole on it.
 
     Returns:
         One rank per matrix.
     """
     loads = list(fixed_loads)
-    idlest = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(idlest)
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
     owners = [0] * len(flops)
+    # Ties are broken by index and by rank, so that all ranks compute the same owners.
     for index in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
-        while idlest[0][0] != loads[idlest[0][1]]:  # stale: the rank has got a matrix since
-            heapq.heappop(idlest)
-        least, owner = idlest[0]
+        while heap[0][0] != loads[heap[0][1]]:  # an outdated entry: the rank was assigned a matrix since
+            heapq.heappop(heap)
+        least, owner = heap[0]
         numels = owned_numels[index]
         idle_holders = [rank for rank in numels if loads[rank] == least]
         if idle_holders:
             owner = min(idle_holders, key=lambda rank: (-numels[rank], rank))
         owners[index] = owner
         loads[owner] += flops[index]
-        heapq.heappush(idlest, (loads[owner], owner))
+        heapq.heappush(heap, (loads[owner], owner))
     return owners
 
 
-WIRE_DTYPE = torch.bfloat16
+WIRE_DTYPE = torch.bfloat16  # dtype in which matrices are sent and iterated
 
 
 @dataclass(frozen=True)
@@ -315,17 +316,17 @@ class Bucket:
 
     @cached_property
     def outbound(self) -> list[list[CutMatrix]]:
-        """Per rank of the group: the matrices whose parts this rank sends there in the gather."""
+        """For each rank of the group, the matrices of which this rank sends it parts in the gather."""
         return [self._by_owner[r, s] if r == self.ranks.replica else [] for r, s in self.everyone]
 
     @cached_property
     def inbound(self) -> list[CutMatrix]:
-        """The matrices whose parts this rank receives in the scatter, in the order of their owners."""
+        """The matrices of which this rank receives parts in the scatter, in the order of their owners."""
         return [cut for owner in self.everyone for cut in self._by_owner[owner]]
 
     @cached_property
     def gather_numels(self) -> tuple[list[int], list[int]]:
-        """Numels to send to each rank of the group and to receive from it, on the way to the owners."""
+        """Numbers of elements to send to each rank of the group, and to receive from it, in the gather."""
         mine = self.ranks.shard
         sends = [sum(t.part(mine).numel for t in cuts) for cuts in self.outbound]
         receives = [
@@ -336,7 +337,7 @@ class Bucket:
 
     @cached_property
     def scatter_numels(self) -> tuple[list[int], list[int]]:
-        """The same for the way back."""
+        """Numbers of elements to send to each rank of the group, and to receive from it, in the scatter."""
         mine = self.ranks.shard
         sends = [sum(t.part(s).numel for t in self.owned) for _, s in self.everyone]
         receives = [sum(t.part(mine).numel for t in self._by_owner[owner]) for owner in self.everyone]
@@ -351,7 +352,7 @@ class Pending(NamedTuple):
     work: Work | None
 
     def wait(self) -> torch.Tensor:
-        """The received elements, in order of the sending ranks."""
+        """Wait, and return the received elements in the order of sending ranks."""
         if self.work is not None:
             self.work.wait()
         return self.received
@@ -363,10 +364,13 @@ def start_exchange(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Pending:
-    """Pack 1-D parts, in order of their destinations, into one bf16 buffer and start the collective.
+    """Pack 1-D parts into one bf16 buffer and start the collective.
 
     Args:
-        numels: elements to send to each rank of the group, and to receive from it.
+        parts: in the order of destination ranks.
+        numels: numbers of elements to send to each rank of the group, and to receive from it.
+        group: the ranks.
+        device: device of the collective.
     """
     sends, receives = numels
     sent = torch.empty(sum(sends), dtype=WIRE_DTYPE, device=device)

@@ -1,9 +1,9 @@
-"""Shampoo in blocks: exact, without communication where ranks have whole rows of blocks.
+"""Blocked Shampoo without communication, for shards of whole rows of blocks.
 
-Blocks of at most b x b are Shampoo's unit: factors, roots and grafting norms belong to a block. So a rank with whole
-bands of b rows steps them alone, and the result has the same bits on 1 and on N ranks. The planner makes such shards
-for ``granularity=Shampoo.granularity(block_size=b)``; other cuts are refused, because other blocks are another
-optimizer. Factors are ragged tensors indexed by block, so they reshard with their rows.
+Shampoo here works on blocks of at most b x b: factors, roots and grafting norms belong to a block. So a rank with whole
+bands of b rows steps them without communication, and the result has the same bits on 1 and on N ranks. The planner
+makes such shards for ``granularity=Shampoo.granularity(block_size=b)``. Other cuts raise: other blocks would be another
+optimizer. Factors are ragged tensors indexed by block, so they are resharded like the parameter's rows.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, loc
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Granularity
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.shampoo_blocks import BlockJob, factor_grid_of, granularity_of, write_directions
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.torch_private import foreach_copy_, foreach_lerp_
 
-_RELATIVE_EPS = 1e-6
+_RELATIVE_EPS = 1e-6  # ten times the rounding of fp32 factors
 
 
+@set_module("vescale_fsdp.optim")
 class Shampoo(BatchedOptimizer):
-    """Blocked Shampoo for vectors, matrices and stacks of matrices; AdamW for the rest, if asked.
+    """Blocked Shampoo for vectors, matrices and stacks of matrices, and AdamW for ``adamw_params``.
 
     Args:
         params: parameters or param groups.
-        lr: learning rate; with grafting, AdamW's.
-        betas: of the averaged gradient and of the factors (1.0: plain sums).
-        eps: least eigenvalue of a factor; it matters for gradients of zeros.
-        relative_eps: least eigenvalue of a factor as a fraction of its largest. The default is ten times the rounding
-            of factors in fp32, so that a step depends on the gradients and not on the rounding of a BLAS library.
-        weight_decay: decoupled.
-        block_size: b, rows and columns of a block.
-        update_every: steps between two computations of the inverse roots, which are the costly part.
-        start_step: the first step that uses them; before it the grafted optimizer steps. Default: update_every.
-        grafting: ``"adam"`` gives each block's direction the norm of Adam's; ``"none"`` leaves its own.
-        graft_beta2, graft_eps: of that Adam.
+        lr: learning rate; with grafting, a learning rate for AdamW fits.
+        betas: decay rates of the averaged gradient and of the factors (1.0: plain sums).
+        eps: lower bound of a factor's eigenvalues; it has an effect if gradients are zero.
+        relative_eps: lower bound of a factor's eigenvalues, as a fraction of its largest eigenvalue. The default is ten
+            times the rounding of fp32 factors, so that a step does not depend on the rounding of a BLAS library.
+        weight_decay: decoupled weight decay, as in AdamW.
+        block_size: b, the largest number of rows and columns of a block.
+        update_every: number of steps between two computations of the inverse roots, the most expensive part.
+        start_step: the first step that uses inverse roots; earlier steps are Adam's. Default: update_every.
+        grafting: ``"adam"`` scales each block's direction to the norm of Adam's direction; ``"none"`` does not.
+        graft_beta2, graft_eps: arguments of this Adam.
         adamw_params: parameters for AdamW, such as embeddings.
-        adamw: how those are stepped.
+        adamw: options of AdamW.
 
     Raises:
         LayoutError: if a rank boundary cuts a block, or the arguments are not valid.
@@ -86,7 +88,7 @@ class Shampoo(BatchedOptimizer):
             or grafting not in ("adam", "none")
         ):
             raise LayoutError(
-                "Shampoo cannot work with these arguments.",
+                "Shampoo does not accept these arguments.",
                 expected="block_size >= 1, update_every >= 1, 0 <= relative_eps <= 1, grafting 'adam' or 'none'",
                 got=f"block_size={block_size}, update_every={update_every}, relative_eps={relative_eps}, "
                 f"grafting={grafting!r}",
@@ -114,8 +116,8 @@ class Shampoo(BatchedOptimizer):
         """The granularity rule for ``fully_shard(model, granularity=Shampoo.granularity(block_size=...))``.
 
         Args:
-            block_size: as the optimizer will be given it.
-            adamw: name patterns (fnmatch) of parameters that AdamW will step; they may be cut anywhere.
+            block_size: the optimizer's ``block_size``.
+            adamw: name patterns (fnmatch) of parameters for AdamW; they may be cut anywhere.
         """
 
         def rule(fqn: str, param: Any) -> Granularity:
@@ -130,7 +132,7 @@ class Shampoo(BatchedOptimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             if group["algorithm"] == self.algorithm:
-                group.setdefault("relative_eps", _RELATIVE_EPS)  # absent in checkpoints of 0.1
+                group.setdefault("relative_eps", _RELATIVE_EPS)  # not in checkpoints of version 0.1
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         grid = factor_grid_of(tuple(param.shape), group["block_size"])

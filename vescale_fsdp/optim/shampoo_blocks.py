@@ -1,11 +1,11 @@
 """Blocks of Shampoo: the grid of a parameter, the arithmetic of a stack of blocks, and copies into and out of stacks.
 
-A matrix is cut into blocks of at most b x b; a *band* is one row of blocks. The first two indices of a tensor of
-factors are those of the block, so "the factor of block (i, j)" means the same at every world size::
+A matrix is divided into blocks of at most b x b; a *band* is one row of blocks. The first two indices of a tensor of
+factors are the block's row and column, so the factor of block (i, j) has the same index at every world size::
 
     shape (5, 7), b = 4                left (2, 2, 4, 4)      right (2, 2, 4, 4)
       band 0   A A A A B B B           A: 4 x 4   B: 4 x 4    A: 4 x 4   B: 3 x 3
-               ...4 rows                (the corner of size height or width is used, the rest stays 0)
+               ...4 rows                (only the corner of the block's height or width is used, the rest stays 0)
       band 1   C C C C D D D           C: 1 x 1   D: 1 x 1    C: 4 x 4   D: 3 x 3
 
 Stacks (E, m, k) have ceil(m / b) bands per matrix. Vectors are one column in blocks of b, with left factors only.
@@ -17,12 +17,12 @@ the choice of roots as in arXiv 2309.06497.
 Blocks of one size, over all parameters of a step, are computed as a stack, so an operator is one launch for all of
 them:
 
-    lines      of a parameter, [lines of the piece, cols]: gradient, averaged gradient, grafted direction, update
-    area       blocks of one size next to each other in them, cut so that a stack has bounded size
+    lines      [lines of the piece, cols] of a parameter: gradient, averaged gradient, grafted direction, update
+    area       adjacent blocks of one size in the lines, at most as many as fit into a stack of bounded size
     stack      [n, height, width] copies of all areas of one size
 
-Only copies into and out of stacks are launched per parameter. On the CPU a stack is one block: operators need no launch
-there, and the number of matrices in a product may change the last bit, which would then depend on the number of ranks.
+Only copies into and out of stacks are launched per parameter. On the CPU a stack is one block: there are no launches to
+save, and the number of matrices in a product may change the last bit, which would then depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ class BlockArea(NamedTuple):
     left: int  # first column
     height: int  # of a block
     width: int
-    band: int  # the first, counted from the first band of the piece
-    column: int
-    bands: int = 1  # how many
-    columns: int = 1
+    band: int  # the area's first band, counted from the first band of the piece
+    column: int  # the area's first column of blocks
+    bands: int = 1  # number of bands
+    columns: int = 1  # number of columns of blocks
 
     @property
     def side_numel(self) -> int:
-        """Elements of the larger one of a block's factors: never fewer than its own."""
+        """Elements of the larger one of a block's two factors; at least as many as elements of the block."""
         return max(self.height, self.width) ** 2
 
     @property
     def numel(self) -> int:
-        """Elements of all blocks' larger factors."""
+        """Elements of the larger factors of all blocks, a bound of the area's memory."""
         return self.bands * self.columns * self.side_numel
 
     def parts(self, most_blocks: int) -> Iterator[BlockArea]:
-        """Areas of at most so many blocks."""
+        """The area, divided into areas of at most ``most_blocks`` blocks."""
         columns = min(self.columns, most_blocks)
         bands = most_blocks // columns
         for band in range(0, self.bands, bands):
@@ -85,7 +85,7 @@ class FactorGrid:
     """Blocks of at most ``block`` x ``block`` over ``stack`` matrices of ``rows`` x ``cols``.
 
     Args:
-        order: dims that have a factor: 2 for matrices, 1 for vectors.
+        order: number of factors per block: 2 for matrices, 1 for vectors.
     """
 
     stack: int
@@ -96,31 +96,31 @@ class FactorGrid:
 
     @property
     def bands_per_matrix(self) -> int:
-        """Rows of blocks in one matrix."""
+        """Number of bands in one matrix."""
         return -(-self.rows // self.block)
 
     @property
     def period(self) -> int:
-        """Elements after which the ends of bands repeat: a band, or a matrix if its last band is short."""
+        """Elements after which band boundaries repeat: one band, or one matrix if its last band is short."""
         even = self.stack == 1 or self.rows % self.block == 0
         return (self.block if even else self.rows) * self.cols
 
     @property
     def num_columns(self) -> int:
-        """Blocks side by side."""
+        """Number of blocks in a band."""
         return -(-self.cols // self.block)
 
     @property
     def factor_shapes(self) -> dict[str, tuple[int, int, int, int]]:
-        """Shapes of the left factors, and of the right ones if there are any: [band, column, side, side]."""
+        """Shapes of the tensors of left factors and, for matrices, right factors: [band, column, side, side]."""
         lines = {"left": self.rows, "right": self.cols} if self.order == 2 else {"left": self.rows}
-        place = (self.stack * self.bands_per_matrix, self.num_columns)
-        return {side: (*place, min(self.block, n), min(self.block, n)) for side, n in lines.items()}
+        blocks = (self.stack * self.bands_per_matrix, self.num_columns)
+        return {side: (*blocks, min(self.block, n), min(self.block, n)) for side, n in lines.items()}
 
     def band_start(self, band: int) -> int:
-        """Flat index of the first element of a band; of the tensor's end for the band after the last."""
-        matrix, place = divmod(band, self.bands_per_matrix)
-        return (matrix * self.rows + place * self.block) * self.cols
+        """Flat index of the first element of a band; for the band after the last one, the end of the tensor."""
+        matrix, index = divmod(band, self.bands_per_matrix)
+        return (matrix * self.rows + index * self.block) * self.cols
 
     def bands_in(self, piece: FlatRange) -> range:
         """The bands of a piece.
@@ -137,7 +137,7 @@ class FactorGrid:
                 expected=f"cuts between blocks of {self.block} rows of {self.cols}",
                 got=f"[{piece.start}, {piece.stop})",
                 where=f"{self.stack} matrices of {self.rows} x {self.cols}",
-                todo="ask for whole blocks when sharding: fully_shard(model, granularity="
+                todo="keep blocks whole when sharding: fully_shard(model, granularity="
                 f"Shampoo.granularity(block_size={self.block})), or pass the parameter in adamw_params=[...]",
             )
         return range(first, last)
@@ -172,7 +172,7 @@ def factor_grid_of(shape: tuple[int, ...], block: int) -> FactorGrid:
     """
     if len(shape) not in (1, 2, 3) or 0 in shape:
         raise LayoutError(
-            "Shampoo has factors for vectors, matrices and stacks of matrices.",
+            "Shampoo supports only non-empty vectors, matrices and stacks of matrices.",
             expected="a non-empty shape of 1, 2 or 3 dims",
             got=f"shape {shape}",
             todo="pass this parameter in adamw_params=[...]",
@@ -186,19 +186,10 @@ def granularity_of(shape: tuple[int, ...], block: int) -> Granularity:
     """The granularity that keeps the bands of a parameter whole."""
     if len(shape) == 1:
         return Flat(block)
-    # Rows(b) of a stack counts rows through all matrices: its cuts meet the bands only if b divides them.
+    # Rows(b) counts rows through all matrices of a stack: its cuts are between bands only if b divides the rows.
     if len(shape) == 3 and shape[-2] % block:
         return Whole("matrix")
     return Rows(block)
-
-
-def accumulate(factors: torch.Tensor, grads: torch.Tensor, beta2: float) -> None:
-    """Add ``grad @ grad.T`` of each block to its factor, in place: [n, side, side] and [n, side, other side]."""
-    products = torch.bmm(grads, grads.mT)
-    if beta2 == 1.0:
-        factors.add_(products)
-    else:
-        factors.mul_(beta2).add_(products, alpha=1 - beta2)
 
 
 def inverse_roots(
@@ -206,60 +197,52 @@ def inverse_roots(
 ) -> torch.Tensor:
     """``factor ** (-1 / root)`` of symmetric positive semi-definite matrices [n, side, side], by their eigenvalues.
 
-    Eigenvalues below ``max(eps, relative_eps * largest)`` are raised to that floor; larger ones are not changed.
+    Eigenvalues below ``max(eps, relative_eps * largest)`` are raised to this bound; larger ones are not changed.
 
     Args:
         factors: the matrices.
-        last: the roots that a matrix keeps if its decomposition does not converge (with a warning).
+        last: earlier roots, which a matrix keeps, with a warning, if its decomposition does not converge.
         root: degree of the inverse root.
-        eps: absolute floor of the eigenvalues, for matrices of zeros.
-        relative_eps: floor of the eigenvalues as a fraction of the matrix' largest.
+        eps: absolute lower bound of the eigenvalues, for matrices of zeros.
+        relative_eps: lower bound of the eigenvalues, as a fraction of the matrix' largest eigenvalue.
 
     Returns:
-        The roots; NaN for a matrix that is not finite, so that a bad gradient shows as it does in AdamW.
+        The roots; NaN for a matrix that is not finite, so that a bad gradient is as visible as in AdamW.
     """
     finite = factors.isfinite().flatten(1).all(1).view(-1, 1, 1)
-    # One matrix that is not finite would fail the decomposition of all. Nothing here waits for the device.
+    # A matrix that is not finite would fail the decomposition of the stack. Selecting such matrices by an index would
+    # make the host wait for the device; torch.where does not.
     identity = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
     solvable = torch.where(finite, factors, identity)
     try:
         roots = _roots(solvable, root, eps, relative_eps)
-    except torch.linalg.LinAlgError:
-        pairs = zip(solvable.split(1), last.split(1), strict=True)
-        roots = torch.cat([_root_or_last(factor, kept, root, eps, relative_eps) for factor, kept in pairs])
+    except torch.linalg.LinAlgError:  # find the matrices that do not converge one by one
+        each_root = []
+        for factor, last_root in zip(solvable.split(1), last.split(1), strict=True):
+            try:
+                each_root.append(_roots(factor, root, eps, relative_eps))
+            except torch.linalg.LinAlgError:
+                warnings.warn(
+                    "Shampoo: eigh did not converge; the block keeps its last inverse root", stacklevel=2
+                )
+                each_root.append(last_root)
+        roots = torch.cat(each_root)
     return torch.where(finite, roots, torch.nan)
 
 
 def _roots(factors: torch.Tensor, root: int, eps: float, relative_eps: float) -> torch.Tensor:
     # In fp32 the decomposition has an error of about 1e-7 of the largest eigenvalue. In the null space of a factor
-    # without full rank only that error remains, and the power of -1/4 makes it the largest entry of the root: the
-    # results of two BLAS libraries differed by 100 %. Hence fp64, and one floor to which such eigenvalues are raised (a
-    # shift would keep their rounding). Only the rounding of the factor itself remains.
+    # without full rank only this error remains, and the power of -1/4 makes it the largest entry of the root: results
+    # of two BLAS libraries differed by 100 %. So the decomposition is in fp64, and such eigenvalues are raised to one
+    # bound (adding a constant would keep their rounding). Only the rounding of the factor itself remains.
     values, vectors = torch.linalg.eigh(factors.double())
     floor = (values[:, -1:] * relative_eps).clamp_min(eps)
     values = torch.maximum(values, floor)
     return torch.bmm(vectors * values.pow(-1.0 / root).unsqueeze(1), vectors.mT).to(factors.dtype)
 
 
-def _root_or_last(
-    factor: torch.Tensor, last: torch.Tensor, root: int, eps: float, relative_eps: float
-) -> torch.Tensor:
-    try:
-        return _roots(factor, root, eps, relative_eps)
-    except torch.linalg.LinAlgError:
-        warnings.warn("Shampoo: eigh did not converge; the block keeps its last inverse root", stacklevel=2)
-        return last
-
-
-def graft(directions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Directions with the norms of another update of the same blocks, [n, height, width] both."""
-    # One norm per block over all its elements: the rounding of a norm over two dims depends on the stack's size.
-    norms, wanted = (torch.stack(foreach_norm_of(list(each.unbind()))) for each in (directions, like))
-    return directions * (wanted / (norms + 1e-16)).view(-1, 1, 1)
-
-
 _STACK_NUMEL = 4 << 20
-"""Elements of a stack of factors, 16 MiB in fp32; about a dozen exist at once, eigenvectors included."""
+"""Most elements of a stack of factors, 16 MiB in fp32. About a dozen such tensors exist at once, with eigenvectors."""
 
 
 class BlockJob(NamedTuple):
@@ -267,14 +250,13 @@ class BlockJob(NamedTuple):
 
     areas: Sequence[BlockArea]
     lines: tuple[torch.Tensor, ...]  # gradient, averaged gradient, grafted direction: [lines, cols] each
-    update: torch.Tensor  # the same, to be written
-    factors: Mapping[
-        str, tuple[torch.Tensor, torch.Tensor]
-    ]  # by side: factors, roots [bands, columns, side, side]
+    update: torch.Tensor  # [lines, cols], written by `write_directions`
+    # For each side, "left" and "right": factors and roots, [bands, columns, side, side] each.
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def write_directions(jobs: Sequence[BlockJob], step: int, group: Mapping[str, Any]) -> None:
-    """Update the factors of all blocks and, when due, their roots; write the blocks' directions."""
+    """Update the factors of all blocks and, every ``update_every`` steps, their roots; write the blocks' directions."""
     items = (
         ((len(job.factors), part.height, part.width), part.numel, (job, part))
         for job in jobs
@@ -298,7 +280,12 @@ def _write_alike(alike: Sequence[tuple[BlockJob, BlockArea]], step: int, group: 
             [_factors_of(job.factors[side][which], area, side) for job, area in alike] for which in range(2)
         )
         stack = _stacked(factors)
-        accumulate(stack, grads if side == "left" else grads.mT, beta2)
+        rows = grads if side == "left" else grads.mT
+        products = torch.bmm(rows, rows.mT)
+        if beta2 == 1.0:
+            stack.add_(products)
+        else:
+            stack.mul_(beta2).add_(products, alpha=1 - beta2)
         foreach_copy_(factors, _as_areas(stack, factors))
         if step < start:
             continue
@@ -312,15 +299,22 @@ def _write_alike(alike: Sequence[tuple[BlockJob, BlockArea]], step: int, group: 
     if step < start:
         directions = plain
     elif group["grafting"] == "adam":
-        directions = graft(directions, plain)
+        # One norm per block over all its elements: the rounding of a norm over two dims depends on the stack's size.
+        norms, target_norms = (
+            torch.stack(foreach_norm_of(list(each.unbind()))) for each in (directions, plain)
+        )
+        directions = directions * (target_norms / (norms + 1e-16)).view(
+            -1, 1, 1
+        )  # 1e-16: against division by zero
     updates = [_blocks_of(job.update, area) for job, area in alike]
     foreach_copy_(updates, _as_areas(directions, updates))
 
 
-# -- areas as [bands, columns, height, width] views, and stacks of them ------------------------------------
+# -- views of areas, and stacks of their blocks ------------------------------------------------------------
 
 
 def _blocks_of(lines: torch.Tensor, area: BlockArea) -> torch.Tensor:
+    """The blocks of an area, a view [bands, columns, height, width]."""
     rows = lines.narrow(0, area.top, area.bands * area.height)
     cut = rows.narrow(1, area.left, area.columns * area.width)
     return (
@@ -335,13 +329,13 @@ def _factors_of(factors: torch.Tensor, area: BlockArea, side: str) -> torch.Tens
 
 
 def _stacked(areas: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Contiguous copies: the rounding of matrix products may depend on strides, which depend on the cut."""
+    """A contiguous copy of the blocks of all areas: with views, strides and so rounding would depend on the shards."""
     stack = areas[0].new_empty(sum(each.shape[0] * each.shape[1] for each in areas), *areas[0].shape[2:])
     foreach_copy_(_as_areas(stack, areas), list(areas))
     return stack
 
 
 def _as_areas(stack: torch.Tensor, areas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of a stack that belong to areas, shaped as they are."""
+    """Views of a stack's blocks in the shapes of areas."""
     counts = [each.shape[0] * each.shape[1] for each in areas]
     return [part.view(each.shape) for part, each in zip(stack.split(counts), areas, strict=True)]

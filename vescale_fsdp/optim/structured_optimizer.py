@@ -1,14 +1,13 @@
 """StructuredOptimizer: the common part of Muon, Shampoo and AdamW8bit.
 
-- State exists from construction on, for every parameter on every rank, so that a checkpoint has the same keys
-everywhere
+- State is made at construction, for every parameter on every rank, so that a checkpoint has the same keys on all ranks
   and can be loaded before the first step.
-- Each param group records the facts that define the meaning of its state (momentum form, block size, map); a checkpoint
-  that recorded others is refused.
-- A param group with ``algorithm="adamw"`` is stepped by torch's own AdamW, on this rank's elements. - State keeps its
-dtype when loaded. `torch.optim.Optimizer.load_state_dict` casts floating-point state to the parameter's
-  dtype: an fp32 scale or counter of a bf16 parameter would lose its value (a bf16 counter stops at 256). Here loading
-  copies values into the tensors made at construction (`copy_state`).
+- Each param group records the options that define the meaning of its state (momentum form, block size, map). Loading a
+  checkpoint with other options raises.
+- A param group with ``algorithm="adamw"`` is stepped by torch's AdamW, on this rank's elements.
+- State keeps its dtype when loaded. `torch.optim.Optimizer.load_state_dict` casts floating-point state to the
+  parameter's dtype: an fp32 scale or counter of a bf16 parameter would lose its value (a bf16 counter stops at 256).
+  Here loading copies values into the tensors made at construction (`copy_state`).
 """
 
 from __future__ import annotations
@@ -26,17 +25,19 @@ from torch.optim.adamw import adamw
 from vescale_fsdp.dtensor.piece_map import local_grad, local_part_of, local_tensor, pieces_of
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute
 from vescale_fsdp.errors import CheckpointError, LayoutError
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import local_of
 
 T = TypeVar("T")
 
-_BATCH_NUMEL = 8 << 20  # elements stepped as one, with up to a dozen fp32 temporaries of that size
+_BATCH_NUMEL = 8 << 20  # elements of a batch; a step has up to a dozen fp32 temporaries of this size
 
 
+@set_module("vescale_fsdp.optim")
 @dataclass(frozen=True)
 class AdamWOptions:
-    """Options of AdamW for parameters outside the structured algorithm; torch.optim.AdamW's defaults.
+    """Options of AdamW for the parameters that AdamW steps, with torch.optim.AdamW's defaults.
 
     Examples:
         >>> AdamWOptions(lr=3e-4, weight_decay=0.1).betas
@@ -56,7 +57,7 @@ def check_rates(lr: float, betas: tuple[float, float], eps: float, weight_decay:
     """Check the rates of AdamW and related optimizers.
 
     Raises:
-        LayoutError: naming those that are out of range.
+        LayoutError: with the names of rates that are out of range.
     """
     bad = {
         "lr": not lr >= 0,
@@ -66,7 +67,7 @@ def check_rates(lr: float, betas: tuple[float, float], eps: float, weight_decay:
     }
     if any(bad.values()):
         raise LayoutError(
-            f"An optimizer cannot take these values: {', '.join(n for n, is_bad in bad.items() if is_bad)}.",
+            f"The optimizer does not accept these values: {', '.join(n for n, is_bad in bad.items() if is_bad)}.",
             expected="lr, eps, weight_decay >= 0 and betas in [0, 1)",
             got=f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}",
             todo="correct the optimizer's arguments",
@@ -74,14 +75,14 @@ def check_rates(lr: float, betas: tuple[float, float], eps: float, weight_decay:
 
 
 class StructuredOptimizer(torch.optim.Optimizer, ABC):
-    """Base of the optimizers that know which ranks have which part of a parameter. Subclasses are final."""
+    """Base of optimizers that use the placements of parameters. Subclasses are final."""
 
     algorithm: ClassVar[str]
     recorded: ClassVar[tuple[str, ...]] = ()
-    """Keys of a param group that define the meaning of its state; a checkpoint must have the same values."""
+    """Keys of a param group that define the meaning of its state. A loaded checkpoint must have the same values."""
 
-    kept: ClassVar[tuple[str, ...]] = ("_adamw",)
-    """Attributes that copies and pickles of the optimizer keep, in addition to torch's."""
+    pickled: ClassVar[tuple[str, ...]] = ("_adamw",)
+    """Names of attributes that copies and pickles of the optimizer keep, in addition to torch's."""
 
     def __init__(
         self,
@@ -98,19 +99,19 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         super().__init__(groups, {"algorithm": self.algorithm, **defaults})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.kept}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.pickled}}
 
     @abstractmethod
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """State of one parameter of this optimizer's own algorithm, all of it, before any step.
+        """The complete state, before the first step, of a parameter that this optimizer's own algorithm steps.
 
         Raises:
-            LayoutError: if the algorithm cannot step this parameter, or not with its placements.
+            LayoutError: if the algorithm does not support this parameter or its placements.
         """
 
     @abstractmethod
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Step all parameters that have a gradient, those of this optimizer's own algorithm in ``groups``."""
+        """Step all parameters that have a gradient: ``groups`` by this optimizer's own algorithm, others by AdamW."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their state is made at once."""
@@ -121,7 +122,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                 expected=f"{self.algorithm!r} or 'adamw'",
                 got=repr(algorithm),
                 where=f"param group {len(self.param_groups)} of {type(self).__name__}",
-                todo="leave 'algorithm' out, or pass the parameters in adamw_params=[...]",
+                todo="do not set 'algorithm', or pass the parameters in adamw_params=[...]",
             )
         if algorithm == "adamw":
             param_group = {**asdict(self._adamw), **param_group}
@@ -129,31 +130,32 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         self._make_state(self.param_groups[-1])
 
     def make_state(self) -> None:
-        """Reset all state, as before the first step: for parameters that were moved to other ranks."""
+        """Make all state again, as before the first step. Called when parameters were moved to other ranks."""
         for group in self.param_groups:
             self._make_state(group)
 
     def _make_state(self, group: dict[str, Any]) -> None:
         own = group["algorithm"] == self.algorithm
         for param in group["params"]:
-            self._check_param(param)
-            self.state[param] = self._init_state(param, group) if own else _adamw_state(param)
-
-    def _check_param(self, param: torch.Tensor) -> None:
-        if param.is_meta or not param.is_floating_point():
-            raise LayoutError(
-                f"{type(self).__name__} cannot keep state for this parameter.",
-                expected="a floating-point tensor with storage",
-                got=f"{param.dtype} on device {param.device}",
-                where=f"parameter of shape {tuple(param.shape)}",
-                todo="materialise the model first: model.to_empty(device=...), initialise it, then build "
-                "the optimizer",
-            )
-        local_tensor(param)  # raises for a tensor that is not contiguous
+            if param.is_meta or not param.is_floating_point():
+                raise LayoutError(
+                    f"{type(self).__name__} cannot keep state for this parameter.",
+                    expected="a floating-point tensor with storage",
+                    got=f"{param.dtype} on device {param.device}",
+                    where=f"parameter of shape {tuple(param.shape)}",
+                    todo="materialise the model first: model.to_empty(device=...), initialise it, then build "
+                    "the optimizer",
+                )
+            local_tensor(param)  # raises for a tensor that is not contiguous
+            if own:
+                self.state[param] = self._init_state(param, group)
+            else:
+                moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[param] = {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One optimizer step. Parameters without a gradient are left alone.
+        """One optimizer step. Parameters without a gradient do not change.
 
         Args:
             closure: evaluates the model and returns the loss; optional.
@@ -166,7 +168,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def _step_adamw(self) -> None:
-        """Step the groups that torch's AdamW takes."""
+        """Step the groups with ``algorithm="adamw"``."""
         for group in self.param_groups:
             if group["algorithm"] != "adamw":
                 continue
@@ -190,7 +192,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load state into the existing tensors. Nothing changes if any part does not fit.
+        """Load state into the existing tensors. If any part does not fit, nothing changes.
 
         Raises:
             CheckpointError: if the checkpoint recorded another momentum form, block size or map, or its
@@ -199,6 +201,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         self._check_recorded(state_dict["param_groups"])
         own = dict(self.state)
         own_groups = self.param_groups
+        # torch's method matches keys to parameters; it casts tensors, but not the wrapped values.
         wrapped = {
             key: {name: _Opaque(value) for name, value in parts.items()}
             for key, parts in state_dict["state"].items()
@@ -210,58 +213,57 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         }
         self.state = defaultdict(dict, own)
         try:
-            self._check_loaded(loaded)
+            for param, _, where in self._params_with_keys(state_dict):
+                if param in loaded or param.requires_grad:
+                    check_state(loaded.get(param, {}), self.state[param], where)
         except CheckpointError:
             self.param_groups = own_groups
             raise
-        for param, parts in own.items():  # in our order: the loaded dict may have another on each rank
+        # Copies between placements are collectives, so all ranks need the same order; the loaded order may differ.
+        for param, parts in own.items():
             if param in loaded:
                 copy_state(loaded[param], parts)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state with another meaning or other parts, before its tensors have values.
+        """Check the recorded options and the names of a state before its tensors are read.
 
         Args:
             state_dict: as for `load_state_dict`, with any values in place of tensors.
 
         Raises:
-            CheckpointError: as `load_state_dict`, but for shapes and dtypes.
+            CheckpointError: as `load_state_dict`, except for shapes and dtypes.
         """
         self._check_recorded(state_dict["param_groups"])
-        for number, (group, saved) in enumerate(
-            zip(self.param_groups, state_dict["param_groups"], strict=True)
-        ):
-            for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
-                if key in state_dict["state"] or param.requires_grad:
-                    parts = state_dict["state"].get(key, {})
-                    where = f"parameter {index} of param group {number}, shape {tuple(param.shape)}"
-                    check_parts(parts, self.state[param], where)
+        for param, key, where in self._params_with_keys(state_dict):
+            if key in state_dict["state"] or param.requires_grad:
+                check_parts(state_dict["state"].get(key, {}), self.state[param], where)
 
-    def _check_loaded(self, loaded: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        for number, group in enumerate(self.param_groups):
-            for index, param in enumerate(group["params"]):
-                where = f"parameter {index} of param group {number}, shape {tuple(param.shape)}"
-                if param in loaded or param.requires_grad:
-                    check_state(loaded.get(param, {}), self.state[param], where)
+    def _params_with_keys(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Any, str]]:
+        """Each parameter, its key in the state dict, and its description for errors."""
+        groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
+        for number, (group, saved) in enumerate(groups):
+            for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
+                yield param, key, f"parameter {index} of param group {number}, shape {tuple(param.shape)}"
 
     def _check_recorded(self, saved_groups: list[dict[str, Any]]) -> None:
+        # torch's own loading reports a different number of groups, hence strict=False.
         for number, (own, saved) in enumerate(zip(self.param_groups, saved_groups, strict=False)):
             keys = ("algorithm", *(self.recorded if own["algorithm"] == self.algorithm else ()))
             expected = {key: _plain(own[key]) for key in keys}
             got = {key: _plain(saved.get(key, "not recorded")) for key in keys}
             if got != expected:
                 raise CheckpointError(
-                    "The checkpoint's optimizer state has another meaning than this optimizer's.",
+                    "The checkpoint's optimizer state was made with other options than this optimizer's.",
                     expected=expected,
                     got=got,
                     where=f"param group {number} of {type(self).__name__}",
-                    todo="build the optimizer with the recorded options; if another optimizer wrote the state and you "
-                    "know that it has the same meaning, write these keys into its param groups",
+                    todo="build the optimizer with the recorded options; or, if another optimizer wrote the state and "
+                    "you know that it used the same options, add these keys to the checkpoint's param groups",
                 )
 
 
 class BatchedOptimizer(StructuredOptimizer):
-    """An optimizer that steps similar parameters as one batch, where an operator costs a launch."""
+    """An optimizer that steps similar parameters as one batch on devices where operators are kernel launches."""
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
         self._step_adamw()
@@ -274,13 +276,13 @@ class BatchedOptimizer(StructuredOptimizer):
                 self._step_batch(batch, group)
 
     def _alike(self, param: torch.Tensor) -> Hashable:
-        """Equal for parameters that are stepped as one."""
+        """A key that is equal for parameters of one batch."""
         if not launches(param.device):
-            return id(param)
+            return id(param)  # on the CPU every parameter is a batch
         return self._kind(param), float(self.state[param]["step"]), param.dtype, param.device
 
     def _kind(self, param: torch.Tensor) -> Hashable:
-        """Equal for parameters that may be one batch, apart from step, dtype and device."""
+        """The part of the key that depends on the algorithm."""
         return ()
 
     @abstractmethod
@@ -289,16 +291,16 @@ class BatchedOptimizer(StructuredOptimizer):
 
 
 def launches(device: torch.device) -> bool:
-    """Whether an operator costs a launch in addition to its work: then many tensors are stepped at once."""
+    """Whether an operator is a kernel launch, so that stepping many tensors at once is faster."""
     return device.type != "cpu"
 
 
 def batches_of(items: Iterable[tuple[Hashable, int, T]], most_numel: int) -> Iterator[list[T]]:
-    """Batches of items to compute as one: of equal kind, with a bounded number of elements.
+    """Batches of items of equal kind, with a bounded number of elements.
 
     Args:
-        items: (kind, elements, item).
-        most_numel: elements of a batch, unless one item has more.
+        items: tuples (kind, number of elements, item).
+        most_numel: most elements of a batch; a larger item is a batch of its own.
     """
     batches: dict[Hashable, list[T]] = {}
     numels: dict[Hashable, int] = {}
@@ -313,7 +315,7 @@ def batches_of(items: Iterable[tuple[Hashable, int, T]], most_numel: int) -> Ite
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """The result of a step's closure, evaluated with gradients; None without one."""
+    """The result of a step's closure, evaluated with gradients enabled; None if there is no closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -321,7 +323,7 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples and lists compare equal: some formats save one as the other."""
+    """The value with lists in place of tuples, so that both compare equal: some formats save tuples as lists."""
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -339,14 +341,9 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
     return [{"params": items}] if items else []
 
 
-def _adamw_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
-    moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
-
-
 @dataclass(frozen=True, eq=False)
 class _Opaque:
-    """A saved value that torch's loading does not cast, because it is not a tensor."""
+    """A wrapped value, which torch's loading does not cast because the wrapper is not a tensor."""
 
     value: Any
 
@@ -374,31 +371,30 @@ def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) 
 
 
 def check_parts(saved: Iterable[str], state: Iterable[str], where: str) -> None:
-    """Check that saved state has the parts of a parameter's state.
+    """Check that saved state has the same names as a parameter's state.
 
     Raises:
-        CheckpointError: if their names differ.
+        CheckpointError: if names differ.
     """
     if set(saved) != set(state):
         raise CheckpointError(
-            "The saved optimizer state has other parts than this optimizer keeps.",
+            "The saved optimizer state has other parts than this optimizer's state.",
             expected=sorted(state),
             got=sorted(saved),
             where=where,
-            todo="build the optimizer with the param groups and options it was saved with; state is "
-            "never quantised or dequantised in silence",
+            todo="build the optimizer with the param groups and options of the saved one; loading never "
+            "quantises or dequantises state",
         )
 
 
 def copy_state(saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Copy checked values into the tensors of ``state``. Collective where placements differ.
+    """Copy checked values into the tensors of ``state``. Collective if placements differ.
 
-    The kinds of (saved value, this rank's tensor):
-
-        DTensor, DTensor with the same placements     copy of the local part
-        DTensor, DTensor with other placements        redistribute, then copy
-        plain of the global shape, DTensor            copy of this rank's piece
-        plain or a number, plain                      copy
+    saved value                   tensor of ``state``               copied
+    DTensor                       DTensor, same placements          the local tensor
+    DTensor                       DTensor, other placements         the local tensor, after redistribution
+    plain, of the global shape    DTensor                           this rank's piece
+    plain, or a number            plain                             the value
     """
     for name, target in state.items():
         _copy_value(saved[name], target)

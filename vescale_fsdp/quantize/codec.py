@@ -1,17 +1,18 @@
-"""Block codecs: tensors as 8-bit codes and one scale per block, in the formats that matrix units read.
+"""Block codecs: tensors as 8-bit codes and one scale per block, in formats that GPUs' matrix units read.
 
     codec               block      scale                        value
     Fp8Blocks(128,128)  128 x 128  fp32, amax / 448             code * scale      DeepSeek's weights
-    Fp8Blocks(1, 128)   1 x 128    fp32                         code * scale      its activations
+    Fp8Blocks(1, 128)   1 x 128    fp32, amax / 448             code * scale      DeepSeek's activations
     Mxfp8()             1 x 32     E8M0, 2^(floor(log2 amax)-8) code * scale      OCP Microscaling 1.0
     Int8Rows()          one row    fp32, amax / 127             code * scale      int8 weights of matrix units
 
 Codes are e4m3 (``float8_e4m3fn``) or int8, stored as uint8 so that every collective supports them. Kernels take
 ``.view(codec.code_dtype)``, and ``.view(torch.float8_e8m0fnu)`` of MX scales. The 8-bit floats were compared with
-torchao's reference functions. Short blocks at the edges are quantised as they are. A block with a NaN or an infinity
-decodes to NaN: a broken weight stays visible.
+torchao's reference functions. Blocks at the edges may be short. A block with a NaN or an infinity decodes to NaN, so
+that a broken weight stays visible.
 
-A tensor is read as lines; adjacent blocks form *bands* of lines, and a band is one run of flat elements (`BlockGrid`)::
+A tensor is divided into lines, and a *band* is a row of blocks over one or more lines: one run of flat elements
+(`BlockGrid`)::
 
     Flat(4), 10 elements            Tiles(2, 3), shape (3, 5)
     lines of 4, one block each      lines are rows, bands of 2 rows, blocks of 2 x 3
@@ -19,9 +20,9 @@ A tensor is read as lines; adjacent blocks form *bands* of lines, and a band is 
       bbbb                            a a a b b
       cc      last block short        c c c d d     last band short, b and d narrow
 
-A piece that begins and ends between bands can be quantised alone, without communication: its codes and scales are,
-bit for bit, those of the full tensor. A `Granularity` of the same block makes such pieces. Gathering the codes (one
-byte per element and a scale per block) then replaces gathering the values. Stacks (E, m, k) are read as E * m rows.
+A piece that begins and ends between bands can be quantised alone, without communication: its codes and scales have the
+same bits as those of the full tensor. A `Granularity` of the same block makes such pieces. Ranks can then gather codes
+(one byte per element, one scale per block) instead of values. Stacks (E, m, k) are treated as E * m rows.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_tensor, z
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 from vescale_fsdp.layout.granularity import Flat, Granularity, Tiles
+from vescale_fsdp.lazy import set_module
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class BlockGrid:
     """Blocks of ``rows`` x ``cols`` elements over lines of ``line_numel``.
@@ -47,7 +50,7 @@ class BlockGrid:
     Args:
         shape: global shape of the tensor.
         line_numel: elements per line, at least 1.
-        rows, cols: size of a block; the last ones of a line or of the tensor may be smaller.
+        rows, cols: size of a block; the last blocks of a line and of the tensor may be smaller.
         scales_shape: shape of the tensor of scales.
 
     Examples:
@@ -64,21 +67,21 @@ class BlockGrid:
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
+        """Number of elements of the tensor."""
         return numel_of(self.shape)
 
     @property
     def band_numel(self) -> int:
-        """Elements per band, which must stay whole on one rank."""
+        """Elements per band; a band must be whole on one rank."""
         return self.rows * self.line_numel
 
     @property
     def scales_per_band(self) -> int:
-        """Blocks in a band."""
+        """Number of blocks in a band."""
         return -(-self.line_numel // self.cols)
 
     def bands_of(self, numel: int) -> int:
-        """Bands of a run of elements that begins with a band."""
+        """Number of bands in ``numel`` elements from the beginning of a band."""
         return -(-numel // self.band_numel)
 
     def scales_of(self, piece: FlatRange, where: str) -> int:
@@ -87,6 +90,7 @@ class BlockGrid:
         Raises:
             LayoutError: if the piece begins or ends inside a band.
         """
+        # The last band may be short, so a piece may end at the tensor's end.
         inner_stop = 0 if piece.stop == self.numel else piece.stop % self.band_numel
         if piece.numel and (piece.start % self.band_numel or inner_stop):
             raise LayoutError(
@@ -100,14 +104,14 @@ class BlockGrid:
         return self.bands_of(piece.numel) * self.scales_per_band
 
     def tiled(self, flat: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """A run of whole bands as [bands, rows, blocks per line, cols].
+        """Whole bands, reshaped to [bands, rows, blocks per line, cols].
 
         Args:
-            flat: 1-D, beginning with a band.
-            fill: the value of missing elements.
+            flat: 1-D, from the beginning of a band.
+            fill: value of elements that complete short blocks.
 
         Returns:
-            A view if every block is complete, else a new tensor.
+            A view if no block is short, else a new tensor.
         """
         bands = self.bands_of(flat.numel())
         missing = bands * self.band_numel - flat.numel()
@@ -124,7 +128,7 @@ class BlockGrid:
 
 
 def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
-    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; tensors below 2-D have flat blocks of a row.
+    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; for tensors below 2-D, a tile is one of its rows.
 
     Raises:
         LayoutError: for any other granularity.
@@ -143,21 +147,21 @@ def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
         run = block.numel if isinstance(block, Flat) else block.cols
         return BlockGrid(shape, run, 1, run, (-(-numel // run),))
     raise LayoutError(
-        "Quantisation blocks are runs or tiles.",
+        "A quantisation block must be a Flat or Tiles granularity.",
         expected="Flat(256), Flat(2048), Tiles(32, 32), ...",
         got=block,
-        todo="pass one of these as the block",
+        todo="pass Flat or Tiles as the block",
     )
 
 
-_E4M3_MAX = 448.0
-_E4M3_MAX_EXPONENT = 8  # of 256, the largest power of two in e4m3
-_INT8_MAX = 127.0
-_LEAST_AMAX = 1e-12
+_E4M3_MAX = 448.0  # largest finite value of float8_e4m3fn
+_E4M3_MAX_EXPONENT = 8  # the largest power of two in e4m3 is 2^8
+_INT8_MAX = 127.0  # not 128, so that codes are symmetric
+_LEAST_AMAX = 1e-12  # blocks of zeros get this magnitude, as in torchao: no division by zero
 _WHOLE_ROW = 1 << 40  # columns: more than any row has
 _E8M0_BIAS = 127
 _E8M0_NAN = 255
-_HALF_LEAST_NORMAL_BITS = 0x00400000  # of 2^-127, which has no exponent field of its own
+_HALF_LEAST_NORMAL_BITS = 0x00400000  # fp32 bits of 2^-127, a subnormal number
 
 
 @dataclass(frozen=True)
@@ -178,8 +182,11 @@ class BlockCodec(ABC):
     code_dtype: ClassVar[torch.dtype]
     """dtype of codes, which are stored as uint8."""
 
-    scale_dtype: ClassVar[torch.dtype]
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
     """dtype in which scales are stored and sent."""
+
+    largest: ClassVar[float]
+    """The largest code, to which the largest magnitude of a block is scaled."""
 
     def __post_init__(self) -> None:
         if min(self.rows, self.cols) < 1:
@@ -202,25 +209,55 @@ class BlockCodec(ABC):
 
     @abstractmethod
     def codes_of(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """uint8 codes of values (fp32) by the factors of their blocks; element-wise, also for parts of blocks."""
+        """uint8 codes of fp32 values, given the factors of their blocks. Element-wise, so blocks may be incomplete."""
 
-    @abstractmethod
     def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For the largest magnitudes of blocks (fp32): the factors of values (fp32), and the scales to store."""
+        """Factors (fp32) by which values are multiplied, and the scales to store.
 
-    @abstractmethod
+        Args:
+            amax: the largest magnitude of each block, fp32.
+        """
+        # As in torchao's kernels: the quotient in fp64, rounded to fp32; its reciprocal is stored.
+        factors = (self.largest / amax.clamp(min=_LEAST_AMAX).double()).float()
+        return factors, factors.reciprocal()
+
     def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
-        """The factors of codes (fp32), from stored scales."""
+        """Factors (fp32) by which codes are multiplied, from stored scales."""
+        return scales
+
+    @torch.no_grad()
+    def quantize(self, tensor: torch.Tensor) -> Quantized:
+        """Codes and scales of a tensor; each rank encodes its own piece, without communication.
+
+        Args:
+            tensor: plain, or a DTensor of contiguous pieces (RaggedShard, Shard(0), Replicate).
+
+        Raises:
+            LayoutError: if a rank boundary cuts a block.
+
+        Examples:
+            >>> Fp8Blocks(128, 128).quantize(torch.randn(256, 256)).scales.shape
+            torch.Size([2, 2])
+        """
+        pieces = contiguous_pieces_of(tensor, "another placement")
+        grid = self.grid(tuple(tensor.shape))
+        numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "tensor"))
+        codes = torch.zeros_like(tensor, dtype=torch.uint8)
+        scales = zeros_sharded_with(tensor, pieces, grid.scales_shape, numels, self.scale_dtype)
+        local_codes, local_scales = self.encode(local_tensor(tensor), grid)
+        local_tensor(codes, "tensor of codes").copy_(local_codes)
+        local_tensor(scales, "tensor of scales").copy_(local_scales)
+        return Quantized(self, codes, scales)
 
     def encode(self, flat: torch.Tensor, grid: BlockGrid) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales of a run of whole bands.
 
         Args:
             flat: 1-D, any floating-point dtype.
-            grid: of the tensor that the run belongs to.
+            grid: grid of the whole tensor.
 
         Returns:
-            uint8 codes like ``flat``, and 1-D scales of ``scale_dtype``, one per block.
+            uint8 codes with the shape of ``flat``, and 1-D scales of ``scale_dtype``, one per block.
         """
         tiles = grid.tiled(flat).float()
         factors, scales = self.scales_of(tiles.abs().amax((1, 3)))
@@ -240,12 +277,14 @@ class _E4m3Codec(BlockCodec):
     """A codec whose codes are e4m3."""
 
     code_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    largest: ClassVar[float] = _E4M3_MAX
 
     def codes_of(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         scaled = (values * factors).clamp(-_E4M3_MAX, _E4M3_MAX)
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class Fp8Blocks(_E4m3Codec):
     """e4m3 codes and fp32 scales: 128 x 128 blocks for weights, 1 x 128 for activations.
@@ -259,17 +298,8 @@ class Fp8Blocks(_E4m3Codec):
     rows: int = 128
     cols: int = 128
 
-    scale_dtype: ClassVar[torch.dtype] = torch.float32
 
-    def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # As in torchao's kernels: the quotient in fp64, rounded to fp32; the reciprocal of that is stored.
-        factors = (_E4M3_MAX / amax.clamp(min=_LEAST_AMAX).double()).float()
-        return factors, factors.reciprocal()
-
-    def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
-        return scales
-
-
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class Mxfp8(_E4m3Codec):
     """e4m3 codes and power-of-two scales for every 32 elements of a row (MX, scale rounded down).
@@ -285,20 +315,21 @@ class Mxfp8(_E4m3Codec):
     scale_dtype: ClassVar[torch.dtype] = torch.uint8
 
     def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # The exponent field of an fp32 number is its biased floor(log2); E8M0 has the same bias.
+        # The exponent bits of an fp32 number are its floor(log2) plus a bias; E8M0 has the same bias.
         exponent = (amax.view(torch.int32) >> 23) & 0xFF
         biased = (exponent - _E4M3_MAX_EXPONENT).clamp(min=0)
         scales = torch.where(amax.isfinite(), biased, _E8M0_NAN).to(torch.uint8)
-        # Not the reciprocal of a scale: some devices flush the least one, 2^-127, to 0.
+        # The factor is computed from bits: as a reciprocal it could be 2^-127, which some devices flush to 0.
         return _power_of_two(torch.where(scales == _E8M0_NAN, scales, 2 * _E8M0_BIAS - scales)), scales
 
     def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
         return _power_of_two(scales)
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class Int8Rows(BlockCodec):
-    """int8 codes and one fp32 scale per row, or per so many columns of it.
+    """int8 codes and one fp32 scale per row, or per ``cols`` columns of a row.
 
     Examples:
         >>> Int8Rows().grid((4, 64)).scales_shape
@@ -309,39 +340,32 @@ class Int8Rows(BlockCodec):
     cols: int = _WHOLE_ROW
 
     code_dtype: ClassVar[torch.dtype] = torch.int8
-    scale_dtype: ClassVar[torch.dtype] = torch.float32
+    largest: ClassVar[float] = _INT8_MAX
 
     def codes_of(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        # The scale marks a block with a NaN: an integer cannot.
+        # An integer cannot be NaN; the scale of a block with a NaN is NaN, so the block decodes to NaN.
         scaled = (values * factors).nan_to_num(0.0).round().clamp(-_INT8_MAX, _INT8_MAX)
         return scaled.to(torch.int8).view(torch.uint8)
 
-    def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        factors = (_INT8_MAX / amax.clamp(min=_LEAST_AMAX).double()).float()
-        return factors, factors.reciprocal()
-
-    def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
-        return scales
-
 
 def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
-    """2^(biased - 127) in fp32, from bits because `exp2` need not be exact; NaN for the E8M0 code of NaN."""
+    """2^(biased - 127) in fp32; NaN for the E8M0 code of NaN. Made from bits, because `exp2` may round."""
     bits = torch.where(biased == 0, _HALF_LEAST_NORMAL_BITS, biased.int() << 23)
     return torch.where(biased == _E8M0_NAN, torch.nan, bits.view(torch.float32))
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """Codes and scales of one tensor.
 
     Args:
-        codec: their format.
-        codes: uint8, of the tensor's shape; a DTensor with the same pieces, if the tensor was one.
-        scales: one per block, of the codec's dtype; cut at the same blocks as the codes.
+        codec: the format.
+        codes: uint8, of the tensor's shape; a DTensor with the same pieces, if the tensor was a DTensor.
+        scales: one per block, in the codec's ``scale_dtype``; rank boundaries are between the same blocks as in codes.
 
     Examples:
-        >>> from vescale_fsdp.quantize import Int8Rows
-        >>> codes = quantize(torch.ones(4, 64), Int8Rows())
+        >>> codes = Int8Rows().quantize(torch.ones(4, 64))
         >>> codes.codes.shape, codes.dequantize()[0, 0].item()
         (torch.Size([4, 64]), 1.0)
     """
@@ -351,42 +375,15 @@ class Quantized:
     scales: torch.Tensor
 
     def full(self) -> Quantized:
-        """The whole tensor's codes and scales on every rank: a collective that gathers bytes, not values."""
+        """The full tensor's codes and scales on every rank. Collective; it sends codes, not values."""
         whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in (self.codes, self.scales)]
         return Quantized(self.codec, *whole)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The decoded values, with the placements of the codes. Local."""
+        """The decoded values, with the placements of the codes. No communication."""
         values = torch.zeros_like(self.codes, dtype=dtype)
         codes = local_tensor(self.codes, "tensor of codes")
         scales = local_tensor(self.scales, "tensor of scales")
         grid = self.codec.grid(tuple(self.codes.shape))
         local_tensor(values, "tensor").copy_(self.codec.decode(codes, scales, grid, dtype))
         return values
-
-
-@torch.no_grad()
-def quantize(tensor: torch.Tensor, codec: BlockCodec) -> Quantized:
-    """Codes and scales of a tensor; each rank encodes its own piece, without communication.
-
-    Args:
-        tensor: plain, or a DTensor of contiguous pieces (RaggedShard, Shard(0), Replicate).
-        codec: the format.
-
-    Raises:
-        LayoutError: if a rank boundary cuts a block.
-
-    Examples:
-        >>> from vescale_fsdp.quantize import Fp8Blocks
-        >>> quantize(torch.randn(256, 256), Fp8Blocks(128, 128)).scales.shape
-        torch.Size([2, 2])
-    """
-    pieces = contiguous_pieces_of(tensor, "another placement")
-    grid = codec.grid(tuple(tensor.shape))
-    numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "tensor"))
-    codes = torch.zeros_like(tensor, dtype=torch.uint8)
-    scales = zeros_sharded_with(tensor, pieces, grid.scales_shape, numels, codec.scale_dtype)
-    local_codes, local_scales = codec.encode(local_tensor(tensor), grid)
-    local_tensor(codes, "tensor of codes").copy_(local_codes)
-    local_tensor(scales, "tensor of scales").copy_(local_scales)
-    return Quantized(codec, codes, scales)

@@ -1,19 +1,19 @@
-"""QuantizedGather: the mixed-precision choice to gather weights as 8-bit codes, half the bytes of bf16.
+"""QuantizedGather: a mixed precision policy that gathers weights as 8-bit codes, half the bytes of bf16.
 
-Used as a `MixedPrecisionPolicy` of `fully_shard`, per parameter::
+It is passed to `fully_shard` in place of a `MixedPrecisionPolicy`::
 
     codec = Fp8Blocks()
     policy = QuantizedGather(param_dtype=torch.bfloat16, codecs={"*weight": codec})
     fully_shard(model, mp_policy=policy, granularity=codec.granularity)
 
-Each rank encodes its shard of the master weights (blocks are whole, so largest values need no collective), two
-all-gathers send the buffers below, and every rank decodes into the full buffer, in the compute dtype:
+Each rank encodes its shard of the master weights, without communication because blocks are whole. Two all-gathers send
+the buffers below, and every rank decodes into the full buffer, in the compute dtype:
 
     codes   1-D [S], uint8          one byte per element, at the element's offset in the shard
     rest    1-D [R], uint8          scales of the rank's blocks, and its pieces of parameters without a codec
 
 So the forward and the backward compute with ``decode(encode(full weight))``, bit for bit, at every world size.
-Gradients reach the master weights as if nothing had been rounded.
+Gradients are applied to the master weights without rounding (a straight-through estimator).
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from dataclasses import dataclass, field
 import torch
 
 from vescale_fsdp.collectives import Work, wait_for
+from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.group_layout import GroupLayout, Piece, TensorSlot
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.quantize.codec import BlockCodec
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
 
 CodecRule = BlockCodec | Mapping[str, BlockCodec] | Callable[[str, torch.Size], BlockCodec | None]
 
-_ALIGN_BYTES = 16
+_ALIGN_BYTES = (
+    16  # each piece of ``rest`` is viewed in another dtype, and kernels load up to 16 bytes at once
+)
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class QuantizedGather(GatherPolicy):
     """Mixed precision with 8-bit gathers.
 
     Args:
-        codecs: a codec for every parameter of two dims and more; a mapping from name patterns (fnmatch, names
-            relative to the sharded module) to codecs; or a function ``(fqn, shape) -> codec or None``.
-            Parameters without a codec, such as vectors unless the function returns one, are sent in the compute
-            dtype.
+        codecs: one codec for all parameters of two or more dims; a mapping from name patterns (fnmatch, names relative
+            to the sharded module) to codecs, also for parameters of two or more dims; or a function
+            ``(fqn, shape) -> codec or None``. Parameters without a codec are sent in the compute dtype.
 
     Examples:
         >>> from vescale_fsdp import fully_shard
@@ -82,10 +86,10 @@ class _CodedGather:
     """The gather of one group: encodes a shard, sends codes and the rest, decodes into the full buffer.
 
     Args:
-        layout: of the group.
-        comm: its ranks.
-        codecs: by name; other parameters are sent as values.
-        dtype: of those values, the compute dtype.
+        layout: the group's layout.
+        comm: the group's collectives.
+        codecs: codec of each parameter, by name; parameters without one are sent as values.
+        dtype: dtype of these values, the compute dtype.
     """
 
     def __init__(
@@ -96,14 +100,14 @@ class _CodedGather:
         self.codecs = codecs
         self.dtype = dtype
         self.pieces: dict[str, list[tuple[int, Piece]]] = {slot.fqn: [] for slot in layout.slots}
-        self.rest_starts: dict[tuple[int, str], int] = {}  # of (rank, name), in bytes of the rank's rest
-        self.rest_bytes = 0  # of each rank: the most that any rank needs
+        self.rest_starts: dict[tuple[int, str], int] = {}  # byte offset in ``rest`` of each (rank, name)
+        self.rest_bytes = 0  # bytes of ``rest`` on each rank; equal on all, because an all-gather requires it
         for rank in range(layout.num_shards):
             end = 0
             for slot, piece in layout.pieces_of(rank):
                 self.pieces[slot.fqn].append((rank, piece))
                 self.rest_starts[rank, slot.fqn] = end
-                end += -(-self._rest_bytes_of(slot, piece) // _ALIGN_BYTES) * _ALIGN_BYTES
+                end += round_up(self._rest_bytes_of(slot, piece), _ALIGN_BYTES)
             self.rest_bytes = max(self.rest_bytes, end)
 
     def _rest_bytes_of(self, slot: TensorSlot, piece: Piece) -> int:
@@ -125,35 +129,35 @@ class _CodedGather:
 
     def _encode(self, shard: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
         for slot, piece in self.layout.pieces_of(self.comm.rank):
-            here = slice(piece.local_offset, piece.local_offset + piece.numel)
-            values, codec = shard[here], self.codecs.get(slot.fqn)
-            room = self._room(rest, self.comm.rank, slot, piece)
+            span = slice(piece.local_offset, piece.local_offset + piece.numel)
+            values, codec = shard[span], self.codecs.get(slot.fqn)
+            piece_rest = self._piece_rest(rest, self.comm.rank, slot, piece)
             if codec is None:
-                room.view(self.dtype).copy_(values)
+                piece_rest.view(self.dtype).copy_(values)
                 continue
             piece_codes, scales = codec.encode(values, codec.grid(slot.shape))
-            codes[here].copy_(piece_codes)
-            room.copy_(scales.view(torch.uint8))
+            codes[span].copy_(piece_codes)
+            piece_rest.copy_(scales.view(torch.uint8))
 
-    def _room(self, rest: torch.Tensor, rank: int, slot: TensorSlot, piece: Piece) -> torch.Tensor:
-        """The bytes of a piece in a rank's rest."""
+    def _piece_rest(self, rest: torch.Tensor, rank: int, slot: TensorSlot, piece: Piece) -> torch.Tensor:
+        """The bytes of a piece in a rank's ``rest``."""
         start = self.rest_starts[rank, slot.fqn]
         return rest[start : start + self._rest_bytes_of(slot, piece)]
 
     def decode(self, full: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
-        """Fill the full buffer from the gathered bytes."""
+        """Fill the full buffer from gathered codes and ``rest``."""
         by_rank = rest.view(self.layout.num_shards, -1)
         for slot in self.layout.slots:
             codec = self.codecs.get(slot.fqn)
             for rank, piece in self.pieces[slot.fqn]:
                 start = rank * self.layout.shard_numel + piece.local_offset
-                here = slice(start, start + piece.numel)
-                room = self._room(by_rank[rank], rank, slot, piece)
+                span = slice(start, start + piece.numel)
+                piece_rest = self._piece_rest(by_rank[rank], rank, slot, piece)
                 if codec is None:
-                    full[here].copy_(room.view(self.dtype))
+                    full[span].copy_(piece_rest.view(self.dtype))
                     continue
-                scales = room.view(codec.scale_dtype)
-                full[here].copy_(codec.decode(codes[here], scales, codec.grid(slot.shape), full.dtype))
+                scales = piece_rest.view(codec.scale_dtype)
+                full[span].copy_(codec.decode(codes[span], scales, codec.grid(slot.shape), full.dtype))
 
 
 @dataclass
@@ -168,6 +172,6 @@ class _Coded:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Decode after the collectives, on the current stream, which owns the buffers."""
+        """Wait for the collectives, and decode on the current stream, which owns the buffers."""
         wait_for(*self.works)
         self.gather.decode(self.full, self.codes, self.rest)

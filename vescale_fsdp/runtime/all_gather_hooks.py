@@ -1,17 +1,17 @@
 """All-gather hooks of tensor subclasses: detection, checks, and the scales of float8 weights.
 
-A parameter whose class has hooks is gathered by them; they are called on this rank's rows of it::
+A parameter whose class has these hooks is gathered by them. They are called on this rank's rows of the parameter::
 
     fsdp_pre_all_gather(mesh)                                                  -> (inputs, metadata)
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)     -> (inputs, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype)                       -> (tensor, tensors to free)
     fsdp_post_all_gather(outputs, metadata, param_dtype, out=tensor)           in place, from the second time on
 
-(torch 2.13, ``FS/_fsdp_param.py:603-657,837-909``; torchao's float8 weights are the best known of them.)
+(torch 2.13, ``FS/_fsdp_param.py:603-657,837-909``; the best known example are torchao's float8 weights.)
 
-Here the class must be a wrapper with one inner tensor of its own shape and dtype, as ``__tensor_flatten__`` shows. The
-runtime points that inner tensor at the shard, so the optimizer and checkpoints work on plain memory, and the hooks read
-the values that the optimizer wrote.
+The class must be a wrapper whose ``__tensor_flatten__`` names one inner tensor, of the wrapper's shape and dtype. The
+runtime makes that inner tensor a view of the shard, so the optimizer and checkpoints work on plain memory, and the
+hooks read the values that the optimizer wrote.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vescale_fsdp.torch_private import foreach_norm_of, is_wrapper
 @runtime_checkable
 class _Before(Protocol):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """The tensors that this rank sends, and metadata for the other hook."""
+        """The tensors that this rank sends, and metadata for ``fsdp_post_all_gather``."""
 
 
 @runtime_checkable
@@ -46,7 +46,7 @@ class _After(Protocol):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The full parameter from the tensors of all ranks."""
+        """The full parameter, made from the tensors of all ranks."""
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
@@ -58,8 +58,8 @@ def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
     """Check that a tensor can be gathered by its hooks.
 
     Raises:
-        MisuseError: if it has one hook only, or the first takes other arguments.
-        UnsupportedOpError: unless it wraps exactly one tensor like itself.
+        MisuseError: if it has only one of the hooks, or ``fsdp_pre_all_gather`` has other parameters.
+        UnsupportedOpError: unless it wraps exactly one tensor of its own shape and dtype.
     """
     cls = type(tensor).__name__
     if not (isinstance(tensor, _Before) and isinstance(tensor, _After)):
@@ -84,7 +84,7 @@ def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
             "This tensor subclass does not wrap one tensor of its own shape and dtype.",
             expected=f"a wrapper subclass whose __tensor_flatten__ names one inner tensor of shape "
             f"{tuple(tensor.shape)} and {tensor.dtype}",
-            got=f"{cls} over {[(tuple(t.shape), t.dtype) for t in inner] or 'no tensor that it names'}",
+            got=f"{cls} with the inner tensors {[(tuple(t.shape), t.dtype) for t in inner]}",
             where=fqn,
             todo="keep the high-precision values in one inner tensor, and convert in fsdp_pre_all_gather",
         )
@@ -104,25 +104,24 @@ def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def takes_mesh_only(tensor: Any) -> bool:
-    """Whether ``fsdp_pre_all_gather`` has the older signature."""
+    """Whether ``fsdp_pre_all_gather`` has the older signature, ``(mesh)``."""
     return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters) == 1
 
 
 def rows_of(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A tensor of the class of ``like`` over ``values``, whose memory it shares.
-
-    It is made by ``new_zeros``, as FSDP2 makes a shard: these classes support that.
+    """A tensor of the class of ``like`` that shares the memory of ``values``.
 
     Args:
         like: a checked tensor of the class.
         values: plain, contiguous, of the wanted shape, dtype and device.
     """
+    # These classes implement new_zeros, because FSDP2 makes its shards by it.
     rows = like.new_zeros(values.shape, dtype=values.dtype, device=values.device)
     inner_of(rows).data = values
     return rows
 
 
-_LEAST = 1e-12  # the lower bound of the largest magnitude, as in torchao
+_LEAST = 1e-12  # least value of the largest magnitude, against division by zero; as in torchao
 
 
 @runtime_checkable
@@ -134,21 +133,21 @@ class TakesScale(Protocol):
 
 
 def takes_scale(tensor: object) -> TypeGuard[TakesScale]:
-    """Whether a tensor is such a weight. Slow, because attributes of torch's subclasses are."""
+    """Whether a tensor is a `TakesScale`. Slow, because reading attributes of tensor subclasses is slow."""
     return isinstance(tensor, TakesScale) and tensor._dtype.is_floating_point and tensor._dtype.itemsize == 1
 
 
 @contextmanager
 def scaled_together(weights: Sequence[TakesScale], ranks: dist.ProcessGroup) -> Iterator[None]:
-    """Compute missing scales of a unit's weights for the hooks called inside, in one reduction.
+    """Set missing scales of a unit's weights inside the context, computed in one reduction.
 
-    A weight is sent in float8 by a scale that all ranks share: the largest value of the dtype by the largest of the
-    whole weight. Otherwise the hook of every weight would reduce that value in a small collective of its own, at each
-    gather. Weights that have a scale keep it (``precompute_float8_dynamic_scale_for_fsdp``, after a step).
+    A weight is sent in float8 by a scale that all ranks share: the largest value of the dtype, divided by the largest
+    value of the whole weight. Without this, the hook of every weight would reduce that value in a small collective of
+    its own at each gather. Weights that have a scale (torchao's ``precompute_float8_dynamic_scale_for_fsdp``) keep it.
 
     Args:
-        weights: this rank's rows of a unit's weights; every rank has the same weights without a scale.
-        ranks: the group with the other rows.
+        weights: this rank's rows of a unit's weights; on every rank, the same weights have no scale.
+        ranks: the process group that shards the weights.
     """
     without = [weight for weight in weights if weight._precomputed_scale is None]
     for dtype in {weight._dtype: None for weight in without}:  # usually one per model
@@ -158,18 +157,19 @@ def scaled_together(weights: Sequence[TakesScale], ranks: dist.ProcessGroup) -> 
     try:
         yield
     finally:
-        for weight in without:  # an optimizer's step may precede the next gather
+        for weight in without:  # an optimizer may step before the next gather, and make the scales stale
             weight._precomputed_scale = None
 
 
 def _scales(weights: Sequence[Any], dtype: torch.dtype, ranks: dist.ProcessGroup) -> Sequence[torch.Tensor]:
-    """torchao's scales, 0-d each, bit for bit."""
+    """The scales, 0-d each, with the same bits as torchao's."""
     rows = [inner_of(weight) for weight in weights]
-    filled = [each for each in rows if each.numel()]  # torch raises for the largest value of an empty tensor
+    filled = [each for each in rows if each.numel()]  # torch raises for the infinity norm of an empty tensor
     norms = iter(foreach_norm_of(filled, math.inf) if filled else ())
     zero = rows[0].new_zeros(())
     largest = torch.stack([next(norms) if each.numel() else zero for each in rows])
     largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
     wait_for(all_reduce_in_place(largest, dist.ReduceOp.MAX, ranks))
+    # The quotient is computed in fp64 and rounded to fp32, as in torchao.
     scales = torch.finfo(dtype).max / largest.double().clamp(min=_LEAST)
     return scales.float().unbind()

@@ -1,9 +1,9 @@
 """CommContext: the streams of a tree of units, the reductions in flight, and which stream owns which memory.
 
-Memory is freed deterministically, without ``record_stream``: a buffer is freed once an event says that the compute
-stream is done with it, and the gather stream waits for that event before it allocates again. On the CPU there are no
-streams: collectives run in gloo's threads and `wait` blocks. ``tests/runtime/comm/test_streams.py`` runs this code on
-recorded streams and verifies the order of every access and allocation.
+Memory is freed deterministically, without ``record_stream``: the host frees a buffer at a fixed point of the schedule,
+and the stream that owns the memory waits for the last use by other streams before it allocates again. On the CPU there
+are no streams: collectives run in gloo's threads and `wait` blocks. ``tests/runtime/comm/test_streams.py`` runs this
+code on recorded streams and checks the order of every access and allocation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.gradients import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
-from vescale_fsdp.runtime.comm.order_watch import OrderWatch, can_watch
+from vescale_fsdp.runtime.comm.order_watch import OrderWatch
 from vescale_fsdp.runtime.comm.streams import Event, Stream, Streams
 from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 from vescale_fsdp.runtime.takeover import adopt_replaced_params
@@ -37,12 +37,12 @@ class _Reduction(NamedTuple):
 
     group: ParamGroup
     reduced: ReducedShard
-    owner: Stream | None  # owns the memory of its gradient buffer
-    started: Event | None  # after its collective, where that is work of the reduce stream
+    owner: Stream | None  # the stream that owns the memory of the gradient buffer
+    started: Event | None  # recorded on the reduce stream after the start of the collective
 
 
 class _InUse(NamedTuple):
-    """Memory of one stream that another one uses: kept until the owner has waited for the event."""
+    """Memory of one stream that another stream reads: kept until the owner has waited for the event."""
 
     tensors: Sequence[torch.Tensor]
     event: Event
@@ -51,41 +51,42 @@ class _InUse(NamedTuple):
 class CommContext:
     """Streams and reductions in flight. Several roots may share one (`share_comm_ctx`).
 
-    Which stream owns which memory (the caching allocator gives a freed block to the stream it was allocated on, at
-    once, so the owner must first wait for every other stream that used it):
+    Which stream owns which memory (the caching allocator reuses a freed block at once, for the stream it was allocated
+    on, so the owner must first wait for every other stream that used the block). Streams: c compute, g gather,
+    r reduce, a all-reduce of replicas, h copies from the host:
 
-        gathered buffers, and the scratch memory of gathers       g; it waits for c whenever one is freed
-        those that last until the backward (the root's)           c; g waits for it before it writes them
-        gradients as autograd makes them                          their stream; it waits for c, which reads them
+        full buffers, and the scratch memory of gathers           g; it waits for c whenever a buffer is freed
+        full buffers that last until the backward (the root's)    c; g waits for c before it writes them
+        gradients from autograd                                   their stream; it waits for c, which reads them
         gradient buffers                                          c; freed once c waits for their reduction
-        reduced shards, so sharded gradients                      r; r waits for c at the start of a reduction
-        reduced shards of replicas, during their all-reduce       a; kept until it is done, and r waits for it
-        copies of shards from the host, for a gather              h; kept until gathered, and h waits for that
+        reduced shards, and so sharded gradients                  r; r waits for c at the start of a reduction
+        reduced shards during the all-reduce over replicas        r; kept until a is done, and r waits for it
+        copies of shards from the host, for a gather              h; kept until gathered, and h waits for the gather
 
     Args:
-        streams: where streams come from; None on the CPU, where a wait is a wait.
+        streams: source of streams; None on the CPU, where the host itself waits.
     """
 
     def __init__(self, streams: Streams | None) -> None:
         self.streams = streams
-        self.max_reductions = 1  # in flight: as many as any unit allows
-        self._limits: dict[object, int] = {}  # by unit
+        self.max_reductions = 1  # reductions in flight: the largest limit of all units
+        self._limits: dict[object, int] = {}  # limit of each unit
         self.in_flight: list[_Reduction] = []
         self._spare_grads: dict[GroupLayout, dict[torch.dtype, list[DBuffer]]] = {}
-        self._kept: DBuffer | None = None  # the spare buffer that still has its memory (on the CPU)
-        self._host_copies: dict[Stream, Event] = {}  # the last copy from or to the host, by stream
-        self._ahead: set[ParamGroup] = set()  # gathered, but no unit has waited for them
-        # Sharded again, with full buffers that still have their memory, and the event of its last read.
+        self._kept: DBuffer | None = None  # on the CPU: the one spare buffer whose memory is not freed
+        self._host_copies: dict[Stream, Event] = {}  # event of each stream's last copy from or to the host
+        self._ahead: set[ParamGroup] = set()  # groups gathered ahead, for which no unit has waited yet
+        # Groups that are sharded again, whose full buffers still have their memory, and the event of the last read.
         self._lingering: list[ParamGroup] = []
         self._lingering_read: Event | None = None
-        self._waits_for_event = False  # gathers wait for a user's event, and not for the compute stream
-        self._shards_ready: Event | None = None  # shards may be read after it
+        self._waits_for_event = False  # whether gathers wait for a user's event instead of the compute stream
+        self._shards_ready: Event | None = None  # shards may be read after this event
         self._brought: deque[_InUse] = deque()  # shards from the host that the gather stream reads
         self._all_reducing: deque[_InUse] = deque()  # reduced shards that the replicas' stream reads
         self.watches: dict[DeviceMesh, OrderWatch] = {}
 
     def set_limit(self, unit: object, limit: int | None) -> None:
-        """Set how many reductions a unit allows in flight; None: the unit leaves this context."""
+        """Set how many reductions in flight a unit allows; None: the unit leaves this context."""
         self._limits.pop(unit, None)
         if limit is not None:
             self._limits[unit] = limit
@@ -94,32 +95,33 @@ class CommContext:
     def _new_stream(self) -> Stream | None:
         return self.streams.new() if self.streams is not None else None
 
-    # Made at the first use: every unit begins with a context of its own, and drops it for its root's.
-    gather_stream = cached_property(_new_stream)  # gathers, the casts before and the decoding after them
+    # Made at the first use: every unit begins with its own context, which `lazy_init` replaces by the root's.
+    gather_stream = cached_property(_new_stream)  # gathers, casts before them, decoding after them
     reduce_stream = cached_property(_new_stream)  # reductions, and the work on reduced shards
     replica_stream = cached_property(_new_stream)  # all-reduces of replicas, during the next unit's reduction
-    copy_stream = cached_property(
-        _new_stream
-    )  # shards from the host, during the all-gather of the unit before
+    copy_stream = cached_property(_new_stream)  # shards from the host, during the last unit's all-gather
 
     def _on(self, stream: Stream | None) -> AbstractContextManager[Any]:
         return self.streams.on(stream) if self.streams is not None and stream is not None else NULL_CONTEXT
 
     def wait_for_compute(self) -> None:
-        """Let gathers and copies from the host wait for the compute stream's work so far (the optimizer's step)."""
+        """Let gathers, and copies from the host, wait for the compute stream's work so far (the optimizer's step)."""
         if self.streams is not None:
             self._shards_ready = self.streams.current().record_event()
         self._gathers_wait_for_frees()
 
     def wait_for_event(self, event: Event) -> None:
-        """Let gathers and copies from the host wait for a user's event instead of the whole compute stream."""
+        """Let gathers, and copies from the host, wait for a user's event instead of the compute stream."""
         self._waits_for_event = True
         self._shards_ready = event
         if self.gather_stream is not None:
             self.gather_stream.wait_event(event)
 
     def _gathers_wait_for_frees(self) -> None:
-        """Let gathers, but not copies from the host, wait for the compute stream, which has freed memory."""
+        """Let gathers wait for the compute stream, because memory that it read was freed.
+
+        Copies from the host do not wait: they do not allocate from that memory.
+        """
         self._waits_for_event = False
         if self.streams is not None and self.gather_stream is not None:
             self.gather_stream.wait_stream(self.streams.current())
@@ -127,18 +129,20 @@ class CommContext:
     # -- order ----------------------------------------------------------------------------------------
 
     def watch(self, comm: GroupComm) -> None:
-        """Compare with other ranks the order in which collectives of a group start."""
-        if comm.mesh.size() > 1 and can_watch(comm.shard_group):
+        """Compare the order of a group's collectives with other ranks."""
+        # torch's groups for tests have no other ranks ("fake") or threads as ranks ("threaded"), so no shared store.
+        has_store = dist.get_backend(comm.shard_group) not in ("fake", "threaded")
+        if comm.mesh.size() > 1 and has_store:
             if comm.mesh not in self.watches:
                 self.watches[comm.mesh] = OrderWatch(comm.mesh)
             comm.watch = self.watches[comm.mesh]
             comm.watch.over.add(comm)
 
     def explain(self, failure: RuntimeError) -> None:
-        """Find out whether a collective failed because ranks have started different ones.
+        """Check whether a collective failed because ranks have started different collectives.
 
         Raises:
-            LifecycleError: if so, naming the collectives.
+            LifecycleError: if so, with the names of the collectives.
         """
         for watch in self.watches.values():
             watch.explain(failure)
@@ -149,13 +153,15 @@ class CommContext:
         """Start all-gathers.
 
         Args:
-            groups: of a unit.
-            lasting: they stay gathered from the forward to the backward. Then the compute stream owns their memory:
-                once free it serves gradients as well, while the gather stream has no use for a buffer as large as the
-                root's. The compute stream has only the work of earlier units, so waiting for it costs nothing.
+            groups: the groups of a unit.
+            lasting: whether they stay gathered from the forward to the backward, as the root's do. Then the compute
+                stream owns their memory, which can be reused for gradients; the gather stream could not reuse so large
+                a block. The gather then waits for the compute stream, which has only the work of earlier units.
         """
         if lasting and not self._waits_for_event and any(group.state.is_sharded for group in groups):
-            with outside_modes():
+            with (
+                outside_modes()
+            ):  # buffers outlive a forward under torch.func or inference mode; so below, too
                 for group in groups:
                     group.allocate_full()
             self._gathers_wait_for_frees()
@@ -171,7 +177,7 @@ class CommContext:
             self._start_gathers(groups)
             for group in groups:
                 if self.gather_stream is not None and group.state is GroupState.GATHERING:
-                    # Decoding and copies after the collective use memory of this stream, so they run on it.
+                    # Decoding and copies after the collective use memory of this stream, so they must run here.
                     group.finish_gather()
                     group.gathered = self.gather_stream.record_event()
         if brought and self.gather_stream is not None:
@@ -179,7 +185,7 @@ class CommContext:
         self.free_lingering()
 
     def _start_gathers(self, groups: Sequence[ParamGroup]) -> None:
-        """Start the all-gathers of a unit: on an accelerator one launch for all over the same ranks."""
+        """Start the all-gathers of a unit; on an accelerator, in one launch for all groups over the same ranks."""
         if self.streams is None:
             for group in groups:
                 group.unshard()
@@ -189,7 +195,7 @@ class CommContext:
             for group in groups:
                 group.comm.noted = noted.setdefault(group.comm.shard_group, [])
                 group.unshard()
-        finally:  # if a group cannot be gathered, the groups before it still are
+        finally:  # if a group raises, the groups before it are in GATHERING, so their collectives must start
             for group in groups:
                 group.comm.noted = None
             for ranks, pairs in noted.items():
@@ -199,15 +205,13 @@ class CommContext:
     def _bring(self, groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
         """Copy shards from the host while earlier gathers run; the gather stream waits for the copies.
 
-        Copies of at most two units exist at a time.
-
         Returns:
-            The copies, to be kept until they are gathered.
+            The copies, which the caller keeps until they are gathered.
         """
         offloaded = [group for group in groups if group.is_offloaded and group.state is GroupState.SHARDED]
         if not offloaded or self.copy_stream is None or self.gather_stream is None:
             return []
-        while len(self._brought) > 1:
+        while len(self._brought) > 1:  # so that copies of at most two units are in memory
             self.copy_stream.wait_event(self._brought.popleft().event)
         if self._shards_ready is not None:
             self.copy_stream.wait_event(self._shards_ready)
@@ -218,13 +222,13 @@ class CommContext:
         return brought
 
     def free_lingering(self) -> None:
-        """Free buffers that `reshard` has left allocated; later gathers wait for the stream that read them."""
+        """Free full buffers that `reshard` has left allocated; later gathers wait for the stream that read them."""
         if self._lingering:
             lingering, self._lingering = self._lingering, []
             with outside_modes():
                 for group in lingering:
                     group.free_full()
-            # Not for the current stream: the unit may have computed on another one.
+            # Wait for the recorded event, not for the current stream: the unit may have computed on another stream.
             assert self.gather_stream is not None and self._lingering_read is not None
             self.gather_stream.wait_event(self._lingering_read)
             self._lingering_read = None
@@ -239,7 +243,7 @@ class CommContext:
                 self._ahead.discard(group)
 
     def wait_for_reads(self, groups: Sequence[ParamGroup]) -> None:
-        """Let the compute stream wait until gathers in flight have read their shards."""
+        """Let the compute stream wait until gathers in flight have read the shards of these groups."""
         for group in groups:
             if group.state is GroupState.GATHERING:
                 group.finish_gather()
@@ -252,10 +256,10 @@ class CommContext:
         """Free full parameters; the next gather waits until the compute stream is done with them.
 
         Args:
-            groups: of a unit.
+            groups: the groups of a unit.
             keep_part: see `ParamGroup.reshard`.
-            lingers: where no unit is gathered ahead, free memory after the start of the next gather. That gather then
-                runs during the compute that uses this unit, as one ahead does, and takes as much memory.
+            lingers: if no unit is gathered ahead, free the memory only after the start of the next gather. That gather
+                then need not wait for this unit's compute. It takes as much memory as a gather ahead.
         """
         self.wait(groups)
         self.free_lingering()
@@ -269,13 +273,13 @@ class CommContext:
             assert self.streams is not None
             self._lingering, self._lingering_read = list(groups), self.streams.current().record_event()
             return
-        # Here, not at the next gather: another stream may compute as well, and free its memory before then.
+        # Wait here, not at the next gather: the current stream may be another one then.
         self._gathers_wait_for_frees()
 
     # -- gradient buffers -------------------------------------------------------------------------------
 
     def adopt(self, group: ParamGroup) -> None:
-        """Let a group share gradient buffers with groups of equal layout: the layers of a model."""
+        """Let a group share gradient buffers with groups of equal layout, such as the layers of a model."""
         self.watch(group.comm)
         group.grads.streams = self.streams
         group.grads.take_spare = self._take_spare
@@ -283,11 +287,11 @@ class CommContext:
             group.grads.spare = self._spare_grads.setdefault(group.layout, {})
 
     def _take_spare(self, spares: list[DBuffer]) -> DBuffer | None:
-        """One of these buffers, if there is one; on the CPU, once the reductions in flight are done.
+        """One of these buffers, or None if there is none; on the CPU, after waiting for the reductions in flight.
 
-        On the CPU a wait costs little, since the cores that would overlap with it do the reduction, and the reduced
-        buffer serves the next unit with its memory: a fresh one would cost a page fault for every 4 KiB. On an
-        accelerator the reduction and its buffer overlap with the next unit's backward.
+        On the CPU the wait costs little, because the reduction uses the cores that would compute meanwhile. It returns
+        a buffer with its memory: fresh memory would cost a page fault for every 4 KiB. On an accelerator the reduction
+        and its buffer overlap with the next unit's backward.
         """
         if self.streams is None:
             while self.in_flight:
@@ -299,15 +303,6 @@ class CommContext:
             self._free_kept()
         return spare
 
-    def _recycle(self, group: ParamGroup, buffer: DBuffer) -> None:
-        """Keep the tensors of a reduced gradient buffer, and on the CPU its memory, for the next unit."""
-        group.grads.spare.setdefault(buffer.flat.dtype, []).append(buffer)
-        self._free_kept()
-        if self.streams is None:
-            self._kept = buffer
-        else:
-            buffer.free()
-
     def _free_kept(self) -> None:
         if self._kept is not None:
             self._kept.free()
@@ -316,7 +311,7 @@ class CommContext:
     # -- reduce ---------------------------------------------------------------------------------------
 
     def wait_for_slot(self) -> None:
-        """Finish reductions until one more may start: at most ``max_reductions`` stay in flight."""
+        """Finish the oldest reductions until fewer than ``max_reductions`` are in flight."""
         while len(self.in_flight) >= self.max_reductions:
             self.finish_reduction()
 
@@ -327,12 +322,12 @@ class CommContext:
             group.comm.watch.wait_until_compared()
         group.note_start("reduction")
         source = group.complete_grads()
-        self._free_kept()  # unused if this group's buffer was allocated before, as the root's at the loss
+        self._free_kept()  # still there if this group's buffer was allocated earlier, as the root's at the loss
         owner = self.streams.current() if self.streams is not None else None
         started = None
         if owner is not None and self.reduce_stream is not None:
-            self.reduce_stream.wait_stream(owner)
-            while len(self._all_reducing) > 1:  # the last one may overlap with this reduction
+            self.reduce_stream.wait_stream(owner)  # which has written the gradients
+            while len(self._all_reducing) > 1:  # the last all-reduce may overlap with this reduction
                 self.reduce_stream.wait_event(self._all_reducing.popleft().event)
         with self._on(self.reduce_stream):
             reduced = group.start_reduce(source)
@@ -341,12 +336,19 @@ class CommContext:
         self.in_flight.append(_Reduction(group, reduced, owner, started))
 
     def finish_reduction(self) -> None:
-        """Finish the oldest reduction in flight, for the streams: the host does not wait."""
+        """Finish the oldest reduction in flight. On an accelerator streams wait, and the host does not."""
         reduction = self.in_flight.pop(0)
         group, reduced = reduction.group, reduction.reduced
         try:
             stream = self._wait_until_reduced(reduction)
-            self._recycle(group, reduced.source)
+            # The next unit reuses the buffer's tensors, and on the CPU its memory as well.
+            buffer = reduced.source
+            group.grads.spare.setdefault(buffer.flat.dtype, []).append(buffer)
+            self._free_kept()
+            if self.streams is None:
+                self._kept = buffer
+            else:
+                buffer.free()
             kept = [reduced.shard, *group.unreplicated_sums()]
             with self._on(stream):
                 group.finish_reduce(reduced)
@@ -358,10 +360,13 @@ class CommContext:
         self._note_host_copy(stream, [group])
 
     def _wait_until_reduced(self, reduction: _Reduction) -> Stream | None:
-        """Let streams wait for a reduction over shards: the stream of the next step, which is returned, and the owner.
+        """Let the stream of the next steps, and the owner of the gradient buffer, wait for a reduction over shards.
 
-        Only now may the stream that owns the gradient buffer use its memory again. It need not wait for the steps that
-        follow (the replicas' all-reduce, casts) before the next reduction has run.
+        After this the owner may reuse the buffer's memory. It does not wait for the next steps (the all-reduce over
+        replicas, casts), which do not read the buffer.
+
+        Returns:
+            The stream of the next steps.
         """
         group, reduced, owner, started = reduction
         stream = self.reduce_stream if group.comm.replicate_group is None else self.replica_stream
@@ -370,26 +375,27 @@ class CommContext:
                 stream.wait_event(started)
             reduced.wait()
         if owner is not None and stream is not None and started is not None:
-            # A collective that returns a work object does not run on the stream that started it.
+            # A collective with a work object runs on its own stream, for which `reduced.wait` let ``stream`` wait.
             owner.wait_event(started if reduced.work is None else stream.record_event())
         return stream
 
     def finish_reductions(self) -> None:
-        """Finish all reductions; the compute stream may read the sharded gradients after this."""
+        """Finish all reductions. The compute stream may read the sharded gradients after this."""
         while self.in_flight:
             self.finish_reduction()
         self._free_kept()
         self._join_streams()
 
     def drop_reductions(self) -> None:
-        """Drop all reductions in flight, once they no longer use their buffers."""
+        """Drop all reductions in flight, after waiting until they no longer use their buffers."""
         for reduction in self.in_flight:
             self._wait_until_reduced(reduction)
         self.in_flight.clear()
         self._join_streams()
 
     def _join_streams(self) -> None:
-        """Let the compute stream wait for reductions, and drop memory that was kept for other streams."""
+        """Let the compute stream wait for reductions, and release memory that was kept for other streams."""
+        # The reduce stream and the copy stream own this memory, and may reuse it once they wait for its readers.
         while self._all_reducing and self.reduce_stream is not None:
             self.reduce_stream.wait_event(self._all_reducing.popleft().event)
         while self._brought and self.copy_stream is not None:
@@ -398,7 +404,10 @@ class CommContext:
             self.streams.current().wait_stream(self.reduce_stream)
 
     def run_on(self, stream: Stream | None, work: Callable[[], None]) -> None:
-        """Run a user's function on the user's stream (None: the current one), in order with work before and after."""
+        """Run a user's function on the user's stream, after the current stream's work so far and before its later work.
+
+        None: run it on the current stream.
+        """
         if self.streams is None or stream is None:
             work()
             return
@@ -415,7 +424,7 @@ class CommContext:
             self._host_copies[stream] = stream.record_event()
 
     def wait_for_host_copies(self) -> None:
-        """Block until copies from and to the host are done: the host may then write shards and read gradients."""
+        """Block until copies from and to the host are done. The host may write shards and read gradients after this."""
         for event in self._host_copies.values():
             event.synchronize()
         self._host_copies.clear()
@@ -439,7 +448,7 @@ class UnshardHandle(TorchUnshardHandle):
         self._comm, self._groups = comm, groups
 
     def wait(self) -> None:
-        """After this the module holds its full parameters."""
+        """Wait until the module has its full parameters."""
         self._comm.wait(self._groups)
 
 
@@ -447,8 +456,8 @@ class GradientReductionHandle:
     """Waits for the reductions in flight, and sets the gradients of parameters that only other ranks have used.
 
     Args:
-        comm: where reductions are in flight.
-        messages: flags of used parameters, each with their groups.
+        comm: the context of the reductions.
+        messages: messages with the flags of used parameters, and the groups of each message.
     """
 
     def __init__(self, comm: CommContext, messages: Sequence[tuple[UsedFlags, list[ParamGroup]]]) -> None:
@@ -456,12 +465,13 @@ class GradientReductionHandle:
         self._messages = list(messages)
 
     def wait(self) -> None:
-        """After this the sharded gradients may be read."""
+        """Wait until the sharded gradients may be read."""
         try:
             self._comm.finish_reductions()
             while self._messages:
                 flags, groups = self._messages.pop(0)
                 flags.wait()
+                # Only a rank with unused parameters reads the message: on an accelerator the host would wait for it.
                 if any(group.has_deferred_grads for group in groups):
                     used = iter(flags.anywhere())
                     for group in groups:

@@ -1,16 +1,16 @@
-"""Consensus: ranks verify once, at a model's first use, that they have sharded it in the same way.
+"""Consensus: ranks check once, at a model's first use, that they have sharded it in the same way.
 
-Ranks that disagree (another granularity, policy or model on one of them) would gather each other's pieces into wrong
-places: wrong values without an error, or a collective that aborts. So before the first gather every rank describes, in
-lines of text, all that must agree, and the ranks of a mesh compare one digest of them: an all-reduce per mesh axis.
+If ranks differ in a granularity, a policy or the model, they gather pieces to wrong offsets: wrong values without an
+error, or a collective that aborts. So before the first gather every rank describes its layouts and settings in lines of
+text, and the ranks of a mesh compare a digest of the lines: one all-reduce per mesh axis.
 
-    all equal      nothing more, now or later
-    a difference   the same all-reduce reports it to each rank; then they exchange hashes of their lines, and the text
-                   of the first line that differs, for the error that all of them raise
+    digests are equal   no other communication, now or later
+    digests differ      the same all-reduce shows it to each rank; then ranks exchange hashes of their lines, and the
+                        text of the first line that differs, and all of them raise an error with this text
 
-Units are compared within their own mesh: pipeline stages and other experts may differ. The comparison covers every
-setting that decides which collectives a rank issues, in which order and on what. `require_uncompared` is for switches
-that cannot change afterwards.
+Units are compared within their own mesh: pipeline stages and experts on other meshes may differ. The lines contain
+every setting that decides which collectives a rank issues, in which order and on which data. `require_uncompared` is
+for switches that cannot change after the comparison.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from vescale_fsdp.runtime.fsdp_state import FSDPState
 
 ValueT = TypeVar("ValueT")
-_NOTHING = "nothing: its model ends here"
+_NOTHING = "nothing: its model ends here"  # in place of a line that a rank does not have
 
 
 def reach_consensus(units: Mapping[FSDPState, str]) -> None:
-    """Compare these units, with their names, with those of the other ranks; free if all were compared before.
+    """Compare these units, with their names, with the units of other ranks; a no-op if all were compared before.
 
-    Collective over the meshes of the units. Parameters that modules got in place of theirs are adopted first
-    (`adopt_replaced_params`). An error there counts as a difference, so that all ranks raise it.
+    Collective over the meshes of the units. Parameters that modules got in place of the sharded ones are adopted first
+    (`adopt_replaced_params`). If that fails on one rank, the ranks differ, so all of them raise.
 
     Raises:
         LifecycleError: if ranks disagree, with the first difference and the ranks on each side; if a parameter
@@ -55,7 +55,9 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
             for group in unit.groups:
                 if not group.was_gathered:
                     adopt_replaced_params(group)
-    except LifecycleError as error:  # raised below: other ranks wait for this one
+    except (
+        LifecycleError
+    ) as error:  # raised after the comparison: other ranks wait for this rank's collective
         failure = error
     by_mesh: dict[DeviceMesh, list[tuple[str, ...]]] = {}
     for unit, name in units.items():
@@ -63,10 +65,10 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
             lines_of_group = _lines(f"unit {name!r}, group {number}", unit, group, units)
             by_mesh.setdefault(group.data.mesh, []).append(lines_of_group)
     differing = False
-    # The widest first: ranks that disagree on further meshes meet at least here.
+    # The largest mesh first: ranks that differ in their smaller meshes still meet in its all-reduce.
     for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.ndim, ranks_in(mesh))):
         first = f"mesh {ranks_in(mesh)}" if failure is None else str(failure)
-        with outside_modes():
+        with outside_modes():  # a forward under torch.func or inference mode must not change these tensors
             differing = _compare(mesh, [first, *chain(*zip(*by_mesh[mesh], strict=True))], differing)
     if failure is not None:
         raise failure
@@ -75,16 +77,16 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
 
 
 def require_uncompared(units: Iterable[FSDPState], switch: str) -> None:
-    """Refuse to change a setting that ranks have compared: the others would not change theirs.
+    """Refuse to change a setting that ranks have compared.
 
     Raises:
-        LifecycleError: if a unit was compared, on this rank and so on all.
+        LifecycleError: if a unit was compared, which is so on all ranks or on none.
     """
     for unit in units:
         if unit.agreed:
             raise LifecycleError(
-                f"{switch} must be called before the first forward: ranks have compared this setting, and one that "
-                "changed it alone would make all of them wait.",
+                f"{switch} must be called before the first forward: ranks have compared this setting, and a rank that "
+                "changes it alone would make all ranks hang.",
                 expected="a call before the model's first use, on every rank",
                 got=f"a call after the first use of {unit.label}",
                 todo=f"call {switch} right after fully_shard",
@@ -92,7 +94,7 @@ def require_uncompared(units: Iterable[FSDPState], switch: str) -> None:
 
 
 def _lines(where: str, unit: FSDPState, group: ParamGroup, names: Mapping[FSDPState, str]) -> tuple[str, ...]:
-    """All that must agree of one group: its parameters, how it is trained, users' settings, and its layout."""
+    """The lines of one group: its parameters, its policies, the user's settings, and its layout."""
     policy = group.mp_policy
     dtypes = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
     members = [(p.slot.fqn, p.slot.shape, f"requires_grad {p.sharded.requires_grad}") for p in group.params]
@@ -122,28 +124,30 @@ def _lines(where: str, unit: FSDPState, group: ParamGroup, names: Mapping[FSDPSt
 
 
 def _compare(mesh: DeviceMesh, lines: list[str], differing: bool) -> bool:
-    """Compare over every axis of a mesh, each axis passing on the result of the ones before."""
+    """Compare over every axis of a mesh; each axis also sends the result of the axes before it."""
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     device = torch.device(mesh.device_type) if mesh.device_type != "cpu" else torch.device("cpu")
     for group in groups:
         digest = _hash("\n".join(lines))
+        # One MAX gives the largest and, by the negative, the smallest digest: they are equal if all digests are.
         extremes = torch.tensor([digest, -digest, int(differing)], dtype=torch.int64, device=device)
         if is_fake(extremes):
-            continue  # nothing is computed here, and nothing sent
+            continue  # under FakeTensorMode no values are computed or sent
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        high, minus_low, known = extremes.tolist()
-        differing = bool(high != -minus_low or known)
+        high, minus_low, differed_before = extremes.tolist()
+        differing = bool(high != -minus_low or differed_before)
     if differing:
         _raise_difference(lines, groups)
     return differing
 
 
 def _hash(text: str) -> int:
+    # 7 bytes: the number and its negative must fit into an int64.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None:
-    """Find the first line that differs, and raise with it, on all ranks."""
+    """Find the first line that differs, and raise an error with it on all ranks."""
     hashes = _collect([_hash(line) for line in lines], groups)
     first = hashes[min(hashes)]
     index = min(_first_difference(first, other) for other in hashes.values())
@@ -152,9 +156,10 @@ def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None
     for rank in sorted(texts):
         sides.setdefault(texts[rank], []).append(rank)
     (expected, here), *others = sides.items()
+    # At most 16 ranks are shown per variant, and 5 variants: a mesh may have thousands of ranks.
     raise LifecycleError(
-        "The ranks have sharded different models, or the same one differently.",
-        expected=f"on all ranks the same as ranks {here[:16]} have: {expected}",
+        "The ranks have sharded different models, or have sharded one model differently.",
+        expected=f"on all ranks what ranks {here[:16]} have: {expected}",
         got="; ".join(f"ranks {ranks[:16]} have: {text}" for text, ranks in others[:4]),
         todo="build and shard the model with the same arguments on every rank, and load or replace parameters "
         "on all of them",
@@ -163,12 +168,12 @@ def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None
 
 def _collect(own: ValueT, groups: list[dist.ProcessGroup]) -> dict[int, ValueT]:
     """The value of every rank of a mesh, by global rank."""
-    known = {dist.get_rank(): own}
+    values = {dist.get_rank(): own}
     for group in groups:
         everyone: list[dict[int, ValueT]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(everyone, known, group=group)
-        known = {rank: value for each in everyone for rank, value in each.items()}
-    return known
+        dist.all_gather_object(everyone, values, group=group)
+        values = {rank: value for each in everyone for rank, value in each.items()}
+    return values
 
 
 def _first_difference(one: list[int], other: list[int]) -> int:

@@ -1,20 +1,21 @@
-"""DataMesh: the axes of a device mesh that shard parameters or replicate them, and prior cuts by other parallelisms.
+"""DataMesh: the mesh axes that shard or replicate parameters, and parameters already sharded by other parallelisms.
 
     the user's argument                       the mesh of a group's collectives
     mesh of one axis                          (shard,)
     mesh of two axes                          (replicate, shard): HSDP
-    mesh and dp_mesh_dims                     the named axes of a full mesh; several of a kind are flattened into
-                                              one; replicate only is (replicate, shard of one rank): DDP
-    ShardPlacementResult for one parameter    that of its mesh_info
+    mesh and dp_mesh_dims                     the named axes of a full mesh; several sharding axes are flattened into
+                                              one, several replicating axes too; without a sharding axis (DDP), the
+                                              mesh is (replicate, shard of one rank)
+    ShardPlacementResult for one parameter    the mesh of its mesh_info
 
-Tensor or expert parallelism cuts a parameter first, `fully_shard` cuts the part on this rank (`PriorSharding`):
+Tensor or expert parallelism shards a parameter first; `fully_shard` cuts the part on this rank (`PriorSharding`):
 
     the module's parameter   DTensor on the tp mesh, say (Shard(0),)        local (rows / tp, cols)
     sharded parameter        RaggedDTensor on (dp, tp), (Ragged, Shard(0))  local 1-D piece
     unsharded parameter      DTensor on the tp mesh again, over a view of the full buffer
 
-So a layout is planned for the local shape, and the module's own parallel code sees the DTensor it expects. A gradient
-arrives as a DTensor, often Partial over tp; it is first redistributed to the parameter's own placements.
+So a layout is planned for the local shape, and the module's own parallel code gets the DTensor it expects. Its gradient
+is a DTensor, often Partial over tp, and is first redistributed to the parameter's own placements.
 
 With ``dp_mesh_dims`` the module's parameter is a DTensor on the full mesh, dp included (torch 2.13,
 ``FS/_fsdp_param.py:345-430`` and ``FS/_fsdp_init.py:108-149``); `SpmdAxes` names its axes:
@@ -23,7 +24,7 @@ With ``dp_mesh_dims`` the module's parameter is a DTensor on the full mesh, dp i
     sharded parameter        RaggedDTensor on (dp, tp), (Ragged, Shard(0)); several dp axes count as one
     unsharded parameter      DTensor on (dp, tp), (Replicate, Shard(0)) again
 
-Its gradient is Partial over dp as well; the reduction computes those sums.
+Its gradient is Partial over dp as well; the reduction of the group computes these sums.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class DataMesh:
 
     Args:
         mesh: 1-D (shard,) or 2-D (replicate, shard).
-        spmd: its axes in the full mesh, if parameters are DTensors on that.
+        spmd: the axes of ``mesh`` in the full mesh, if parameters are DTensors on a full mesh (``dp_mesh_dims``).
 
     Raises:
         PlacementError: if replicas would get different shards.
@@ -94,7 +95,7 @@ class DataMesh:
     spmd: SpmdAxes | None = None
 
     def __post_init__(self) -> None:
-        ranks_by_group_rank(self.mesh)
+        ranks_by_group_rank(self.mesh)  # raises if replicas would get different shards
 
     @property
     def num_shards(self) -> int:
@@ -108,15 +109,15 @@ class DataMesh:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1-D mesh over all ranks, on the accelerator if there is one; starts the process group if need be."""
+    """A 1-D mesh over all ranks, on the accelerator if there is one. Initialises the process group if necessary."""
     accelerator = torch.accelerator.current_accelerator()
     device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
     if not dist.is_initialized():
         try:
             dist.init_process_group()
-        except ValueError as unset:  # a variable that torchrun sets
+        except ValueError as unset:  # torch names the missing environment variable
             raise LifecycleError(
-                "There is no process group, and the environment does not describe one.",
+                "There is no process group, and the environment variables to initialise one are missing.",
                 expected="a job under torchrun, a process group, or a mesh",
                 got=str(unset),
                 where="fully_shard(mesh=None)",
@@ -125,12 +126,13 @@ def default_mesh() -> DeviceMesh:
                 "mesh=init_device_mesh(..)",
             ) from unset
     assert dist.group.WORLD is not None
+    # Else torch gives the mesh's groups its default timeout, and under FakeTensorMode the mesh gets no rank numbers.
     with groups_with_timeout_of(dist.group.WORLD), outside_fake_mode():
         return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device of this rank in a mesh."""
+    """The device on which this rank computes for a mesh."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
@@ -144,22 +146,8 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
         dims: torch's `DataParallelMeshDims`, or None.
 
     Raises:
-        PlacementError: if it is not a mesh, does not contain this rank, or has other axes than ``dims`` names.
+        PlacementError: if it is not a mesh, does not contain this rank, or lacks axes that ``dims`` names.
     """
-    _check_mesh(mesh)
-    if dims is not None:
-        return _named_axes(mesh, dims)
-    if mesh.ndim not in (1, 2):
-        raise PlacementError(
-            "The mesh must be 1-D or 2-D.",
-            expected="(shard,) or (replicate, shard)",
-            got=f"{mesh.ndim} axes: {mesh}",
-            todo="slice the data-parallel axes out of the mesh by name, or name them with dp_mesh_dims",
-        )
-    return DataMesh(mesh)
-
-
-def _check_mesh(mesh: object) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise PlacementError(
             "mesh= takes a device mesh.",
@@ -172,16 +160,22 @@ def _check_mesh(mesh: object) -> None:
             "This rank is not in the mesh.",
             expected="a mesh of all ranks that shard the module",
             got=f"{mesh} on rank {dist.get_rank()}",
-            todo="call fully_shard on the ranks of the mesh alone, or make the mesh of more ranks",
+            todo="call fully_shard only on ranks of the mesh, or add this rank to the mesh",
         )
-
-
-def _named_axes(mesh: DeviceMesh, dims: Any) -> DataMesh:
+    if dims is None:
+        if mesh.ndim not in (1, 2):
+            raise PlacementError(
+                "The mesh must be 1-D or 2-D.",
+                expected="(shard,) or (replicate, shard)",
+                got=f"{mesh.ndim} axes: {mesh}",
+                todo="slice the data-parallel axes out of the mesh by name, or name them with dp_mesh_dims",
+            )
+        return DataMesh(mesh)
     axes = _spmd_axes(mesh, dims)
     if not dims.shard_names:
         replicated = _one_axis(mesh, dims.replicate_names)
         name = replicated.mesh_dim_names[0] if replicated.mesh_dim_names else "replicate"
-        # An axis of one rank shards, so that replication only needs no code of its own elsewhere.
+        # With a sharding axis of one rank, replication is a case of HSDP and needs no other code.
         return DataMesh(unflatten_mesh(replicated, (replicated.size(), 1), (name, f"{name}_shard")), axes)
     sharded = _one_axis(mesh, dims.shard_names)
     if not dims.replicate_names:
@@ -197,14 +191,14 @@ def _spmd_axes(mesh: DeviceMesh, dims: Any) -> SpmdAxes:
             got=repr(dims),
         )
     names = mesh.mesh_dim_names or ()
-    asked = (*dims.shard_names, *dims.replicate_names)
-    if not asked or any(name not in names for name in asked) or len(set(asked)) < len(asked):
+    wanted = (*dims.shard_names, *dims.replicate_names)
+    if not wanted or any(name not in names for name in wanted) or len(set(wanted)) < len(wanted):
         raise PlacementError(
             "dp_mesh_dims does not match the mesh.",
             expected=f"at least one of the axes {names}, each once",
             got=f"shard={dims.shard_names}, replicate={dims.replicate_names}",
             where=str(mesh),
-            todo="give the full mesh, made with mesh_dim_names, and names of its axes",
+            todo="pass the full mesh, created with mesh_dim_names, and names of its axes",
         )
     shard, replicate = (
         tuple(names.index(name) for name in kind) for kind in (dims.shard_names, dims.replicate_names)
@@ -226,10 +220,10 @@ def mesh_of_info(info: Any) -> DataMesh:
     axes = (None, 0) if isinstance(info, FSDPMeshInfo) and info.mesh.ndim == 1 else (0, 1)
     if not isinstance(info, FSDPMeshInfo) or (info.replicate_mesh_dim, info.shard_mesh_dim) != axes:
         raise PlacementError(
-            "A parameter's own mesh needs one axis that shards.",
+            "A parameter's own mesh must have one axis that shards.",
             expected="FSDPMeshInfo of a 1-D mesh, or HSDPMeshInfo of a 2-D mesh (replicate, shard)",
             got=info,
-            todo="FSDPMeshInfo(mesh, shard_mesh_dim=0), HSDPMeshInfo(mesh, 1, replicate_mesh_dim=0)",
+            todo="return FSDPMeshInfo(mesh, shard_mesh_dim=0) or HSDPMeshInfo(mesh, 1, replicate_mesh_dim=0)",
         )
     full_mesh = spmd_mesh_of(info)
     return DataMesh(info.mesh, None if full_mesh is None else _spmd_axes(full_mesh, info.dp_mesh_dims))
@@ -237,11 +231,11 @@ def mesh_of_info(info: Any) -> DataMesh:
 
 @dataclass(frozen=True)
 class PriorSharding:
-    """How other parallelisms have cut a parameter, and the specs of its shards and gradients that follow.
+    """How other parallelisms have sharded a parameter, which determines the specs of its shards and gradients.
 
     Args:
         data: the mesh over which the parameter is sharded in addition.
-        spec: of the parameter as the module's code sees it; None for a plain tensor, which is not cut yet.
+        spec: spec of the parameter that the module's code gets; None for a plain tensor, which is not sharded yet.
     """
 
     data: DataMesh
@@ -252,21 +246,42 @@ class PriorSharding:
         """The prior sharding of a parameter, after a check that its mesh axes are compatible with ``data``.
 
         Raises:
-            PlacementError: if it is sharded already, has Partial placements, or the axes are not compatible.
+            PlacementError: if it is sharded by `fully_shard` already, has Partial placements, or its axes are not
+                compatible.
         """
-        spmd = data.spmd
-        problem = _problem_on_full_mesh(param, spmd) if spmd is not None else _problem(param, data.mesh)
-        if problem is not None:
-            raise _refusal(problem, fqn, param, data)
-        return PriorSharding(data, spec_of(param) if isinstance(param, DTensor) else None)
+        problem = _problem(param, data)
+        if problem is None:
+            return PriorSharding(data, spec_of(param) if isinstance(param, DTensor) else None)
+        if isinstance(param, RaggedDTensor):
+            expected = "a module whose parameters no fully_shard call has sharded"
+            todo = (
+                "shard from the inside out: the blocks first and the root last, each module once; modules with tied "
+                "parameters belong in one unit: tie first, then fully_shard([a, b])"
+            )
+        elif data.spmd is None:
+            expected = "Shard or Replicate on other axes of one named mesh"
+            todo = 'create one mesh with names; pass mesh["dp"] to fully_shard and mesh["tp"] to tensor parallelism'
+        else:
+            expected = "a DTensor on the same mesh object as mesh=, Replicate on its data-parallel axes"
+            todo = "put parameters on the full mesh first: torch.distributed.tensor.distribute_module"
+        got = "a plain tensor"
+        if isinstance(param, DTensor):
+            got = f"placements {param.placements} on {param.device_mesh}"
+        raise PlacementError(
+            f"This parameter cannot be sharded: {problem}.",
+            expected=expected,
+            got=got,
+            where=f"{fqn}, to be sharded over {data.mesh}",
+            todo=todo,
+        )
 
     def sharded_spec(self, ragged: RaggedShard, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-        """The spec of the sharded parameter, on the data-parallel axes and its own.
+        """The spec of the sharded parameter, on the data-parallel axes and the parameter's own axes.
 
         Args:
-            ragged: the cut of its local part.
+            ragged: placement of the pieces of the local part.
             shape: global shape.
-            dtype: of the shard.
+            dtype: dtype of the shard.
         """
         mesh = self.data.mesh
         own = (*(Replicate() for _ in range(mesh.ndim - 1)), ragged)
@@ -279,7 +294,7 @@ class PriorSharding:
         return make_spec(joint, placements, shape, dtype)
 
     def full_parameter(self, view: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """The unsharded parameter over a view of the full buffer, as the module's parallel code expects it."""
+        """The unsharded parameter over a view of the full buffer: a DTensor if the original one was a DTensor."""
         if self.spec is None:
             return nn.Parameter(view, requires_grad)
         tensor = DTensor(view, spec_with(self.spec, dtype=view.dtype), requires_grad=False)  # type: ignore[call-arg]
@@ -289,7 +304,7 @@ class PriorSharding:
         """This rank's part of an unsharded gradient, summed over the axes of other parallelisms."""
         if self.spec is None or not isinstance(grad, DTensor):
             return grad
-        # The reduction sums over the data-parallel axes of the same mesh.
+        # Partial over data-parallel axes stays: the reduction sums over these.
         data_axes = self.data.spmd.data if self.data.spmd is not None else ()
         wanted = [
             now if axis in data_axes else own
@@ -298,80 +313,44 @@ class PriorSharding:
         return local_of(grad if wanted == list(grad.placements) else grad.redistribute(placements=wanted))
 
 
-_SHARDED = "it is sharded already, with a module further out or by hand"
-
-
 def local_part(param: nn.Parameter) -> torch.Tensor:
     """The part of a parameter that other parallelisms have left on this rank, ND, detached."""
     return local_of(param).detach()
 
 
-def _refusal(problem: str, fqn: str, param: nn.Parameter, data: DataMesh) -> PlacementError:
-    if isinstance(param, RaggedDTensor):
-        expected = "a module whose parameters no fully_shard call has taken"
-        todo = "go from the inside out: shard the blocks first and the root last, each module once; modules with tied "
-        todo += "parameters belong in one unit: tie first, then fully_shard([a, b])"
-    elif data.spmd is None:
-        expected = "Shard or Replicate on other axes of one named mesh"
-        todo = 'make one mesh with names, and pass mesh["dp"] here and mesh["tp"] there'
-    else:
-        expected = "a DTensor on the same mesh object as mesh=, Replicate on its data-parallel axes"
-        todo = "put parameters on the full mesh first: torch.distributed.tensor.distribute_module"
-    got = "a plain tensor"
-    if isinstance(param, DTensor):
-        got = f"placements {param.placements} on {param.device_mesh}"
-    return PlacementError(
-        f"This parameter cannot be sharded: {problem}.",
-        expected=expected,
-        got=got,
-        where=f"{fqn}, to be sharded over {data.mesh}",
-        todo=todo,
-    )
-
-
-def _problem(param: nn.Parameter, mesh: DeviceMesh) -> str | None:
-    """Why a parameter on a mesh of its own is not supported, or None."""
+def _problem(param: nn.Parameter, data: DataMesh) -> str | None:
+    """The reason why a parameter cannot be sharded over ``data``, or None."""
+    spmd, names = data.spmd, data.mesh.mesh_dim_names
     if not isinstance(param, DTensor):
-        return None
+        return None if spmd is None else "with dp_mesh_dims all parameters must be DTensors"
     if isinstance(param, RaggedDTensor):
-        return _SHARDED
-    if not all(_is_plain(placement) for placement in param.placements):
-        return "only Shard and Replicate can be combined with a ragged cut"
-    if not mesh.mesh_dim_names or not param.device_mesh.mesh_dim_names:
-        return "the axes of both meshes need names, to distinguish them"
-    if set(mesh.mesh_dim_names) & set(param.device_mesh.mesh_dim_names):
-        return "it lives on an axis that it is to be sharded over"
+        return "it is sharded already, by fully_shard of an outer module or by hand"
+    if spmd is not None:
+        if param.device_mesh is not spmd.mesh:
+            return "it is on another mesh object"
+        axes = [axis for axis in sorted(spmd.data) if not param.placements[axis].is_replicate()]
+        if axes:
+            return (
+                f"it is not Replicate on {', '.join((spmd.mesh.mesh_dim_names or ())[axis] for axis in axes)}"
+            )
+    if not all(placement.is_replicate() or type(placement) is Shard for placement in param.placements):
+        return "only Shard and Replicate can be combined with a ragged placement"
+    if spmd is None:
+        own_names = param.device_mesh.mesh_dim_names
+        if not names or not own_names:
+            return "the axes of both meshes need names, to distinguish them"
+        if set(names) & set(own_names):
+            return "it is already sharded or replicated over an axis of mesh="
     return None
-
-
-def _problem_on_full_mesh(param: nn.Parameter, spmd: SpmdAxes) -> str | None:
-    """Why a parameter under ``dp_mesh_dims`` is not supported, or None."""
-    if not isinstance(param, DTensor):
-        return "with dp_mesh_dims all parameters must be DTensors"
-    if isinstance(param, RaggedDTensor):
-        return _SHARDED
-    if param.device_mesh is not spmd.mesh:
-        return "it is on another mesh object"
-    names = spmd.mesh.mesh_dim_names or ()
-    cut = [names[axis] for axis in sorted(spmd.data) if not param.placements[axis].is_replicate()]
-    if cut:
-        return f"it is not Replicate on {', '.join(cut)}"
-    if not all(_is_plain(placement) for placement in param.placements):
-        return "only Shard and Replicate can be combined with a ragged cut"
-    return None
-
-
-def _is_plain(placement: Placement) -> bool:
-    return placement.is_replicate() or type(placement) is Shard
 
 
 def _on_full_mesh(
     mesh: DeviceMesh, spmd: SpmdAxes, own: Sequence[Placement], given: Sequence[Placement]
 ) -> tuple[DeviceMesh, list[Placement]]:
-    """The full mesh and its placements, with a ragged cut on its sharding axis.
+    """The full mesh and its placements, with the ragged placement on its sharding axis.
 
-    Several sharding axes become one, and a mesh that only replicates gets one; both as in ``mesh``, which takes the
-    position of the first data-parallel axis.
+    If the full mesh has not exactly one sharding axis, its data-parallel axes are replaced by the axes of ``mesh``, at
+    the position of the first one.
     """
     if len(spmd.shard) == 1:
         return spmd.mesh, [own[-1] if axis in spmd.shard else p for axis, p in enumerate(given)]

@@ -1,4 +1,4 @@
-"""FSDPModule: what `fully_shard` adds to a module's class, method for method torch's ``FSDPModule``."""
+"""FSDPModule: the methods that `fully_shard` adds to a module's class, with the names of torch's ``FSDPModule``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from vescale_fsdp.runtime.param_group import ParamGroup, use_memory
 from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_takers
 
 if TYPE_CHECKING:
-    # `fully_shard` puts this class in front of a module's own, so every instance is a module too; for type checkers
-    # that makes both `sharded(x)` and `sharded.unshard()` right. A real base would be built twice.
+    # `fully_shard` makes a subclass of this class and of the module's own class, so every instance is a module. Type
+    # checkers then accept both `sharded(x)` and `sharded.unshard()`. A real base would initialise nn.Module twice.
     class _Base(TorchFSDPModule, nn.Module): ...
 else:
     _Base = TorchFSDPModule
@@ -41,11 +41,11 @@ MEMORY_POOLS = "memory_pools"  # the feature's name in VESCALE_FSDP_UNTRIED
 
 
 class UnpicklableModuleError(MisuseError, pickle.PicklingError):
-    """A sharded module cannot be pickled; also a ``PicklingError``, for code that catches that."""
+    """A sharded module cannot be pickled. Also a ``PicklingError``, for code that catches that one."""
 
 
 class FSDPModule(_Base):
-    """What `fully_shard` adds to a module's class: all methods of torch's ``FSDPModule``, of which it is a subclass.
+    """The class of a sharded module: a subclass of torch's ``FSDPModule`` with all its methods.
 
     Methods that only a newer torch's class has raise an error that names them.
 
@@ -57,17 +57,17 @@ class FSDPModule(_Base):
         (True, ['<root>'])
     """
 
-    # Where a sharded class has the module's own in its MRO, for torch: [sharded, this, torch's, the module's own, ..].
+    # torch reads the index of the module's own class in the MRO: [sharded, FSDPModule, torch's FSDPModule, own, ..].
     _orig_cls_mro_index: int = 3
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Building the sharded class builds the original one (indexing a container does that)."""
+        """Make an unsharded module of the original class: a slice of a container calls its own class so."""
         original = cls.__mro__[cls._orig_cls_mro_index]
         return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise MisuseError(
-            "A sharded module cannot be deep-copied: its buffers and hooks belong to one module.",
+            "A sharded module cannot be deep-copied: a copy would share its buffers and hooks.",
             expected="deepcopy before fully_shard",
             got=f"deepcopy of {type(self).__name__}",
             todo="copy the module first, or build a second one and load this one's state dict",
@@ -75,11 +75,13 @@ class FSDPModule(_Base):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnpicklableModuleError(
-            "A sharded module cannot be pickled or copied: each rank has pieces of it, and its class is made here.",
-            expected="its state to be saved",
+            "A sharded module cannot be pickled or copied: each rank has only pieces of it, and its class exists only "
+            "in this process.",
+            expected="a checkpoint of its state",
             got=f"torch.save, pickle or copy.copy of {type(self).__name__}",
-            todo="vescale_fsdp.checkpoint.save(path, {'model': model}); for one file of full tensors, torch.save on "
-            "rank 0 what get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) returns on all",
+            todo="vescale_fsdp.checkpoint.save(path, {'model': model}). For one file of full tensors, call "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) on all ranks, and torch.save "
+            "the result on rank 0",
         )
 
     def _state(self) -> FSDPState:
@@ -94,7 +96,7 @@ class FSDPModule(_Base):
         return iter(states_of(self) if recurse else (self._state(),))
 
     def model_layout(self) -> ModelLayout:
-        """The layouts of all groups under this module, named by module path and number."""
+        """The layouts of all groups under this module, named by module path and, if a unit has several, by number."""
         named: list[tuple[str, Any]] = []
         for state, name in states_of(self).items():
             for index, group in enumerate(state.groups):
@@ -103,7 +105,7 @@ class FSDPModule(_Base):
         return ModelLayout.of(named)
 
     def reshard(self) -> None:
-        """Free this module's full parameters; its parameters are sharded again."""
+        """Free this module's full parameters and set its sharded parameters on the modules."""
         state = self._state()
         state.comm.reshard(state.groups)
 
@@ -125,7 +127,7 @@ class FSDPModule(_Base):
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards reduce gradients; if not, gradients add up unreduced (``no_sync``).
+        """Whether the next backwards reduce gradients; if not, they sum gradients without communication (``no_sync``).
 
         As in FSDP2 this also sets `set_requires_all_reduce`.
         """
@@ -139,7 +141,7 @@ class FSDPModule(_Base):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add up gradients without communication; the next one outside reduces them all."""
+        """Backwards inside the context sum gradients without communication; the next one outside reduces the sums."""
         states = list(self._states())
         before = [(state, state.requires_gradient_sync) for state in states]
         reduced = [(group, group.comm.settings.requires_all_reduce) for group in self._groups(True)]
@@ -155,14 +157,14 @@ class FSDPModule(_Base):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one of this forward.
 
-        False keeps the forward's order for the backwards that follow. The last one reduces the units that the others
-        do not reach, and gradients that arise without a unit's own forward. It holds for the whole tree, whichever
-        module it is called on.
+        False keeps the forward's order for the backwards that follow. The last backward also reduces units that no
+        backward has reached, and gradients that arise without a unit's own forward. The setting applies to the whole
+        tree, whichever module the method is called on.
         """
         self._state().schedule.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether backwards leave their last reductions to `finalize_backward`; on the root (torch 2.15's).
+        """Whether backwards leave their last reductions to `finalize_backward` (new in torch 2.15). On the root.
 
         Raises:
             LifecycleError: below the root, or between a backward and its finalization.
@@ -173,10 +175,10 @@ class FSDPModule(_Base):
         state.schedule.set_finalizes_by_hand(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what the backwards so far have left unreduced; then sharded gradients may be read. On the root.
+        """Reduce all gradients that backwards have left unreduced; sharded gradients may be read after this.
 
-        A no-op before the first forward. If several backwards precede this call, switch gradient synchronisation off
-        for them, and on again before the call.
+        Call it on the root; before the first forward it is a no-op. If several backwards precede this call, switch
+        gradient synchronisation off for them, and on again before the call.
 
         Args:
             async_op: return a handle to wait on instead of waiting.
@@ -190,7 +192,7 @@ class FSDPModule(_Base):
         self._check_root("finalize_backward")
         if not state.schedule.finalizes_by_hand:
             raise LifecycleError(
-                "Backwards finalize themselves.",
+                "Without manual finalization, backwards finalize themselves.",
                 expected="set_manual_backward_finalization(True) before the forward",
                 got="finalize_backward",
                 where=type(self).__name__,
@@ -202,13 +204,13 @@ class FSDPModule(_Base):
         return None
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        """As torch's; raises if another of torch's data parallelisms calls it to shard the module again."""
+        """As in torch. Raises if another data parallelism of torch calls it to shard the module again."""
         if not recurse:
             refuse_takers(f"a {type(self).__name__} inside the module")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Module.zero_grad, also while modules have full parameters, as between forward and backward."""
+        """Module.zero_grad; clears sharded gradients even while the modules have full parameters."""
         super().zero_grad(set_to_none)
         for group in self._groups(True):
             for param in group.params:
@@ -219,14 +221,14 @@ class FSDPModule(_Base):
                     grad.zero_()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full parameters are freed after the forward (overrides the root's default too).
+        """Whether full parameters are freed after the forward. Also overrides the root's default.
 
         Raises:
             ValueError: unless a bool is given.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ArgumentError(
-                "reshard_after_forward can be switched on or off, not resized.",
+                "reshard_after_forward can be switched on or off, but not set to another number of ranks.",
                 expected="True or False",
                 got=repr(reshard_after_forward),
             )
@@ -239,11 +241,11 @@ class FSDPModule(_Base):
             state.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """Units to gather when this one starts its forward, instead of the next one in last order."""
+        """Units to gather when this unit's forward begins, instead of the unit that came next in the last forward."""
         self._state().forward_prefetch = _states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """Units to gather when this one starts its backward, instead of the previous in forward order."""
+        """Units to gather when this unit's backward begins, instead of the previous unit of the forward."""
         self._state().backward_prefetch = _states_of(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -251,7 +253,7 @@ class FSDPModule(_Base):
         self._state().unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Gathers of the next forward wait for this event only (on the root, used once)."""
+        """Let the gathers of the next forward wait for this event, not for the compute stream. On the root."""
         self._state().post_optim_event = event
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -259,22 +261,22 @@ class FSDPModule(_Base):
         _change(self._groups(False), divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """torch's older name of `set_gradient_divide_factor`."""
+        """torch's former name of `set_gradient_divide_factor`."""
         warnings.warn("Use set_gradient_divide_factor instead", DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Reduce this unit with SUM and divide afterwards."""
+        """Whether this unit reduces with SUM and divides afterwards, instead of with AVG."""
         _change(self._groups(False), force_sum=enable)
 
     def set_narrow_reduction(self, enable: bool, *, recurse: bool = True) -> None:
         """Whether gradients are stored and sent in the dtype they were computed in, and summed in a wider one.
 
-        True, the default, halves bytes and memory: each rank sends every other one its slice and sums the slices it
-        receives, with the values of a wide reduction. False: gradients are widened before they are sent, as FSDP2 does
-        it, and NCCL's own reduce-scatter sums them; on very many ranks that may be faster.
+        True, the default, halves bytes and memory: each rank sends every other rank its slice and sums the slices it
+        receives in the wider dtype. False: gradients are widened before they are sent, as in FSDP2, and NCCL's
+        reduce-scatter sums them; on very many ranks that may be faster.
 
-        Call it before the model's first use, with the same value on all ranks, which compare it then.
+        Call it before the model's first use, with the same value on all ranks.
 
         Raises:
             LifecycleError: after the first use.
@@ -283,9 +285,9 @@ class FSDPModule(_Base):
         _change(self._groups(recurse), narrow=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be in flight, each with its gradient buffer.
+        """How many reductions may be in flight, each with its own gradient buffer.
 
-        The units under a root share the largest value that any of them has. It may change at any time.
+        The largest value of all units under a root applies to the whole tree. It may change at any time.
 
         Raises:
             TypeError: unless an int is given.
@@ -299,10 +301,11 @@ class FSDPModule(_Base):
                 got=repr(max_input_buffers),
             )
         for state in self._states(recurse):
-            state.limit_reductions(max_input_buffers)
+            state.max_reductions = max_input_buffers
+            state.comm.set_limit(state, max_input_buffers)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards all-reduce over replicas (HSDP); without, sums stay per replica."""
+        """Whether the next backwards all-reduce over replicas (HSDP); if not, each replica keeps its own sums."""
         _change(self._groups(recurse), requires_all_reduce=requires_all_reduce)
 
     def set_all_reduce_hook(  # type: ignore[override]
@@ -311,8 +314,8 @@ class FSDPModule(_Base):
         """Call ``hook(shard)`` on every reduced shard of this module (1-D, reduce dtype).
 
         Args:
-            hook: changes the shard in place; with replicas it is called after their all-reduce.
-            stream: where it runs; None: where reductions run. Later work on the shard waits for it.
+            hook: changes the shard in place. With replicas, it is called after their all-reduce.
+            stream: the stream of the hook; None: the stream of reductions. Later work on the shard waits for the hook.
 
         Raises:
             ValueError: with a stream and replicas, or for groups over several meshes.
@@ -353,7 +356,7 @@ class FSDPModule(_Base):
             group.grads.spare = {}
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Give reductions a communicator of their own. A collective call: all ranks, same order."""
+        """Whether reductions use a communicator of their own. Collective: all ranks call it, in the same order."""
         comms = [group.comm for group in self._groups(recurse)]
         if enable:
             separate_reductions(comms)
@@ -365,29 +368,30 @@ class FSDPModule(_Base):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters that no rank has used get gradients of zeros; if not, they keep None.
+        """Whether parameters that no rank has used get gradients of zeros; if not, their gradient stays None.
 
-        Either way all parameters are reduced, so no rank waits for another one. Parameters that only some ranks have
-        used get the gradients of those ranks.
+        All parameters are reduced in both cases, so no rank waits for another one. Parameters that only some ranks have
+        used get the sum of those ranks' gradients.
         """
         _change(self._groups(recurse), zeros_unused=reduce_scatter_unused_params)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether the memory of full parameters stays allocated between uses.
+        """Whether the memory of full parameters stays allocated between uses (new in torch 2.15).
 
-        For CUDA graphs, which remember addresses (torch 2.15's).
+        For CUDA graphs, which record addresses.
         """
         _change(self._groups(recurse), keeps_full=keep)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether gathered parameters and gradient buffers use memory of the process group's allocator.
+        """Whether gathered parameters and gradient buffers use memory from the process group's allocator.
 
         Raises:
             UnsupportedOpError: without ``VESCALE_FSDP_UNTRIED=memory_pools``: this has never run on a GPU.
             ValueError: with custom collectives, or for groups over several meshes.
         """
-        method = "set_allocate_memory_from_process_group_for_comm"
-        _put_in_memory(self._groups_of_one_mesh(method), method, ProcessGroupMemory if enable else None)
+        self._use_pool(
+            "set_allocate_memory_from_process_group_for_comm", ProcessGroupMemory if enable else None
+        )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Put gathered parameters and gradient buffers in symmetric memory. A collective.
@@ -398,13 +402,33 @@ class FSDPModule(_Base):
         """
         if backend != "NCCL":
             raise ArgumentError(
-                "Symmetric memory is NCCL's.",
+                "Symmetric memory is supported with NCCL only.",
                 expected="backend='NCCL'",
                 got=repr(backend),
                 where="set_symm_mem_for_comm",
             )
-        method = "set_symm_mem_for_comm"
-        _put_in_memory(self._groups_of_one_mesh(method), method, SymmetricMemory)
+        self._use_pool("set_symm_mem_for_comm", SymmetricMemory)
+
+    def _use_pool(self, method: str, kind: MemoryKind | None) -> None:
+        """Put the buffers of this module into memory of this kind; None: into the caching allocator's."""
+        groups = self._groups_of_one_mesh(method)
+        if kind is not None and not allows_untried(MEMORY_POOLS):
+            raise UnsupportedOpError(
+                f"{method} has never run on a GPU.",
+                expected=f"VESCALE_FSDP_UNTRIED={MEMORY_POOLS} in the environment of all ranks, to try it",
+                got=method,
+                todo="do not call it, or try it and compare losses with a run without it",
+            )
+        settings = [group.comm.settings for group in groups]
+        if any(each.custom_all_gather or each.custom_reduce_scatter for each in settings):
+            raise ArgumentError(
+                "Custom collectives allocate their own buffers, so a memory pool would have no effect.",
+                expected="a module without custom collectives",
+                got="set_custom_all_gather or set_custom_reduce_scatter",
+                where=method,
+                todo="use either the custom collectives or the memory pool",
+            )
+        use_memory(groups, kind)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: gathers are always asynchronous."""
@@ -418,16 +442,16 @@ class FSDPModule(_Base):
         meshes = list(dict.fromkeys(group.data.mesh for group in groups))
         if len(meshes) > 1:
             raise ArgumentError(
-                f"{method} is for modules whose parameters share one mesh.",
+                f"{method} requires that all parameters of the module share one mesh.",
                 expected="one mesh",
                 got=meshes,
                 where=type(self).__name__,
-                todo="shard the parameters with a mesh of their own in a module of their own",
+                todo="call fully_shard separately on the submodule whose parameters have another mesh",
             )
         return groups
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: drop all gathers and reductions in flight. On the root.
+        """Drop all gathers and reductions in flight, after an exception in forward or backward. Call it on the root.
 
         Raises:
             LifecycleError: if this is not the root.
@@ -443,17 +467,17 @@ class FSDPModule(_Base):
     def _check_root(self, method: str) -> None:
         if not self._state().is_root:
             raise LifecycleError(
-                f"{method} belongs to the root.",
+                f"{method} must be called on the root module.",
                 expected="the module whose forward is called first",
                 got=type(self).__name__,
                 todo="call it on the outermost sharded module",
             )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Module.to, .cuda, to_empty: shard first, then adopt the new parameters."""
+        """Module.to, .cuda, to_empty: reshard first, since they change sharded parameters, then adopt the new ones."""
         for state in self._states():
             state._reshard_hook()
-        # Not torch's own method, which would look for FSDP2's state.
+        # Skip the method of torch's FSDPModule, which reads FSDP2's state.
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for state in self._states():
             state.rebind()
@@ -465,37 +489,18 @@ def _change(groups: Iterable[ParamGroup], **settings: Any) -> None:
         group.comm.change(**settings)
 
 
-def _put_in_memory(groups: list[ParamGroup], method: str, kind: MemoryKind | None) -> None:
-    if kind is not None and not allows_untried(MEMORY_POOLS):
-        raise UnsupportedOpError(
-            f"{method} has never run on a GPU.",
-            expected=f"VESCALE_FSDP_UNTRIED={MEMORY_POOLS} in the environment of all ranks, to try it",
-            got=method,
-            todo="leave it out, or try it and compare losses with a run without it",
-        )
-    if any(
-        group.comm.settings.custom_all_gather or group.comm.settings.custom_reduce_scatter for group in groups
-    ):
-        raise ArgumentError(
-            "Custom collectives bring memory of their own.",
-            expected="none of them on the module",
-            got="set_custom_all_gather or set_custom_reduce_scatter",
-            where=method,
-            todo="leave one of the two out",
-        )
-    use_memory(groups, kind)
-
-
 def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
     states = [state for module in modules if (state := state_of(module)) is not None]
     if len(states) < len(modules):
         got = ", ".join(type(module).__name__ for module in modules if state_of(module) is None)
-        raise ArgumentError("This needs sharded modules.", expected="modules created by fully_shard", got=got)
+        raise ArgumentError(
+            "All modules must be sharded modules.", expected="modules created by fully_shard", got=got
+        )
     return states
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Let several roots (pipeline stages) share streams, and the bound on reductions in flight.
+    """Let several roots (pipeline stages) share streams and the limit of reductions in flight.
 
     Raises:
         ValueError: if a module is not sharded.
@@ -513,16 +518,19 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 
 
 def refuse_unknown(ours: type, torchs: type) -> None:
-    """Add methods that raise, for those that only torch's class has: inherited, they would look for FSDP2's state."""
+    """Override methods that only torch's class has by methods that raise: torch's would read FSDP2's state."""
 
     def refusing(name: str) -> Callable[..., NoReturn]:
         def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
             raise UnsupportedOpError(
-                f"{name} is not supported.", expected="must not be called", got=name, todo="leave it out"
+                f"{name} is not supported.",
+                expected="methods that vescale_fsdp's FSDPModule defines",
+                got=name,
+                todo="do not call it",
             )
 
         refuse.__name__ = name
-        refuse.__doc__ = "Of a newer torch; not supported."
+        refuse.__doc__ = "A method of a newer torch, which is not supported."
         return refuse
 
     for name, member in vars(torchs).items():

@@ -1,18 +1,18 @@
 """FSDPState: the hooks that turn module calls into steps of the schedule.
 
     pre-forward     gather the unit's parameters, cast its inputs
-    post-forward    reshard (if asked), watch the outputs for their gradients, cast them
-    pre-backward    gather again, and the unit that comes next
-    post-backward   reshard, reduce the gradients (an autograd node on the inputs runs it)
+    post-forward    reshard (if asked), put hooks on the outputs that see their gradients, cast the outputs
+    pre-backward    gather the unit again, and the next unit
+    post-backward   reshard, reduce the gradients; called by an autograd node on the inputs
     end of backward reduce units that no node reached (a root whose inputs need no gradient), wait for all reductions
 
-A unit reduces once the backward is past all its calls, so several forwards before one backward cost one reduction.
+A unit reduces once the backward has passed all its calls, so several forwards before one backward cost one reduction.
 Every unit that took part in a forward with gradients is gathered and reduced, in the same order on all ranks
 (`vescale_fsdp.runtime.schedule`). Parameters that a rank has not used reduce zeros, so no rank waits for another one.
 
-A unit made of a list of modules gathers before the first of them runs and reshards after the last. Where a forward
-runs only some of them, the unit reshards when the root's forward ends. A unit that runs outside a root's forward (the
-head of a chunked loss, called once per chunk) stays gathered until the backward, and each backward adds its reduction.
+A unit made of a list of modules gathers before the first of them runs and reshards after the last one. If a forward
+runs only some of the modules, the unit reshards when the root's forward ends. A unit that runs outside a root's forward
+(the head of a chunked loss, called once per chunk) stays gathered until the backward, and each backward reduces it.
 """
 
 from __future__ import annotations
@@ -49,27 +49,28 @@ from vescale_fsdp.torch_private import is_view, note_sharded
 _STATE = "_vescale_fsdp_state"
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _VIEW_WARNING = (
-    "The sharded module {} returned a view. An in-place operation on it (x += y) would drop the hook that gathers "
-    "parameters for its backward, in silence. Use x = x + y, or clone() the output."
+    "The sharded module {} returned a view. An in-place operation on the view (x += y) would silently remove the hook "
+    "that gathers the module's parameters for the backward. Use x = x + y, or clone() the output."
 )
 _logger = logging.getLogger("vescale_fsdp")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def _eager(function: FunctionT) -> FunctionT:
-    """Keep a hook out of torch.compile's graphs: it is a graph break, compile per block inside the unit."""
+    """Keep a hook out of torch.compile's graphs. The hook is a graph break: compile the blocks inside a unit."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 class FSDPState:
     """The state of one `fully_shard` call: its modules, its groups, and its place in the schedule.
 
+    The constructor stores the state on the modules and registers their hooks.
+
     Args:
-        modules: the modules the call was given (one, or a list that shares its groups).
+        modules: the modules of the call: one, or several that share the groups.
         groups: the unit's parameter groups.
         mp_policy: dtypes of inputs and outputs.
-        reshard_after_forward: None means True unless it is the root, and for the root after forwards that no
-            backward follows.
+        reshard_after_forward: None: reshard, except for a root whose forward computes gradients.
         device: where the unit computes.
     """
 
@@ -91,21 +92,26 @@ class FSDPState:
         self.unshard_in_backward = True
         self.forward_prefetch: list[FSDPState] | None = None
         self.backward_prefetch: list[FSDPState] | None = None
-        self.max_reductions = 1  # in flight, as far as this unit is concerned
+        self.max_reductions = 1  # reductions in flight that this unit allows
         self.comm = CommContext(streams_of(device))
-        self.schedule = Schedule(self.comm)  # the root's, once there is a root
+        self.schedule = Schedule(self.comm)  # replaced by the root's schedule in `lazy_init`
         self.fsdp2 = Fsdp2State(self)
-        self.set_name(type(modules[0]).__name__)  # its name in the model, once the root knows it
+        self.set_name(type(modules[0]).__name__)  # replaced by the unit's name in the model in `lazy_init`
         self.has_root = self.is_root = False
-        self.agreed = False  # whether it was compared with the other ranks'
+        self.agreed = False  # whether ranks have compared this unit
         self.post_optim_event: Event | None = None
-        self._outstanding = 0  # calls of its forward that the backward is not past
-        self._took_part = False  # in a forward with gradients since the last reduction
-        self._was_reduced = False  # in this backward
-        self._entered: set[nn.Module] = set()  # of a list of modules: those that ran in this forward
-        self._loads_own = False  # this load_state_dict is given half loaded tensors of the unit's own
-        self._methods_running = 0  # registered ones, which may call the forward and read parameters after it
+        self._outstanding = 0  # calls of the forward that the backward has not passed
+        self._took_part = False  # whether the unit ran with gradients enabled since its last reduction
+        self._was_reduced = False  # whether this backward has reduced the unit
+        self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
+        self._loads_own = False  # whether a running load_state_dict loads the unit's own, half loaded tensors
+        self._methods_running = (
+            0  # registered methods, which may call the forward and read parameters after it
+        )
         for module in modules:
+            module.__dict__[_STATE] = self
+            note_sharded(module, self.fsdp2)
+            # First of all pre-hooks, so that users' hooks see full parameters and cast inputs.
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, prepend=False)
             module.register_state_dict_pre_hook(self._reshard_hook)
@@ -115,7 +121,7 @@ class FSDPState:
     # -- root -----------------------------------------------------------------------------------------
 
     def lazy_init(self) -> None:
-        """At the first forward: this unit becomes the root, and all units below it join its schedule.
+        """At the first forward: make this unit the root, and let all units below it join its schedule.
 
         Raises:
             LifecycleError: for a list of modules, if a unit below has run before, or if ranks differ.
@@ -126,7 +132,7 @@ class FSDPState:
             raise LifecycleError(
                 "The root of a sharded model cannot be a list of modules.",
                 expected="fully_shard(model) on one root module after the lists",
-                got=f"{len(self.modules)} modules that run without a sharded parent",
+                got=f"a list of {len(self.modules)} modules, called without a sharded module around them",
                 todo="call fully_shard on the module whose forward is called first",
             )
         below = states_of(*self.modules)
@@ -135,13 +141,14 @@ class FSDPState:
                 raise LifecycleError(
                     "A sharded submodule ran before its root.",
                     expected="the first forward to be the root's",
-                    got=f"{name!r} ({type(state.modules[0]).__name__}) ran on its own and became a root",
+                    got=f"{name!r} ({type(state.modules[0]).__name__}) ran first and became a root",
                     where=type(self.modules[0]).__name__,
-                    todo="call the outermost module first: another method of it than forward becomes a call of it by "
-                    "vescale_fsdp.register_fsdp_forward_method(model, name). Or do not shard it",
+                    todo="call the outermost sharded module first (for another method than forward, see "
+                    "vescale_fsdp.register_fsdp_forward_method), or do not shard the outermost module",
                 )
             state.set_name(name or type(state.modules[0]).__name__)
-        reach_consensus({state: state.label for state in below})  # before anything of the root is begun
+        # Before the first change: after an error here, the model can be corrected and called again.
+        reach_consensus({state: state.label for state in below})
         self.is_root = True
         for state in below:
             state.has_root, state.schedule = True, self.schedule
@@ -150,7 +157,7 @@ class FSDPState:
         _log_sharding(type(self.modules[0]).__name__, list(below))
 
     def renew(self, groups: list[ParamGroup]) -> None:
-        """Continue with other groups, over other ranks, as before the first forward: ranks that join start there."""
+        """Replace the groups by groups over other ranks, and start as before the first forward, as new ranks do."""
         before, self.groups = self.schedule, groups
         self._use(CommContext(streams_of(self.device)))
         self.schedule = Schedule(self.comm)
@@ -162,27 +169,22 @@ class FSDPState:
         self.set_name(self.label)
 
     def set_name(self, label: str) -> None:
-        """Set the unit's name as profiler ranges show it."""
+        """Set the unit's name, which profiler ranges show."""
         self.label, self.shown = label, f"({label})"
         for group in self.groups:
             group.label = self.shown
 
     def join(self, comm: CommContext) -> None:
-        """Use these streams."""
+        """Use the streams of ``comm``."""
         self._use(comm)
         self.schedule.comm = comm
         for group in self.groups:
             comm.adopt(group)
 
     def _use(self, comm: CommContext) -> None:
-        self.comm.set_limit(self, None)
+        self.comm.set_limit(self, None)  # leave the context used so far
         self.comm = comm
         comm.set_limit(self, self.max_reductions)
-
-    def limit_reductions(self, limit: int) -> None:
-        """Allow this many reductions in flight; another unit under the root may allow more."""
-        self.max_reductions = limit
-        self.comm.set_limit(self, limit)
 
     # -- forward --------------------------------------------------------------------------------------
 
@@ -195,7 +197,7 @@ class FSDPState:
             with profiled("FSDP::root_pre_forward", ""):
                 schedule.begin_forward()
                 if self.post_optim_event is None:
-                    self.comm.wait_for_compute()
+                    self.comm.wait_for_compute()  # gathers must read the shards that the optimizer has written
                 else:
                     self.comm.wait_for_event(self.post_optim_event)
                     self.post_optim_event = None
@@ -218,7 +220,7 @@ class FSDPState:
         if not torch.is_grad_enabled():
             return args, kwargs
         # A unit without trainable parameters is gathered in the backward as well, so it needs the node to reshard.
-        trains = self._trains
+        trains = any(group.trainable for group in self.groups)
         self._took_part = self._took_part or trains
         # A recomputed forward whose first run left its node in the graph must not add a second one.
         if self.schedule.in_backward and self._outstanding:
@@ -228,7 +230,9 @@ class FSDPState:
             return args, kwargs
         self._outstanding += 1
         begin = self.schedule.note(self._leave_backward)
-        if not watched:  # no node: the backward is past this call once it reaches an earlier one, or ends
+        if (
+            not watched
+        ):  # no autograd node: the schedule calls `_leave_backward` at an earlier moment or the end
             return args, kwargs
         node = PostBackwardInTransform if in_functorch() else PostBackward
         passed = iter(node.apply(functools.partial(self._post_backward, begin), *watched))
@@ -249,7 +253,7 @@ class FSDPState:
         return output
 
     def begin_method(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        """Gather before a registered method; forwards that it calls do not reshard the unit."""
+        """Gather before a registered method; forwards that the method calls do not reshard the unit."""
         args, kwargs = self._pre_forward(module, args, kwargs)
         self._methods_running += 1
         return args, kwargs
@@ -260,7 +264,7 @@ class FSDPState:
         return self._post_forward(module, args, output)
 
     def finish_forward(self) -> None:
-        """All modules of the unit that this forward runs have run (nothing if none has)."""
+        """Reshard: all modules of the unit that run in this forward have run. No-op if none has run."""
         if self._methods_running or not self._entered:
             return
         self._entered.clear()
@@ -268,12 +272,12 @@ class FSDPState:
 
     @property
     def stays_gathered(self) -> bool:
-        """Whether full parameters last from a forward to its backward."""
+        """Whether full parameters stay gathered from a forward to its backward."""
         if self.reshard_after_forward is not None:
             return not self.reshard_after_forward
-        # The root's are kept for the backward, which begins with them. Without a backward they would still be there
-        # when the optimizer, or a swap of weights, has changed the shards: stale weights, in silence (torch 2.13's
-        # FSDP2 does the same).
+        # The backward begins with the root's parameters, so the root keeps them. If no backward followed, they would
+        # still be there after the optimizer, or a swap of weights, has changed the shards: silently stale weights
+        # (torch 2.13's FSDP2 has the same rule).
         return self.is_root and torch.is_grad_enabled()
 
     def _watch_outputs(self, output: Any) -> Any:
@@ -292,7 +296,7 @@ class FSDPState:
             return output
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
-            # Inside torch.func an output may not say that it needs a gradient outside.
+            # Inside torch.func, requires_grad of an output may be False though an outer transform needs its gradient.
             if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
                 return tensor
             return PreBackward.apply(before, tensor)  # type: ignore[no-any-return]
@@ -317,27 +321,33 @@ class FSDPState:
         self._leave_backward()
 
     def _leave_backward(self) -> None:
-        """The backward is past one call of the unit; after the last one, reshard and reduce."""
+        """The backward has passed one call of the unit; after the last one, reshard and reduce."""
         self._outstanding = max(0, self._outstanding - 1)
         if self._outstanding == 0:
-            self._reshard_in_backward()
+            self._reshard_in_backward()  # before the reduction, so that the full buffer's memory is free for it
             self.schedule.leave_backward(self)
             self._reduce()
 
     def end_backward(self, *, is_last: bool) -> None:
-        """The backward is over: reduce what no post-backward node reached.
+        """The backward has ended: reduce a unit that no post-backward node has reduced.
 
         Args:
-            is_last: no backward of this forward follows, so units that the backward skipped are reduced too.
+            is_last: no backward of this forward follows, so units that the backward skipped are reduced, too.
         """
         self._entered.clear()
-        self._methods_running = 0  # an exception may have ended one
+        self._methods_running = 0  # after an exception, `end_method` was not called
         for group in self.groups:
             group.collect_grads()
         # Gradients that arose without the unit's own forward, or through inputs that need no gradient. Only some ranks
         # may have them, so they wait for the last backward, in which all ranks reduce.
         has_late_grads = any(group.grads for group in self.groups)
-        if is_last and (has_late_grads or self._took_part or self._must_reduce_unused()):
+        # Earlier backwards may have left sums that are not yet reduced over replicas. And a unit that was used before
+        # may get gradients of zeros, as in FSDP2 (`set_reduce_scatter_unused_params`).
+        must_reduce_unused = not self._was_reduced and any(
+            group.owes_replicas or (group.comm.settings.zeros_unused and group.was_gathered)
+            for group in self.groups
+        )
+        if is_last and (has_late_grads or self._took_part or must_reduce_unused):
             self._outstanding = 0
             self._reshard_in_backward()
             self._reduce()
@@ -345,30 +355,14 @@ class FSDPState:
             self.comm.reshard(self.groups)
         self._was_reduced = False
 
-    def _must_reduce_unused(self) -> bool:
-        """Whether a unit that this backward has not reduced must reduce all the same.
-
-        Either earlier backwards have left sums that are not yet reduced over replicas, or the unit was used before and
-        gets gradients of zeros, as FSDP2's does (`set_reduce_scatter_unused_params`).
-        """
-        return not self._was_reduced and any(
-            group.owes_replicas or (group.comm.settings.zeros_unused and group.was_gathered)
-            for group in self.groups
-        )
-
     def _reshard_in_backward(self) -> None:
         if self.reshard_after_backward:
             with profiled("FSDP::post_backward_reshard ", self.shown):
                 self.comm.reshard(self.groups)
 
-    @property
-    def _trains(self) -> bool:
-        """Whether any of its parameters is trainable."""
-        return any(group.trainable for group in self.groups)
-
     def _reduce(self) -> None:
         trained = [group for group in self.groups if group.trainable]
-        if not trained:  # not even a wait for other units' reductions
+        if not trained:  # a frozen unit does not even wait for other units' reductions
             return
         if not self.requires_gradient_sync:
             for group in self.groups:
@@ -386,7 +380,7 @@ class FSDPState:
             raise
 
     def forget_iteration(self) -> None:
-        """After an exception in a forward or backward: nothing of it is to come."""
+        """Reset the counters of a forward and backward that an exception has ended."""
         self._outstanding = self._methods_running = 0
         self._took_part = self._was_reduced = False
         self._entered.clear()
@@ -402,7 +396,7 @@ class FSDPState:
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *unused: Any
     ) -> None:
         self._reshard_hook()
-        # A load repairs a half loaded group only if it brings other tensors than the group's own.
+        # Loading a half loaded group's own tensors into it would not repair it: it would stay marked.
         self._loads_own = any(
             half_loaded_in(group.shard) and is_own_state(group, state) for group in self.groups
         )
@@ -419,15 +413,15 @@ class FSDPState:
 
 
 class _AbsentError(UnsupportedOpError, AttributeError):
-    """An attribute of FSDP2's state that ours does not have."""
+    """An attribute of FSDP2's state that `Fsdp2State` does not have. An AttributeError, for ``hasattr``."""
 
 
 class Fsdp2State:
-    """A unit as torch's own code sees it, by the names of FSDP2's state (torch 2.11-2.15).
+    """A unit under the names of FSDP2's private state (torch 2.11-2.15), for torch's own code and for trainers.
 
-    torch reads more than the public methods of its FSDPModule in a few places, and trainers follow it:
+    These attributes are read in addition to the public methods of FSDPModule:
 
-        read                                                    by
+        attribute                                               reader
         module._get_fsdp_state()._pre_forward, ._post_forward   torch's register_fsdp_forward_method
         fully_shard.state(module)                               torch.distributed.pipelining at the end of a step: all
                                                                 units' ``post_backward``, then
@@ -439,7 +433,7 @@ class Fsdp2State:
 
     def __init__(self, unit: FSDPState) -> None:
         self._unit = unit
-        # One object for the unit, for the states of its tree, and for its only "parameter group".
+        # In torch the state, the context of a tree's states, and parameter groups are three objects; here they are one.
         self._state_ctx = self
         self._fsdp_param_groups = [self]
 
@@ -454,11 +448,11 @@ class Fsdp2State:
 
     @property
     def all_states(self) -> list[Fsdp2State]:
-        """Of this unit and those below, in the order of their modules, the same on all ranks."""
+        """The states of this unit and the units below, in the order of modules, which is the same on all ranks."""
         return [unit.fsdp2 for unit in states_of(*self._unit.modules)]
 
     def post_backward(self, *unused: Any) -> None:
-        """Reduce all groups of the unit; nothing if that was done."""
+        """Reduce all groups of the unit; a no-op if they are reduced."""
         self._unit.end_backward(is_last=True)
 
     @property
@@ -467,7 +461,7 @@ class Fsdp2State:
 
     @property
     def _fsdp_param_group(self) -> NoReturn:
-        """Absent to ``hasattr`` and to ``getattr`` with a default; the error names the alternative."""
+        """Not supported: ``hasattr`` returns False, and reading it raises an error that names the alternative."""
         raise _AbsentError(
             "FSDPMemTracker and other tools that read FSDP2's parameter groups are not supported.",
             expected="public methods of FSDPModule",
@@ -486,7 +480,7 @@ def state_of(module: nn.Module) -> FSDPState | None:
 
 
 def states_of(*modules: nn.Module) -> dict[FSDPState, str]:
-    """The units of modules and those below, each with its first name, in the order of the modules."""
+    """The units of these modules and of the modules below, each with its first name, in the order of modules."""
     states: dict[FSDPState, str] = {}
     for root in modules:
         for name, module in root.named_modules():
@@ -494,13 +488,6 @@ def states_of(*modules: nn.Module) -> dict[FSDPState, str]:
             if state is not None:
                 states.setdefault(state, name)
     return states
-
-
-def attach_state(state: FSDPState) -> None:
-    """Store the state on its modules."""
-    for module in state.modules:
-        module.__dict__[_STATE] = state
-        note_sharded(module, state.fsdp2)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -539,7 +526,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         running = state._methods_running
         try:
             output = method(*args, **kwargs)
-        except BaseException:
+        except BaseException:  # of every kind, also KeyboardInterrupt: else the unit would never reshard
             state._methods_running = running - 1
             raise
         return state.end_method(module, args, output)
@@ -548,14 +535,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that casts floating-point tensors and passes others."""
+    """A function that casts floating-point tensors and returns other tensors unchanged."""
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _log_sharding(model: str, units: Sequence[FSDPState]) -> None:
     """Log how a model was sharded: one line per unit and one for the model.
 
-    Rank 0 logs at INFO, the others at DEBUG. No handler is installed: a program sees the lines once it asks for INFO.
+    Rank 0 logs at INFO, other ranks log at DEBUG. No handler is installed: the program configures logging.
     """
     level = logging.INFO if dist.get_rank() == 0 else logging.DEBUG
     if _logger.isEnabledFor(level):
@@ -566,11 +553,11 @@ def _log_sharding(model: str, units: Sequence[FSDPState]) -> None:
 
 
 def _described(groups: Sequence[ParamGroup]) -> str:
-    """The sizes of these groups together; under tensor parallelism, of this rank's part."""
+    """Total sizes of these groups. Under tensor parallelism, sizes of this rank's part."""
     sizes = [(group.layout, group.shard.dtype.itemsize) for group in groups]
     payload = sum(layout.payload_numel * itemsize for layout, itemsize in sizes)
     padding = sum((layout.numel - layout.payload_numel) * itemsize for layout, itemsize in sizes)
-    ranks: dict[str, None] = {}  # several numbers where meshes differ
+    ranks: dict[str, None] = {}  # a text per mesh size, each once, in order
     for group in groups:
         replicas = group.data.mesh.size() // group.data.num_shards
         ranks[f"{group.data.num_shards} ranks" + (f" in {replicas} replicas" if replicas > 1 else "")] = None

@@ -1,15 +1,15 @@
-"""fully_shard: the entry point. Same arguments as torch's, plus ``granularity`` and ``padding_policy``.
+"""fully_shard: the entry point. It has the arguments of torch's fully_shard, ``granularity`` and ``padding_policy``.
 
-It collects the modules no earlier call has taken, has their parameters grouped and laid out (`plan_groups`: one
-group per dtype and trainability, so that mixed dtypes in one unit need no care), builds a `ParamGroup` of each
-plan, and only then changes the model. All decisions are made here, once; training repeats them.
+A call collects the modules that no earlier call has sharded, plans groups and layouts of their parameters
+(`plan_groups`: one group per dtype and trainability, so that a unit may mix dtypes), builds a `ParamGroup` from each
+plan, and only then changes the model. If a call raises, the model is as before.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -24,14 +24,12 @@ from vescale_fsdp.layout.granularity import GranularityRule, check_patterns
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.runtime.data_mesh import DataMesh, data_mesh, default_mesh, device_of
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
-from vescale_fsdp.runtime.fsdp_state import FSDPState, attach_state, state_of
+from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
 from vescale_fsdp.runtime.group_plan import PlanRules, check_policies, note_replaced, plan_groups
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
 from vescale_fsdp.torch_modes import fake_mode_of, outside_modes
 from vescale_fsdp.torch_private import is_noted_sharded, is_replicated
-
-ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
 
 
 @overload
@@ -84,22 +82,21 @@ def fully_shard(
     Args:
         module: one module, or a list of modules that gather and reduce as one unit.
         mesh: 1-D (shard) or 2-D (axis 0 replicates, axis 1 shards); None makes a 1-D mesh over all ranks.
-        reshard_after_forward: whether to free full parameters after the forward; None means yes, except
-            for the root where gradients are on, since a backward follows. A number keeps them between forward
-            and backward over groups of so many ranks.
-        shard_placement_fn: torch's, called for each parameter. ``None`` and ``Shard(dim)`` change nothing; the units of
-            a `RaggedShard` stay whole; a ``ShardPlacementResult`` gives the parameter a mesh of its own.
+        reshard_after_forward: whether to free full parameters after the forward. None: free them, except those of the
+            root in a forward with gradients, because the backward begins with them. A number n: between forward and
+            backward, each group of n ranks together keeps one copy of the full parameters.
+        shard_placement_fn: as in torch, called for each parameter. ``None`` and ``Shard(dim)`` change nothing; the
+            units of a `RaggedShard` stay whole; a ``ShardPlacementResult`` gives the parameter a mesh of its own.
         dp_mesh_dims: torch's `DataParallelMeshDims`: ``mesh`` is then the full mesh, on which all parameters are
-            DTensors, Replicate on the axes named here.
-        mp_policy: dtypes of compute, reduction, inputs and outputs (torch's class).
-        offload_policy: torch's class; with `CPUOffloadPolicy` shards, gradients and the optimizer live on
-            the host.
-        ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
-        granularity: what must stay whole: a `Granularity`, a mapping from name patterns (fnmatch) to
-            granularities, or a function ``(fqn, param) -> Granularity``. Names are relative to ``module``;
-            every pattern must match one of its parameters, those of units below included. A text such as
-            ``"rows:32"`` means `Rows(32)`. None: cuts may fall between any two elements.
-        padding_policy: whether tensors may be scattered, and the padding that warns or is refused.
+            DTensors that are Replicate on the axes named here.
+        mp_policy: torch's class: dtypes of compute, reduction, inputs and outputs.
+        offload_policy: torch's class; with `CPUOffloadPolicy`, shards, gradients and optimizer state are on the host.
+        ignored_params: parameters that are not sharded, not moved and not reduced.
+        granularity: the blocks that must stay whole: a `Granularity`, a mapping from name patterns (fnmatch) to
+            granularities, or a function ``(fqn, param) -> Granularity``. Names are relative to ``module``; every
+            pattern must match a parameter, which may belong to a unit below. A text such as ``"rows:32"`` means
+            `Rows(32)`. None: cuts may fall between any two elements.
+        padding_policy: whether tensors may be scattered, and how much padding warns or raises.
 
     Returns:
         ``module``; its class is now an `FSDPModule` too, and its parameters are `RaggedDTensor`.
@@ -107,9 +104,9 @@ def fully_shard(
     Raises:
         ValueError: for containers without a forward, 0-dim parameters, a mesh of more than two axes, or an
             argument of another kind.
-        NotImplementedError: for what the runtime does not support.
-        MisuseError: if a module is sharded twice, or torch's data parallelisms have taken a part of it.
-        LayoutError: if no layout can be made, a pattern matches nothing, or padding is above the policy.
+        NotImplementedError: for arguments or parameters that the runtime does not support.
+        MisuseError: if a module is sharded twice, or another data parallelism of torch manages a part of it.
+        LayoutError: if there is no layout, a pattern matches no parameter, or padding is above the policy's limit.
 
     Examples:
         >>> import torch
@@ -140,39 +137,39 @@ def fully_shard(
         padding_policy,
         mp_policy,
     )
-    with outside_modes():
+    with outside_modes():  # shards made in inference mode could not be trained
         plans = plan_groups(managed, data, rules)
-        # Nothing has changed so far. Only an allocation can still fail: all of them precede the first change.
         groups = []
         for plan in plans:
             kind = SelfGatheringGroup if plan.is_hooked else ParamGroup
             with fake_mode_of(
                 next(iter(plan.params.values())).param
-            ):  # a group of FakeTensors has no values either
+            ):  # FakeTensors get a shard of FakeTensors
                 groups.append(kind(plan, mp_policy, offload_policy, device))
         buffers = _moved_buffers(managed, device)
     classes = [_sharded_class(type(each)) for each in modules]
+    # All planning, checks and allocations are done: from here on nothing can fail, and the model changes.
     for owner, name, buffer in buffers:
         owner._buffers[name] = buffer
     for plan, group in zip(plans, groups, strict=True):
-        for fqn, original in plan.params.items():  # so that no other unit takes them
+        for fqn, original in plan.params.items():
             note_replaced(original.param, fqn)
         group.install()
     for _, owner in managed:
-        # torch.compile reads these of FSDP2's modules (torch 2.13, FS/_fully_shard.py:283).
+        # torch.compile reads these attributes of FSDP2's modules (torch 2.13, FS/_fully_shard.py:283).
         vars(owner)["_is_fsdp_managed_module"] = vars(owner)["_fsdp_use_orig_params"] = True
-    attach_state(FSDPState(modules, groups, mp_policy, reshard, device))
+    FSDPState(modules, groups, mp_policy, reshard, device)  # stored on the modules
     for each, sharded_class in zip(modules, classes, strict=True):
         each.__class__ = sharded_class
     return module
 
 
-# As torch's fully_shard has it, for trainers: the state of a module, None if it is not sharded.
+# torch's fully_shard has this attribute, which trainers call: the state of a module, None if it is not sharded.
 vars(fully_shard)["state"] = state_of
 
 
 def _check_kinds(mp_policy: object, offload_policy: object, padding_policy: object) -> None:
-    """Refuse a policy's class in place of a policy, and other values that would have no effect."""
+    """Refuse a class in place of an instance, and values of other types: they would silently have no effect."""
     for name, given, kind in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -180,7 +177,7 @@ def _check_kinds(mp_policy: object, offload_policy: object, padding_policy: obje
     ):
         if not isinstance(given, kind):
             raise ArgumentError(
-                f"{name} takes a policy.",
+                f"{name} must be an instance of {kind.__name__}.",
                 expected=f"a {kind.__name__}",
                 got=f"the class {given.__name__}" if isinstance(given, type) else repr(given),
                 todo=f"make one: {given.__name__ if isinstance(given, type) else kind.__name__}(..)",
@@ -188,12 +185,12 @@ def _check_kinds(mp_policy: object, offload_policy: object, padding_policy: obje
 
 
 def _ignored(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
-    """The parameters to leave alone; names, for example, would have no effect and are refused."""
+    """The ignored parameters; other values, such as names, would silently have no effect and are refused."""
     given = () if params is None else tuple(params)
     for each in given:
         if not isinstance(each, nn.Parameter):
             raise ArgumentError(
-                "ignored_params takes parameters.",
+                "ignored_params must contain parameters only.",
                 expected="a set of nn.Parameter",
                 got=f"{type(each).__name__} among {type(params).__name__}",
                 todo="pass the objects: {model.get_parameter(name), ..} or set(module.parameters())",
@@ -202,45 +199,43 @@ def _ignored(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
 
 
 def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
-    """Refuse modules that another of torch's data parallelisms has taken, in whole or in part."""
+    """Refuse modules that another data parallelism of torch manages, in whole or in part."""
     for module in modules:
         for name, below in module.named_modules():
-            taker = None
+            manager = None
+            # torch's fully_shard on an outer module marks the inner ones, as this library does, too; but its
+            # parameters are not ragged.
+            is_fsdp2s = vars(below).get("_is_fsdp_managed_module", False) and any(
+                isinstance(param, DTensor) and not isinstance(param, RaggedDTensor)
+                for param in below._parameters.values()
+            )
             if isinstance(below, DistributedDataParallel):
-                taker = f"torch.nn.parallel.{type(below).__name__}"
+                manager = f"torch.nn.parallel.{type(below).__name__}"
             elif isinstance(below, FullyShardedDataParallel):
-                taker = f"torch.distributed.fsdp.{type(below).__name__} (FSDP1)"
-            elif (is_noted_sharded(below) and state_of(below) is None) or _is_fsdp2s(below):
-                taker = "torch.distributed.fsdp.fully_shard (FSDP2)"
-            if taker is not None:
+                manager = f"torch.distributed.fsdp.{type(below).__name__} (FSDP1)"
+            elif (is_noted_sharded(below) and state_of(below) is None) or is_fsdp2s:
+                manager = "torch.distributed.fsdp.fully_shard (FSDP2)"
+            if manager is not None:
                 raise MisuseError(
-                    f"One model cannot be sharded by vescale_fsdp and by {taker}.",
+                    f"One model cannot be sharded by vescale_fsdp and by {manager}.",
                     expected="vescale_fsdp.fully_shard for every unit of the model",
-                    got=f"{name or 'the module itself'} ({type(below).__name__}), which the other has taken",
+                    got=f"{name or 'the module itself'} ({type(below).__name__}), managed by {manager}",
                     where=type(module).__name__,
-                    todo="leave the other out, and import fully_shard from vescale_fsdp wherever the model is sharded",
+                    todo="remove the other wrapper, and import fully_shard from vescale_fsdp wherever the model is "
+                    "sharded",
                 )
 
 
-def _is_fsdp2s(module: nn.Module) -> bool:
-    """Whether torch's fully_shard, called on a module further out, has taken this module's parameters."""
-    is_managed = vars(module).get("_is_fsdp_managed_module", False)  # ours are marked so, too
-    return is_managed and any(
-        isinstance(param, DTensor) and not isinstance(param, RaggedDTensor)
-        for param in module._parameters.values()
-    )
-
-
 def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
-    """Whether to reshard after the forward; None: unless it is the root. `plan_groups` checks numbers."""
+    """Whether to reshard after the forward; None: except the root. `plan_groups` checks numbers."""
     if wanted is not None and not isinstance(wanted, int):
         raise ArgumentError(
-            "reshard_after_forward is a switch or a number of ranks.",
+            "reshard_after_forward must be a bool, a number of ranks or None.",
             expected="bool, int or None",
             got=repr(wanted),
         )
     if data.is_replicated_only:
-        return False  # there is nothing to free: every rank holds everything
+        return False  # every rank's shard is the full parameters: there is nothing to free
     if wanted is None or isinstance(wanted, bool):
         return wanted
     if data.spmd is not None:
@@ -256,10 +251,28 @@ def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
 
 
 def _root_modules(module: object) -> tuple[nn.Module, ...]:
-    """The modules of a call, without those inside others of them, as in torch."""
+    """The modules of a call, without modules that are inside another one of them, as in torch."""
     given: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     for each in given:
-        _check_module(each)
+        if not isinstance(each, nn.Module):
+            raise ArgumentError(
+                "fully_shard takes modules.", expected="nn.Module or a list of them", got=type(each)
+            )
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ArgumentError(
+                "fully_shard needs a module with a forward, because hooks around the forward gather the parameters.",
+                expected="a module with a forward",
+                got=type(each).__name__,
+                todo="shard its elements one by one, or pass them as a list to make one unit of them",
+            )
+        if state_of(each) is not None:
+            raise MisuseError(
+                "The module is sharded already.",
+                expected="a module fully_shard was not called on",
+                got=type(each).__name__,
+                todo="call fully_shard bottom-up, once per module",
+            )
+    # A set of ids, and each module once: a list may contain a module and its parent, or a module twice.
     inside = {id(below) for each in given for below in each.modules() if below is not each}
     roots = tuple(dict.fromkeys(each for each in given if id(each) not in inside))
     if not roots:
@@ -267,31 +280,8 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
     return roots
 
 
-def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise ArgumentError(
-            "fully_shard takes modules.",
-            expected="nn.Module or a list of them",
-            got=type(module),
-        )
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-        raise ArgumentError(
-            "fully_shard needs a module whose forward runs: its hooks gather the parameters.",
-            expected="a module with a forward",
-            got=type(module).__name__,
-            todo="shard its elements one by one, or pass them as a list to make one unit of them",
-        )
-    if state_of(module) is not None:
-        raise MisuseError(
-            "A module is sharded once.",
-            expected="a module fully_shard was not called on",
-            got=type(module).__name__,
-            todo="call fully_shard bottom-up, once per module",
-        )
-
-
 def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
-    """The modules of this unit with their names: all below that neither an earlier call nor DDP has taken."""
+    """The modules of this unit with their names: all modules below that no earlier call and no DDP manages."""
     managed: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
 
@@ -311,7 +301,7 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Modul
 def _moved_buffers(
     managed: list[tuple[str, nn.Module]], device: torch.device
 ) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Copies on ``device`` of buffers on other devices: (module, name, copy). Shared ones stay shared."""
+    """Copies on ``device`` of buffers on other devices: (module, name, copy). Shared buffers stay shared."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     copies = []
     for _, module in managed:
@@ -324,7 +314,7 @@ def _moved_buffers(
 
 
 def _sharded_class(cls: type) -> type:
-    """The sharded class of ``cls``; the same for all modules of a class, since torch.compile guards on it."""
+    """The sharded class of ``cls``: one for all modules of ``cls``, because torch.compile recompiles per class."""
     known: type
     for known in cls.__subclasses__():
         if known.__bases__ == (FSDPModule, cls):
@@ -333,7 +323,7 @@ def _sharded_class(cls: type) -> type:
 
 
 def _names(modules: tuple[nn.Module, ...]) -> list[str]:
-    """Names of all parameters, those of units below included."""
+    """Names of all parameters, including those of units below."""
     prefixes = [f"{index}." if len(modules) > 1 else "" for index in range(len(modules))]
     return [
         prefix + name

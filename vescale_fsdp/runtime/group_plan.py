@@ -1,24 +1,23 @@
-"""GroupPlan: which parameters form a group, over which ranks, and with which layout.
+"""GroupPlan: the parameters that form a group, their ranks, and their layout.
 
-Planning changes nothing: if a call of `fully_shard` is refused, the model is as it was before. Only once every group of
-a unit has its plan are the groups built (`ParamGroup`) and set on the modules.
+Planning changes no module, so the model is unchanged if `fully_shard` raises.
 
-Answers of ``shard_placement_fn``, per parameter:
+The result of ``shard_placement_fn`` for a parameter:
 
-    None, Shard(dim)                        no effect: users choose the dim to save padding or copies, and a planned
-                                            layout has neither
+    None, Shard(dim)                        no effect: users choose the dim to avoid padding or copies, which a planned
+                                            layout avoids for every dim
     RaggedShard(dims, units)                a unit stays whole; the planner chooses how many units each rank gets, as
                                             with ``granularity=``
-    ShardPlacementResult(placement, info)   one of the above, over a mesh of the parameter's own: one group per set of
+    ShardPlacementResult(placement, info)   one of the above, over the parameter's own mesh: one group per set of
                                             ranks (torch 2.13, ``FS/_fsdp_init.py:478-533``)
 
-torch's policies are read field by field. A newer torch may add fields and classes: those that are not known here are
-refused by name, unless they have their default. ``param_dtype_override_fn`` (torch 2.15) is followed: parameters that
-compute in different dtypes form groups of their own, each with a policy that says so.
+torch's policies are read field by field. A newer torch may add fields and classes; an unknown field raises unless it
+has its default value. ``param_dtype_override_fn`` (torch 2.15) is supported: parameters that compute in different
+dtypes form different groups, each with a policy of its own.
 
 An optimizer built before `fully_shard` keeps the original parameters. They never get a gradient, so torch's optimizers
-skip them and train nothing, without a word. Here the optimizer's first step raises: torch calls a global hook before
-every step, which is set only while such parameters are alive.
+silently skip them. Here the optimizer's first step raises: torch calls a global hook before every step, which is
+registered only while such parameters are alive.
 """
 
 from __future__ import annotations
@@ -71,12 +70,12 @@ class PlanRules:
 
 
 class OriginalParam(NamedTuple):
-    """A parameter to be sharded."""
+    """A parameter before it is sharded."""
 
     param: nn.Parameter
     owners: list[tuple[nn.Module, str]]  # every module attribute that is this parameter
-    prior: PriorSharding  # by other parallelisms
-    block_numel: int  # elements that stay whole
+    prior: PriorSharding  # sharding by other parallelisms
+    block_numel: int  # elements of a block that stays whole
 
 
 @dataclass(frozen=True)
@@ -86,13 +85,14 @@ class GroupPlan:
     Args:
         params: the original parameters by name, in the order of ``layout.slots``.
         layout: their layout.
-        data: the ranks that share them.
-        part_size: ranks of the smaller groups that keep full parameters between forward and backward, or None.
-        is_hooked: whether the parameters are of tensor subclasses that gather themselves.
+        data: the ranks that share the parameters.
+        part_size: number of ranks that together keep one copy of the full parameters between forward and backward;
+            None: they are not kept.
+        is_hooked: whether the parameters' class has all-gather hooks.
         param_dtype: dtype of compute; None: the parameters' own.
-        scatter, wanted_part_size: the user's choices, for a later plan for other ranks.
-        together: all names that were planned with these, in definition order: more than ``params`` if their blocks do
-            not fit together and the rest is in another buffer, so in another group.
+        scatter, wanted_part_size: the user's arguments, for a new plan when the number of ranks changes.
+        together: names of all parameters of the same dtype and mesh, in definition order. If their blocks do not fit
+            together in one buffer, ``params`` has only a part of them, and another group has the rest.
     """
 
     params: dict[str, OriginalParam]
@@ -119,17 +119,17 @@ class _GroupKey(NamedTuple):
 def plan_groups(
     managed: Iterable[tuple[str, nn.Module]], data: DataMesh, rules: PlanRules
 ) -> list[GroupPlan]:
-    """Plan the groups of one unit: one per dtype (stored and computed in), trainability and mesh.
+    """Plan the groups of one unit: one per stored dtype, compute dtype, trainability and mesh.
 
-    Two, where the blocks of such parameters do not fit together in one buffer.
+    If the blocks of these parameters do not fit together in one buffer, they form two groups.
 
     Args:
-        managed: the modules whose own parameters the unit takes, with the prefix of their names.
+        managed: the modules of the unit, with the prefix of their parameters' names.
         data: the mesh of parameters for which ``shard_placement_fn`` names no other.
-        rules: the user's.
+        rules: the arguments of `fully_shard`.
 
     Raises:
-        LayoutError, MisuseError, PlacementError, UnsupportedOpError: for a parameter that cannot be sharded so.
+        LayoutError, MisuseError, PlacementError, UnsupportedOpError: for a parameter that these rules cannot shard.
     """
     groups: dict[_GroupKey, dict[str, OriginalParam]] = {}
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -138,7 +138,7 @@ def plan_groups(
         for name, param in module._parameters.items():
             if param is None or param in rules.ignored_params:
                 continue
-            if param in owners:  # shared
+            if param in owners:  # a shared parameter has one slot and several owners
                 owners[param].append((module, name))
                 continue
             fqn = prefix + name
@@ -174,6 +174,7 @@ def _plans(key: _GroupKey, params: dict[str, OriginalParam], rules: PlanRules) -
     else:
         layouts = plan_buffers(specs, num_shards, scatter=rules.padding_policy.scatter)
         for layout in layouts:
+            # All ranks raise, but only one warns.
             check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
     wanted = rules.reshard_after_forward
     for layout in layouts:
@@ -191,7 +192,7 @@ def _plans(key: _GroupKey, params: dict[str, OriginalParam], rules: PlanRules) -
 
 
 def _block_numel(fqn: str, param: nn.Parameter, ragged: RaggedShard | None, rules: PlanRules) -> int:
-    """Elements that stay whole, of the part of the parameter that other parallelisms have left on this rank."""
+    """Elements of a block, in the part of the parameter that other parallelisms have left on this rank."""
     shape = tuple(local_part(param).shape)
     granularity = resolve_granularity(rules.granularity, fqn, param)
     if ragged is None:
@@ -199,20 +200,20 @@ def _block_numel(fqn: str, param: nn.Parameter, ragged: RaggedShard | None, rule
     if granularity != Element():
         raise LayoutError(
             "Two rules give different blocks for one parameter.",
-            expected="granularity= or a RaggedShard of shard_placement_fn",
+            expected="granularity= or a RaggedShard from shard_placement_fn",
             got=f"{granularity} and {ragged}",
             where=fqn,
-            todo="leave one of them out",
+            todo="use only one of the two for this parameter",
         )
     return max(1, ragged.unit_numel(shape))
 
 
 class _PlacementWishes:
-    """The answers of a ``shard_placement_fn`` for one unit.
+    """The results of a ``shard_placement_fn`` for one unit.
 
     Args:
-        function: the user's, or None.
-        default: the mesh of parameters for which it names no other.
+        function: the user's function, or None.
+        default: the mesh of parameters for which the function names no other.
 
     Raises:
         PlacementError: if ``default`` only replicates, so that no axis shards.
@@ -221,62 +222,63 @@ class _PlacementWishes:
     def __init__(self, function: Callable[[nn.Parameter], Any] | None, default: DataMesh) -> None:
         if function is not None and default.is_replicated_only:
             raise PlacementError(
-                "shard_placement_fn needs an axis that shards.",
+                "shard_placement_fn requires a mesh axis that shards.",
                 expected="dp_mesh_dims with shard=",
                 got=f"replication only, over {default.mesh}",
-                todo="leave shard_placement_fn out",
+                todo="do not pass shard_placement_fn",
             )
         self._function = function
         self._default = default
-        # By process groups: the user's mesh info for these ranks, and its mesh.
-        self._known: dict[tuple[dist.ProcessGroup, ...], tuple[Any, DataMesh]] = {}
+        # The first mesh info that the user returned for these process groups, and its mesh. A parameter group has one
+        # mesh, so all parameters of the same ranks must name the same one.
+        self._first: dict[tuple[dist.ProcessGroup, ...], tuple[Any, DataMesh]] = {}
 
     def of(self, fqn: str, param: nn.Parameter) -> tuple[DataMesh, RaggedShard | None]:
-        """The mesh of a parameter, and the placement whose units stay whole (None: as ``granularity`` says).
+        """The mesh of a parameter, and the placement whose units stay whole; None: ``granularity`` decides.
 
         Raises:
-            MisuseError: for an answer of another kind.
+            MisuseError: if the function returns another type of value.
             PlacementError: for another mesh of the same ranks.
         """
-        wanted = self._function(param) if self._function is not None else None
-        info, placement = None, wanted
-        if isinstance(wanted, ShardPlacementResult):
-            info, placement = wanted.mesh_info, wanted.placement
+        result = self._function(param) if self._function is not None else None
+        info, placement = None, result
+        if isinstance(result, ShardPlacementResult):
+            info, placement = result.mesh_info, result.placement
         data = self._default if info is None else mesh_of_info(info)
         ranks = tuple(data.mesh.get_group(axis) for axis in range(data.mesh.ndim))
-        given, known = self._known.setdefault(ranks, (info, data))
-        if given is not info and known.mesh is not data.mesh:
+        first_info, first_data = self._first.setdefault(ranks, (info, data))
+        if first_info is not info and first_data.mesh is not data.mesh:
             raise PlacementError(
                 "Two meshes of a unit have the same ranks.",
                 expected="the same mesh_info object for all parameters of these ranks",
-                got=f"{data.mesh} and {known.mesh}",
+                got=f"{data.mesh} and {first_data.mesh}",
                 where=fqn,
-                todo="make each FSDPMeshInfo once and return that object",
+                todo="create each FSDPMeshInfo once, and return the same object for all parameters",
             )
-        if isinstance(placement, RaggedShard) and placement.num_shards == known.num_shards:
-            return known, placement
+        if isinstance(placement, RaggedShard) and placement.num_shards == first_data.num_shards:
+            return first_data, placement
         if placement is None or (isinstance(placement, Shard) and -param.ndim <= placement.dim < param.ndim):
-            return known, None
+            return first_data, None
         raise MisuseError(
             "shard_placement_fn returned a placement that cannot be used.",
-            expected=f"None, Shard of one of the {param.ndim} dims, RaggedShard with {known.num_shards} units, "
+            expected=f"None, Shard of one of the {param.ndim} dims, RaggedShard with {first_data.num_shards} units, "
             "or a ShardPlacementResult of one of them",
-            got=wanted,
+            got=result,
             where=fqn,
-            todo="say what must stay whole with granularity=",
+            todo="use granularity= for the blocks that must stay whole",
         )
 
 
 def _check_hooked(data: DataMesh, names: Iterable[str], part_size: int | None) -> None:
-    """Refuse settings that parameters with all-gather hooks of their own do not support."""
+    """Refuse settings that parameters whose class has all-gather hooks do not support."""
     problem = None
     if part_size is not None:
-        problem = f"reshard_after_forward={part_size}: their hooks gather all rows or none"
+        problem = f"reshard_after_forward={part_size}: hooks gather all rows or none"
     elif data.mesh.ndim == 2 and not data.mesh.mesh_dim_names:
-        problem = "a mesh without names: their hooks are given the axis that shards"
+        problem = "a mesh without names: hooks get the sharding axis as a mesh, which is sliced by name"
     if problem is not None:
         raise UnsupportedOpError(
-            "Parameters with all-gather hooks of their own cannot be sharded so.",
+            "These settings do not support parameters whose class has all-gather hooks.",
             expected="reshard_after_forward True, False or None, and names for the axes of a 2-D mesh",
             got=problem,
             where=", ".join(names),
@@ -284,13 +286,13 @@ def _check_hooked(data: DataMesh, names: Iterable[str], part_size: int | None) -
 
 
 def _part_size(wanted: bool | int | None, num_shards: int) -> int | None:
-    """``reshard_after_forward`` as a number, if that is a smaller group than all ranks that shard."""
+    """``reshard_after_forward`` if it is a number of ranks between 1 and ``num_shards``, else None."""
     if wanted is None or isinstance(wanted, bool):
         return None
     if wanted < 1 or num_shards % wanted:
         raise ArgumentError(
-            "reshard_after_forward as a number is the size of a smaller group of ranks.",
-            expected=f"a divisor of {num_shards}, the ranks that shard",
+            "reshard_after_forward as a number is the size of smaller groups of ranks.",
+            expected=f"a divisor of {num_shards}, the number of ranks that shard",
             got=wanted,
             todo="give the number of accelerators per node",
         )
@@ -303,9 +305,9 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
         raise LayoutError(
             "A parameter is shared by modules of two units; each would train its own copy.",
             expected="all modules that share a parameter in one unit",
-            got=f"one that fully_shard has already taken as {taken_by!r}",
+            got=f"a parameter that another fully_shard call has sharded as {taken_by!r}",
             where=fqn,
-            todo="pass those modules as a list, fully_shard([a, b]), or leave both to their parent",
+            todo="pass these modules as a list, fully_shard([a, b]), or shard only their parent",
         )
     local = local_part(param)
     if has_hooks(local):
@@ -316,12 +318,12 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
             expected="plain tensors, DTensors of other parallelisms, or a subclass with all-gather hooks",
             got=f"{type(local).__name__} without fsdp_pre_all_gather and fsdp_post_all_gather",
             where=fqn,
-            todo="shard first and convert after, or gather 8-bit codes with vescale_fsdp.quantize",
+            todo="shard first and convert afterwards, or gather 8-bit codes with vescale_fsdp.quantize",
         )
     check_grad_dtype(grad_dtype_of(param), param.dtype, fqn)
     if param.ndim == 0:
         raise LayoutError(
-            "A parameter without dims cannot be sharded.",
+            "A 0-dim parameter cannot be sharded.",
             expected="at least one dim",
             got="shape ()",
             where=fqn,
@@ -329,7 +331,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
         )
     if not param.is_contiguous():
         raise UnsupportedOpError(
-            "A parameter must be contiguous: its rows are cut in memory order.",
+            "A parameter must be contiguous, because it is cut in memory order.",
             expected="row-major strides",
             got=f"shape {tuple(param.shape)}, strides {param.stride()}",
             where=fqn,
@@ -338,7 +340,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
 
 
 _OVERRIDE = "param_dtype_override_fn"
-_FOLLOWED: dict[type, set[str]] = {
+_FOLLOWED: dict[type, set[str]] = {  # the fields of torch's policies that this library implements
     MixedPrecisionPolicy: {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", _OVERRIDE},
     CPUOffloadPolicy: {"pin_memory"},
     OffloadPolicy: set(),
@@ -346,16 +348,16 @@ _FOLLOWED: dict[type, set[str]] = {
 
 
 def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:
-    """Refuse policies that this library does not follow.
+    """Refuse policies that this library does not implement.
 
     Raises:
-        UnsupportedOpError: for another kind of policy, an unknown field with another value than its default, or
+        UnsupportedOpError: for another class of policy, an unknown field with another value than its default, or
             policies that exclude each other.
     """
     offload = CPUOffloadPolicy if isinstance(offload_policy, CPUOffloadPolicy) else OffloadPolicy
     if offload is OffloadPolicy and type(offload_policy) is not OffloadPolicy:
         raise UnsupportedOpError(
-            "This offload_policy is of a kind that is not supported.",
+            "The class of this offload_policy is not supported.",
             expected="OffloadPolicy or CPUOffloadPolicy",
             got=f"{type(offload_policy).__module__}.{type(offload_policy).__name__}",
         )
@@ -364,28 +366,29 @@ def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolic
             "A gather policy reads shards on the device that computes with them.",
             expected="no CPU offload (cpu_offload, offload_policy), or torch's own MixedPrecisionPolicy",
             got=f"{offload_policy} and {mp_policy}",
-            todo="leave one of them out",
+            todo="use only one of the two",
         )
-    _check_fields("mp_policy", mp_policy, MixedPrecisionPolicy)
-    _check_fields("offload_policy", offload_policy, offload)
-
-
-def _check_fields(argument: str, policy: Any, kind: type) -> None:
-    """Check the fields of torch's class only: the fields of a subclass are the subclass's own."""
-    for each in dataclasses.fields(kind):
-        value = vars(policy).get(each.name, each.default)
-        if each.name not in _FOLLOWED[kind] and value != each.default:
-            raise UnsupportedOpError(
-                f"{kind.__name__}.{each.name} is not supported.",
-                expected=f"{each.name}={each.default!r}",
-                got=f"{each.name}={value!r}",
-                where=argument,
-                todo="leave it out",
-            )
+    policies: tuple[tuple[str, Any, type], ...] = (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, offload),
+    )
+    for argument, policy, kind in policies:
+        for each in dataclasses.fields(
+            kind
+        ):  # fields of torch's class, not those that a user's subclass adds
+            value = vars(policy).get(each.name, each.default)
+            if each.name not in _FOLLOWED[kind] and value != each.default:
+                raise UnsupportedOpError(
+                    f"{kind.__name__}.{each.name} is not supported.",
+                    expected=f"{each.name}={each.default!r}",
+                    got=f"{each.name}={value!r}",
+                    where=argument,
+                    todo="do not set this field",
+                )
 
 
 def param_dtype_of(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) -> torch.dtype | None:
-    """The dtype of a parameter's compute; None: its own.
+    """The dtype in which a parameter's unit computes with it; None: the parameter's own dtype.
 
     Raises:
         ValueError: if ``param_dtype_override_fn`` returns another dtype than ``param_dtype`` or its own.
@@ -413,10 +416,10 @@ def policy_of_group(policy: MixedPrecisionPolicy, param_dtype: torch.dtype | Non
 
 
 class _Replaced:
-    """Original parameters that are still alive after `fully_shard`, each with its name in the unit that took it."""
+    """Original parameters that are still alive after `fully_shard`, each with its name in its unit."""
 
     def __init__(self) -> None:
-        # By id; an entry is removed with its tensor.
+        # By id of the parameter. The weak reference removes the entry when the parameter is freed.
         self._alive: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._hook: RemovableHandle | None = None
 
@@ -434,7 +437,7 @@ class _Replaced:
             self._hook = None
 
     def name_of(self, param: torch.Tensor) -> str | None:
-        """The name under which a unit took this parameter, or None."""
+        """The name that a replaced parameter has in its unit; None for other parameters."""
         entry = self._alive.get(id(param))
         return entry[1] if entry is not None and entry[0]() is param else None
 
@@ -449,9 +452,9 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     stale = [name for param in params if (name := _replaced.name_of(param)) is not None]
     if stale:
         raise LifecycleError(
-            "The optimizer has parameters that the model no longer has: its step would train nothing.",
+            "The optimizer has parameters that are no longer in the model, so its step would not train them.",
             expected="an optimizer of the sharded parameters",
-            got=f"{len(stale)} of {len(params)} replaced since it was built: {', '.join(stale[:4])}",
+            got=f"{len(stale)} of {len(params)} parameters were replaced after it was built: {', '.join(stale[:4])}",
             where=type(optimizer).__name__,
             todo="build the optimizer after fully_shard (and after tensors were assigned to the model), from "
             "model.parameters()",

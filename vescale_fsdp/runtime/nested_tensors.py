@@ -1,8 +1,8 @@
-"""Tensors inside the inputs and outputs of a module, in nested containers that torch knows and dataclasses; and the
-autograd nodes that call back when a backward reaches them.
+"""Tensors inside a module's inputs and outputs, and the autograd nodes that call back when a backward reaches them.
 
-torch's tree functions treat a dataclass as a leaf unless it was registered. Models return such objects, and the hooks
-that gather parameters for the backward belong on the tensors inside (torch 2.13's FSDP2 searches them as well).
+Inputs and outputs are nested containers that torch's tree functions know, and dataclasses. Those functions treat a
+dataclass as a leaf unless it was registered; but models return dataclasses, and the hooks that gather parameters for
+the backward must be on the tensors inside (torch 2.13's FSDP2 searches dataclasses, too).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vescale_fsdp.torch_private import pytree
 
 TreeT = TypeVar("TreeT")
 _SEQUENCES = (tuple, list)
-_ATOMS = (type(None), bool, int, float, str, torch.Size)  # hold no tensors
+_ATOMS = (type(None), bool, int, float, str, torch.Size)  # types without tensors inside
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -28,8 +28,8 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def _collect(tree: Any, tensors: list[torch.Tensor]) -> None:
-    # Nearly every call passes tuples, lists and dicts of tensors, twice per unit and direction. torch's tree functions
-    # also describe the containers, which takes several times as long as this walk.
+    # Nearly all trees are tuples, lists and dicts of tensors, and each unit walks several per step. torch's tree
+    # functions also build a description of the containers, which takes several times as long.
     kind = type(tree)
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
@@ -48,9 +48,9 @@ def _collect(tree: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: TreeT) -> TreeT:
-    """The tree with ``function(tensor)`` for every tensor, in the order of `tensors_of`.
+    """The tree with ``function(tensor)`` in place of every tensor, in the order of `tensors_of`.
 
-    A dataclass is replaced only if a tensor in it is: one without tensors keeps its identity.
+    A dataclass is copied only if one of its tensors is replaced; other dataclasses keep their identity.
     """
     return _convert(function, tree)  # type: ignore[no-any-return]
 
@@ -85,7 +85,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 class PostBackward(torch.autograd.Function):
-    """Identity on a module's inputs; its backward runs after all inside the module and calls ``callback()``."""
+    """Identity on a module's inputs. Its backward runs after the backward of the module, and calls ``callback()``."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -103,7 +103,7 @@ class PostBackward(torch.autograd.Function):
 
 
 class PostBackwardInTransform(PostBackward):
-    """The same in a form that ``torch.func`` can transform; a call takes five times as long."""
+    """`PostBackward` in a form that ``torch.func`` can transform; a call takes five times as long."""
 
     generate_vmap_rule = True
 
@@ -117,7 +117,7 @@ class PostBackwardInTransform(PostBackward):
 
 
 class PreBackward(torch.autograd.Function):
-    """Identity on a module's output; its backward runs before all inside the module and returns ``callback(grad)``."""
+    """Identity on a module's output. Its backward runs before the module's, and returns ``callback(grad)``."""
 
     generate_vmap_rule = True
 

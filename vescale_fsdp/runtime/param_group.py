@@ -2,13 +2,13 @@
 
 The tensors of a group (S = shard_numel, m = ranks of the sharding axis):
 
-    shard                1-D [S]    original dtype   this rank's parameters; the optimizer's view of truth
+    shard                1-D [S]    original dtype   this rank's parameters, which the optimizer steps
     sharded parameter    ND ragged  original dtype   RaggedDTensor over a slice of ``shard``
     full buffer          1-D [m*S]  compute dtype    DBuffer that the all-gather fills
     unsharded parameter  ND         compute dtype    view of the full buffer (a scattered one: a copy) for the forward
     gradient buffer      1-D [m*S]  `grad_dtype`     DBuffer that unsharded gradients are written into
     reduced shard        1-D [S]    reduce dtype     result of the reduce-scatter
-    sharded gradient     ND ragged  original dtype   ``.grad`` of the sharded parameter, a view of the above
+    sharded gradient     ND ragged  original dtype   ``.grad`` of the sharded parameter, a view of the reduced shard
 
 Life cycle (`GroupState`):
 
@@ -18,8 +18,8 @@ Life cycle (`GroupState`):
 PARTLY_SHARDED is for `reshard_after_forward=<int>`: between forward and backward each rank keeps its part of the full
 buffer over a smaller group, so that the second gather stays inside a node.
 
-The modules hold the unsharded parameters in UNSHARDED, the sharded ones otherwise. Both are made once and
-never re-created: a new unsharded Parameter between forward and backward would drop its gradient.
+The modules have the unsharded parameters in UNSHARDED, the sharded ones otherwise. Both are made once and never
+re-created: a new unsharded Parameter between forward and backward would lose its gradient.
 """
 
 from __future__ import annotations
@@ -40,13 +40,7 @@ from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.gradients import ReducedShard, UnshardedGrads
-from vescale_fsdp.runtime.comm.group_comm import (
-    Gather,
-    GatherPolicy,
-    GroupComm,
-    GroupSettings,
-    MemoryKind,
-)
+from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm, GroupSettings, MemoryKind
 from vescale_fsdp.runtime.comm.streams import Event
 from vescale_fsdp.runtime.data_mesh import PriorSharding, local_part
 from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam, policy_of_group
@@ -81,13 +75,13 @@ class ManagedParam:
 
     slot: TensorSlot
     owners: list[tuple[nn.Module, str]]  # every module attribute that is this parameter
-    local: slice  # of a shard: this rank's piece
+    local: slice  # this rank's piece, as a slice of the shard
     sharded: nn.Parameter  # RaggedDTensor
     spec: DTensorSpec
     piece: torch.Tensor  # the view of the shard that ``sharded`` was given
-    prior: PriorSharding  # by tensor or expert parallelism
+    prior: PriorSharding  # sharding by tensor or expert parallelism
     unsharded: nn.Parameter | None = None
-    watched: bool = False  # its unsharded parameter has a `GradHook`
+    watched: bool = False  # whether the unsharded parameter has a `GradHook`
 
     def __post_init__(self) -> None:
         self.take(self.sharded)
@@ -98,7 +92,7 @@ class ManagedParam:
         _by_sharded[id(sharded)] = self
 
     def replacements(self) -> list[nn.Parameter | None]:
-        """Parameters that owners have in place of the group's; None for an owner without such a parameter."""
+        """Parameters that owners have in place of this one; None for an owner whose parameter was deleted."""
         replacements: list[nn.Parameter | None] = []
         for module, name in self.owners:
             current = module._parameters.get(name)
@@ -109,25 +103,28 @@ class ManagedParam:
     def set_on_modules(self, parameter: nn.Parameter) -> None:
         """Set ``parameter`` on every owner."""
         for module, name in self.owners:
-            # Straight into the dict: nn.Module.__setattr__ would re-register, and costs 10 times as much.
+            # nn.Module.__setattr__ would register the parameter again, and takes ten times as long.
             module._parameters[name] = parameter
 
 
-# By id of the sharded parameter.
+# The key is the id of the sharded Parameter, so that this dictionary keeps no Parameter alive.
 _by_sharded: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
 
 
 def managed_param_of(parameter: nn.Parameter) -> ManagedParam | None:
-    """The managed parameter whose sharded form this is."""
+    """The managed parameter whose sharded Parameter this is, or None."""
     managed = _by_sharded.get(id(parameter))
+    # Python may have given the id of a freed Parameter to another one.
     return managed if managed is not None and managed.sharded is parameter else None
 
 
 class GradHook:
-    """Called by autograd when an unsharded parameter has its gradient. Its weak references keep no cycle alive.
+    """Called by autograd when an unsharded parameter has its gradient.
+
+    Its references are weak, because autograd keeps the hook alive with the parameter that it refers to.
 
     Args:
-        take: a bound method that is given the parameter and its gradient.
+        take: a bound method, called as ``take(param, grad)``.
     """
 
     def __init__(self, take: Callable[[ManagedParam, torch.Tensor], None], param: ManagedParam) -> None:
@@ -135,7 +132,7 @@ class GradHook:
         self._param = weakref.ref(param)
 
     def __call__(self, unsharded: torch.Tensor) -> None:
-        grad, unsharded.grad = unsharded.grad, None
+        grad, unsharded.grad = unsharded.grad, None  # the buffer keeps it: no second copy stays alive
         take, param = self._take(), self._param()
         if grad is not None and take is not None and param is not None:
             take(param, grad)
@@ -145,13 +142,15 @@ class ParamGroup:
     """The parameters of a unit that share dtype and mesh, with one layout and one buffer.
 
     Args:
-        plan: the original parameters, their owners, and their layout. They are read; `install` replaces them.
+        plan: the original parameters, their owners, and their layout. The model is not changed until `install`.
         mp_policy: dtypes of compute and reduction.
-        offload_policy: whether shards, gradients and so the optimizer live on the host.
+        offload_policy: whether shards and gradients, and so the optimizer state, are on the host.
         device: where the unit computes. Shards of meta parameters stay meta until materialised.
     """
 
-    takes_plain: ClassVar[bool] = True  # a full plain tensor determines this rank's piece
+    takes_plain: ClassVar[bool] = (
+        True  # whether a full plain tensor can replace a parameter before the first gather
+    )
 
     def __init__(
         self,
@@ -167,41 +166,48 @@ class ParamGroup:
         self.mp_policy = mp_policy = policy_of_group(mp_policy, plan.param_dtype)
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
         self.device = device
-        self.label = ""  # for the profiler, once the root knows it
+        self.label = ""  # shown in profiles; `FSDPState.set_name` sets it
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # made at the first unshard
         self.gathered: Event | None = None  # on an accelerator: when the full buffer is filled
         self.was_gathered = False
-        self.sums_grads = False  # of several backwards, before they are reduced; the same on all ranks
-        self.adopted: list[str] = []  # parameters that modules got from others, before the first gather
-        self._brought: torch.Tensor | None = None  # of an offloaded shard, the copy that the gather reads
+        # Whether gradients of several backwards are summed before a reduction; the same on all ranks.
+        self.sums_grads = False
+        self.adopted: list[str] = []  # names of parameters that were replaced before the first gather
+        self._brought: torch.Tensor | None = None  # copy of an offloaded shard, which the gather reads
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], in PARTLY_SHARDED
-        self._unreplicated: ReducedShard | None = None  # reduced over shards, not over replicas
-        self._unreported_used: frozenset[str] | None = None  # used names that other ranks do not know of yet
-        self._deferred_grads: dict[
-            str, torch.Tensor
-        ] = {}  # reduced pieces of parameters that this rank has not used
-        self._noted: dict[str, tuple[GroupSettings, str]] = {}  # by kind of collective, its entry in the log
+        self._unreplicated: ReducedShard | None = None  # reduced over shards, not yet over replicas
+        self._unreported_used: frozenset[str] | None = (
+            None  # used names that were not yet sent to other ranks
+        )
+        # Reduced pieces of parameters that this rank has not used, by name.
+        self._deferred_grads: dict[str, torch.Tensor] = {}
+        self._noted: dict[str, tuple[GroupSettings, str]] = {}  # log entry of each kind of collective
         first = next(iter(plan.params.values())).param
         self.new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.params = [self._shard_param(slot, plan.params[slot.fqn]) for slot in plan.layout.slots]
         self.grads = UnshardedGrads(self.layout, self._new_grads, lambda: self.grad_dtype)
-        self.policy_gather: Gather | None = None  # a gather of the policy's own, in place of the usual one
+        self.policy_gather: Gather | None = (
+            None  # a gather that the policy brings, in place of the all-gather
+        )
         if isinstance(mp_policy, GatherPolicy):
             self.policy_gather = mp_policy.gather_of(plan.layout, self.comm, self.compute_dtype)
 
     # -- construction ---------------------------------------------------------------------------------
 
     def new_shard(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Replace the shard by one of zeros; under CPU offload it lives on the host, unless ``device`` is meta."""
-        if device.type == "meta" or self.offload is None:
-            self.shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
-        else:
-            self.shard = torch.zeros(
-                self.layout.shard_numel, dtype=dtype, device="cpu", pin_memory=self._is_pinned
-            )
+        """Replace the shard by one of zeros; under CPU offload it is on the host, unless ``device`` is meta."""
+        on_host = device.type != "meta" and self.offload is not None
+        # Zeros, because the padding is sent and stepped, too.
+        self.shard = torch.zeros(
+            self.layout.shard_numel,
+            dtype=dtype,
+            device="cpu" if on_host else device,
+            pin_memory=on_host and self._is_pinned,
+        )
 
     def _shard_param(self, slot: TensorSlot, original: OriginalParam) -> ManagedParam:
+        """Copy this rank's piece of a parameter into the shard, and make the sharded parameter over it."""
         param, owners, prior, _ = original
         placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_lengths(slot))
         spec = prior.sharded_spec(placement, param.shape, param.dtype)
@@ -210,14 +216,14 @@ class ParamGroup:
         local = self.shard[local_slice]
         if not param.is_meta and not local.is_meta:
             local.copy_(self._values_of(param).reshape(-1)[piece.range.start : piece.range.stop])
-        # A layout describes the whole tensor. Where other axes cut the tensor too, the placements describe it.
+        # A layout describes a whole tensor. If tensor parallelism cuts the parameter as well, there is no such layout.
         layout_ref = (self.layout, slot.fqn) if slot.shape == tuple(param.shape) else None
         ragged = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
         sharded = nn.Parameter(ragged, requires_grad=param.requires_grad)
         return ManagedParam(slot, owners, local_slice, sharded, spec, local_of(sharded), prior)
 
     def _values_of(self, param: nn.Parameter) -> torch.Tensor:
-        """This rank's part of an original parameter, from which its piece is cut."""
+        """The values of an original parameter, from which this rank's piece is cut."""
         return local_part(param)
 
     def install(self) -> None:
@@ -226,8 +232,8 @@ class ParamGroup:
             param.set_on_modules(param.sharded)
 
     def is_intact(self) -> bool:
-        """Whether the modules have this group's parameters, and these their pieces of the shard."""
-        for param in self.params:  # a loop, not all(..): it runs before every gather, for every parameter
+        """Whether no parameter was replaced, and every sharded parameter is still a view of the shard."""
+        for param in self.params:  # a loop is faster than all(..); this runs before every gather
             if local_of(param.sharded) is not param.piece or param.replacements():
                 return False
         return not self.shard.is_meta
@@ -242,14 +248,14 @@ class ParamGroup:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """dtype of the reduction; where the policy gives none, the default of this torch's FSDP2."""
+        """dtype of the reduction: the policy's, or the default of the installed torch's FSDP2."""
         return self.mp_policy.reduce_dtype or (self.shard.dtype if REDUCES_AS_STORED else self.compute_dtype)
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """dtype of the gradient buffer: the reduction's, or autograd's where the reduction sums from that.
+        """dtype of the gradient buffer: autograd's if the reduction sums it in a wider dtype, else the reduction's.
 
-        As in FSDP2 the gradients of several backwards are summed in the reduction's dtype.
+        Gradients of several backwards are summed in the reduction's dtype, as in FSDP2.
         """
         narrow, wide = self.compute_dtype, self.reduce_dtype
         if self.sums_grads or narrow.itemsize >= wide.itemsize or not self.comm.sums_in_wider(self.device):
@@ -258,28 +264,28 @@ class ParamGroup:
 
     @property
     def home(self) -> torch.device:
-        """Where shards live: where the unit computes, or the host."""
+        """The device of shards: the unit's device, or the host under CPU offload."""
         return self.device if self.offload is None else torch.device("cpu")
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the shard lives on the host while the unit computes elsewhere."""
+        """Whether the shard is on the host while the unit computes on an accelerator."""
         return self.offload is not None and self.device.type != "cpu"
 
     @property
     def _is_pinned(self) -> bool:
-        """Whether memory on the host is pinned, so that copies overlap with the host's work."""
+        """Whether memory on the host is pinned, so that copies run while the host continues."""
         return self.is_offloaded and self.offload is not None and self.offload.pin_memory
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter wants a gradient."""
+        """Whether any parameter requires a gradient."""
         return any(param.sharded.requires_grad for param in self.params)
 
     # -- gather ---------------------------------------------------------------------------------------
 
     def note_start(self, kind: str) -> None:
-        """Log that a gather or a reduction is about to start: see `OrderWatch`."""
+        """Log that a gather or a reduction is about to start, for `OrderWatch`. The text is made once per settings."""
         watch, settings = self.comm.watch, self.comm.settings
         if watch is None:
             return
@@ -290,7 +296,7 @@ class ParamGroup:
         watch.note(noted[1])
 
     def unshard(self) -> None:
-        """Start the all-gather on the current stream; `finish_gather` and `hand_over` end it."""
+        """Start the all-gather on the current stream; `finish_gather` and `hand_over` must follow."""
         if self.state not in (GroupState.SHARDED, GroupState.PARTLY_SHARDED):
             return
         self._start_gather()
@@ -298,7 +304,7 @@ class ParamGroup:
         self.state = GroupState.GATHERING
 
     def allocate_full(self) -> None:
-        """Allocate the memory of the full buffer on the current stream, unless it has memory."""
+        """Allocate the memory of the full buffer on the current stream; no-op if it is allocated."""
         if self.full is None:
             self._check_shard()
             flat = self.comm.allocate_full(self.layout.numel, self.compute_dtype, self.device)
@@ -311,7 +317,7 @@ class ParamGroup:
         self.full.allocate()
 
     def bring_shard(self) -> list[torch.Tensor]:
-        """Copy an offloaded shard to where the unit computes, on the current stream, for the gather that follows.
+        """Copy an offloaded shard to the unit's device, on the current stream, for the next gather.
 
         Returns:
             Tensors to keep until the gather has read them.
@@ -346,7 +352,7 @@ class ParamGroup:
             )
         if self.offload is not None and self.shard.device.type != "cpu":
             raise LifecycleError(
-                "Under CPUOffloadPolicy the shards live on the host.",
+                "Under CPUOffloadPolicy shards must be on the host.",
                 expected="parameters on cpu",
                 got=f"{self.shard.device}",
                 where=self.params[0].slot.fqn,
@@ -354,7 +360,7 @@ class ParamGroup:
             )
 
     def finish_gather(self) -> None:
-        """Wait for the all-gather (on an accelerator: the current stream, the one it began on, waits)."""
+        """Wait for the all-gather. On an accelerator, the current stream waits; it must be the one that started it."""
         assert self.state is GroupState.GATHERING, self.state
         self._finish_gather()
         self.state = GroupState.GATHERED
@@ -364,8 +370,8 @@ class ParamGroup:
         self.full.wait_gather()
 
     def hand_over(self) -> None:
-        """Set the unsharded parameters on the modules. The compute stream has waited for the gather."""
-        self._part = self.gathered = None  # not earlier: the gather reads the part
+        """Set the unsharded parameters on the modules. The caller has let the compute stream wait for the gather."""
+        self._part = self.gathered = None  # not earlier, because the gather reads the part
         for param in self.params:
             assert param.unsharded is not None
             if param.unsharded.requires_grad != param.sharded.requires_grad:
@@ -381,16 +387,17 @@ class ParamGroup:
 
         Args:
             keep_part: keep this rank's part over the smaller group, for the gather of the backward.
-            frees: False: `free_full` follows.
+            frees: free the memory now; False: the caller calls `free_full` later.
 
         Raises:
-            LifecycleError: if the modules have lost the unsharded parameters meanwhile.
+            LifecycleError: if modules have other parameters than the unsharded ones.
         """
-        assert self.state not in (GroupState.GATHERING, GroupState.GATHERED), "a gather is waited for first"
+        assert self.state not in (GroupState.GATHERING, GroupState.GATHERED), "the gather was not waited for"
         if self.state is not GroupState.UNSHARDED:
-            if not keep_part:  # the part is stale once the optimizer has run
+            if not keep_part:  # the optimizer may run next, and make the part stale
                 self._part, self.state = None, GroupState.SHARDED
             return
+        # Only names: they are raised at the end, once the group is in order again.
         replaced = [param.slot.fqn for param in self.params if param.replacements()]
         for param in self.params:
             param.set_on_modules(param.sharded)
@@ -401,7 +408,8 @@ class ParamGroup:
         self.state = GroupState.SHARDED if self._part is None else GroupState.PARTLY_SHARDED
         if replaced:
             raise LifecycleError(
-                "Parameters were replaced or deleted while their unit was unsharded; the sharded ones are back.",
+                "Parameters were replaced or deleted while their unit was unsharded. The modules have the sharded "
+                "parameters again.",
                 expected="the unsharded parameters that the gather made",
                 got=", ".join(replaced[:4]),
                 todo="write into the sharded parameters instead: load_state_dict, or copy_ of a tensor that "
@@ -409,28 +417,28 @@ class ParamGroup:
             )
 
     def forget_full(self) -> None:
-        """Drop the full buffer; the next gather makes a new one."""
+        """Drop the full buffer and its views; the next gather makes a new one."""
         self.full = None
 
     def free_full(self) -> None:
-        """Free the memory of the full buffer, unless the user keeps it."""
+        """Free the memory of the full buffer, unless the user asked to keep it (`set_keep_unsharded_storage`)."""
         if self.full is not None and not self.comm.settings.keeps_full:
             self.full.free()
 
     # -- reduce ---------------------------------------------------------------------------------------
 
     def take_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
-        """Called when autograd has made an unsharded gradient."""
+        """Called by autograd, through `GradHook`, with an unsharded gradient."""
         with without_grad(), profiled("FSDP::post_backward_accumulate ", self.label):
             self._take(param, grad)
 
     def _take(self, param: ManagedParam, grad: torch.Tensor) -> None:
-        if grad.is_sparse:  # nn.Embedding(sparse=True): the buffer is dense
+        if grad.is_sparse:  # of nn.Embedding(sparse=True); the gradient buffer is dense
             grad = grad.to_dense()
         self.grads.take(param.slot, param.prior.own_grad(grad))
 
     def collect_grads(self) -> None:
-        """Take gradients that were set on unsharded parameters without a hook, as pipelines do for weights."""
+        """Take gradients that were set on unsharded parameters directly, as pipelines set gradients of weights."""
         for param in self.params:
             if param.unsharded is not None and param.unsharded.grad is not None:
                 grad, param.unsharded.grad = param.unsharded.grad, None
@@ -442,15 +450,15 @@ class ParamGroup:
         return DBuffer(self.layout, flat, self.comm.grads_pool)
 
     def write_grads(self) -> None:
-        """Write the gradients so far into the gradient buffer, to be reduced with later backwards' sums."""
+        """Write the gradients so far into the gradient buffer, which also sums those of later backwards."""
         with without_grad():
             self.grads.write_kept()
 
     def complete_grads(self) -> DBuffer:
-        """The buffer that `start_reduce` is to read, filled on the current stream.
+        """Fill the buffer for `start_reduce` with all gradients, on the current stream.
 
-        Its padding is zero where users' code sees it, or the reduced shard: a custom reduce-scatter, an all-reduce
-        hook, or one that may be set before the sums of several backwards are reduced over replicas.
+        The padding is set to zero only where users' code sees it: a custom reduce-scatter, an all-reduce hook, or an
+        all-reduce hook that may be set later, before sums of several backwards are reduced over replicas.
         """
         with without_grad():
             buffer, settings = self.grads.complete(), self.comm.settings
@@ -460,14 +468,14 @@ class ParamGroup:
             return buffer
 
     def start_reduce(self, source: DBuffer) -> ReducedShard:
-        """Start the reduction of the buffer that `complete_grads` returned, on the current stream."""
+        """Start the reduction of the buffer from `complete_grads`, on the current stream."""
         used = self.grads.hand_over()
         self._unreported_used = used | (self._unreported_used or frozenset())
         shard = self.comm.allocate_grads(self.layout.shard_numel, self.reduce_dtype, self.device)
         return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat), used)
 
     def finish_reduce(self, reduced: ReducedShard) -> None:
-        """Add the result of a reduction, which the caller has waited for, to the sharded gradients."""
+        """Add the result of a reduction to the sharded gradients. The caller has waited for the reduction."""
         shard, used = reduced.shard, reduced.used
         if self._unreplicated is not None:
             shard.add_(self._unreplicated.shard)
@@ -487,54 +495,53 @@ class ParamGroup:
             if not param.sharded.requires_grad:
                 continue
             fqn, piece = param.slot.fqn, shard[param.local]
-            if settings.zeros_unused or fqn in used or self._adds_zeros(param):
+            if (
+                settings.zeros_unused
+                or fqn in used
+                or (
+                    param.sharded.grad is not None
+                    and settings.on_delivery is None
+                    and not post_accumulate_grad_hooks(param.sharded)
+                )
+            ):
                 delivered[fqn] = piece
             else:  # an earlier reduction of the same backward may have deferred a gradient, too
-                known = self._deferred_grads.get(fqn)
-                self._deferred_grads[fqn] = piece if known is None else known.add_(piece)
+                earlier = self._deferred_grads.get(fqn)
+                self._deferred_grads[fqn] = piece if earlier is None else earlier.add_(piece)
         self._deliver(delivered)
-
-    def _adds_zeros(self, param: ManagedParam) -> bool:
-        """Whether a gradient that may be of zeros on all ranks is added at once, so that the host need not read flags.
-
-        Not where hooks listen: they fire only for parameters that some rank has used.
-        """
-        if param.sharded.grad is None:
-            return False
-        return self.comm.settings.on_delivery is None and not post_accumulate_grad_hooks(param.sharded)
 
     @property
     def owes_replicas(self) -> bool:
-        """Whether the next reduction also reduces results of earlier ones over replicas."""
+        """Whether results of earlier reductions wait to be reduced over replicas by the next reduction."""
         return self._unreplicated is not None and self._delivers
 
     def unreplicated_sums(self) -> list[torch.Tensor]:
-        """Results of earlier reductions that the next one adds to."""
+        """The results of earlier reductions to which the next reduction adds."""
         return [] if self._unreplicated is None else [self._unreplicated.shard]
 
     @property
     def _delivers(self) -> bool:
-        """Whether a reduction ends in the sharded gradients; else in sums that are not yet reduced over replicas."""
+        """Whether a reduction is added to sharded gradients; if not, it stays a sum not yet reduced over replicas."""
         return self.comm.settings.requires_all_reduce or self.comm.replicate_group is None
 
     def _deliver(self, pieces: dict[str, torch.Tensor]) -> None:
-        """Add to the sharded gradients of these parameters, and call the hooks that users have set on them."""
-        given = [param for param in self.params if param.slot.fqn in pieces]
-        for param in given:
+        """Add pieces to the sharded gradients of their parameters, and call the users' hooks of these parameters."""
+        params = [param for param in self.params if param.slot.fqn in pieces]
+        for param in params:
             piece, sharded = pieces[param.slot.fqn], param.sharded
             if sharded.grad is None:
                 assert isinstance(sharded, RaggedDTensor)
                 sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
             else:
                 local_of(sharded.grad).add_(piece)
-        for param in given:
+        for param in params:  # once all gradients are set: a hook may read other gradients of the group
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)
-        if self.comm.settings.on_delivery is not None and given:
-            self.comm.settings.on_delivery([param.sharded for param in given])
+        if self.comm.settings.on_delivery is not None and params:
+            self.comm.settings.on_delivery([param.sharded for param in params])
 
     def take_used(self) -> list[bool] | None:
-        """Which parameters this rank has used since the last call; None if gradients are not delivered yet."""
+        """Flags of the parameters that this rank has used since the last call; None if no gradients were delivered."""
         if self._unreported_used is None or not self._delivers:
             return None
         used, self._unreported_used = self._unreported_used, None
@@ -542,7 +549,7 @@ class ParamGroup:
 
     @property
     def has_deferred_grads(self) -> bool:
-        """Whether a gradient waits for the report that some rank has used its parameter."""
+        """Whether a gradient waits for the other ranks' flags of used parameters."""
         return bool(self._deferred_grads)
 
     def apply_deferred_grads(self, used: Sequence[bool]) -> None:
@@ -555,11 +562,11 @@ class ParamGroup:
         self._deliver({fqn: piece for fqn, piece in deferred.items() if fqn in names})
 
     def _to_shard_home(self, shard: torch.Tensor) -> torch.Tensor:
-        """A reduced shard where the parameters are: on the host, under CPU offload."""
+        """The reduced shard, copied to the host under CPU offload."""
         if not self.is_offloaded:
             return shard
         host = self._room_on_host(shard)
-        # The copy is waited for here if code reads the gradients at once, else at the end of the backward.
+        # If gradients are read at once, wait for the copy here; else `wait_for_host_copies` ends the backward.
         read_at_once = self.comm.settings.on_delivery is not None or any(
             param.sharded.grad is not None or post_accumulate_grad_hooks(param.sharded)
             for param in self.params
@@ -571,7 +578,7 @@ class ParamGroup:
         return torch.empty_like(shard, device="cpu", pin_memory=self._is_pinned)
 
     def drop_grads(self) -> None:
-        """Drop unsharded gradients, and sums not yet reduced over replicas (after an exception)."""
+        """After an exception: drop unsharded gradients, and sums not yet reduced over replicas."""
         self.grads.drop()
         self._unreplicated = self._unreported_used = None
         self._deferred_grads = {}
@@ -581,7 +588,7 @@ class ParamGroup:
 
 
 def use_memory(groups: Sequence[ParamGroup], kind: MemoryKind | None) -> None:
-    """Put the buffers of groups over the same ranks into one pool of a communication library; None: usual memory."""
+    """Put the buffers of groups over the same ranks into one pool of this kind; None: the usual allocator."""
     memory = None if kind is None or not groups else kind(groups[0].comm.shard_group, groups[0].device)
     for group in groups:
         group.comm.change(memory=kind)

@@ -1,4 +1,4 @@
-"""Schedule: when units gather, reshard and reduce. One per tree of sharded modules, shared by its units.
+"""Schedule: when units gather, reshard and reduce. All units of a tree of sharded modules share one.
 
 Overlap on an accelerator (c = compute stream, g = gather stream, r = reduce stream)::
 
@@ -8,16 +8,16 @@ Overlap on an accelerator (c = compute stream, g = gather stream, r = reduce str
                c           | compute 3       | compute 2 ..
                r                             | reduce 3 ..       1 reduction in flight at most
 
-The all-reduces of replicas have a stream of their own next to r, copies of offloaded shards have one next to g.
+All-reduces of replicas and copies of offloaded shards run on two more streams. `CommContext` orders the streams.
 
-The next unit is gathered while the current one computes. In the forward that is the unit that followed in the last
-forward that had both (or the user's list); in the backward it is the unit whose forward ended before the current one's.
-Of nested units that is the inner one, which the forward began later. `CommContext` orders the streams.
+The next unit is gathered while the current one computes. In the forward, the next unit is the one that followed the
+current unit in an earlier forward, or the user's list. In the backward, it is the unit whose forward ended before the
+current unit's forward; of two nested units, the inner one ended first and comes later.
 
-Ranks may use different outputs in their losses, and must still issue the same collectives in the same order. So a
-forward leaves a `Trace` of where units began and ended. Autograd reaches these moments in reverse order. Moments that
-it skips on this rank are made up for when it reaches an earlier one, or ends: the unit is gathered and reduces zeros at
-the point where other ranks gather it and reduce their gradients::
+Ranks may use different outputs in their losses, and must still issue the same collectives in the same order. So each
+forward records a `Trace` of the moments at which units begin and end. Autograd reaches these moments in reverse order.
+If autograd skips a moment on this rank, the rank does the moment's work once autograd reaches an earlier moment, or
+ends: it gathers the unit and reduces zeros at the point where other ranks gather it and reduce their gradients::
 
     forward                           begin A  end A  begin B  end B  begin C  end C
     backward where B is used          C: gather, reduce | B: gather, reduce | A: gather, reduce
@@ -45,40 +45,44 @@ if TYPE_CHECKING:
 
 
 class Moment:
-    """Where a call of a unit's forward began or ended.
+    """The begin or the end of one call of a unit's forward.
 
     Args:
-        trace: of the root's forward around it.
-        index: in the trace.
-        make_up: the work of a backward at this moment, called if the backward skips it.
+        trace: trace of the root's forward that contains the call.
+        index: index of this moment in the trace.
+        make_up: does the backward's work for this moment; called if autograd skips the moment.
     """
 
     __slots__ = ("index", "is_passed", "make_up", "trace")
 
     def __init__(self, trace: Trace, index: int, make_up: Callable[[], None]) -> None:
         self.trace, self.index, self.make_up = trace, index, make_up
-        self.is_passed = False  # by a backward
+        self.is_passed = False  # whether a backward has reached this moment
 
 
 class Trace:
-    """The moments of one forward of the root, and of calls after it. ``number`` grows from forward to forward."""
+    """The moments of one forward of the root, and of later calls outside a root's forward.
+
+    Args:
+        number: counts forwards, so that later traces have larger numbers.
+    """
 
     __slots__ = ("_moments", "_num_noted", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._moments: list[Moment] = []  # in order; the backward pops the last ones
-        self._num_noted = 0
+        self._moments: list[Moment] = []  # oldest first; the backward removes moments from the end
+        self._num_noted = 0  # moments ever added: the length of the list shrinks in the backward
 
     def note(self, make_up: Callable[[], None]) -> Moment:
-        """Add a moment."""
+        """Add a moment, with the work to do if a backward skips it."""
         moment = Moment(self, self._num_noted, make_up)
         self._moments.append(moment)
         self._num_noted += 1
         return moment
 
     def make_up(self, after: int = -1) -> None:
-        """Do the work of the moments after an index that the backward has skipped, the last one first."""
+        """Do the work of skipped moments with an index larger than ``after``, newest first."""
         while self._moments and self._moments[-1].index > after:
             moment = self._moments.pop()
             if not moment.is_passed:
@@ -87,10 +91,10 @@ class Trace:
 
 
 class Schedule:
-    """Order and prefetch, for all units under one root.
+    """Order of collectives and prefetch, for all units under one root.
 
     Args:
-        comm: streams and what is in flight.
+        comm: streams and collectives in flight.
     """
 
     def __init__(self, comm: CommContext) -> None:
@@ -98,21 +102,24 @@ class Schedule:
         self.units: list[FSDPState] = []
         self.in_backward = False
         self.is_last_backward = True
-        self.finalizes_by_hand = False  # the user calls `finalize_backward`
-        self._unfinalized = False  # the user has not called it since the last backward
-        self._order: list[FSDPState] = []  # in which units began this forward
-        self._through: list[FSDPState] = []  # in which they ended it
-        self._begun: set[FSDPState] = set()  # their backward
-        self._successors: dict[
-            FSDPState, FSDPState
-        ] = {}  # what began next in the last forward that had the unit
-        self._guessed: set[FSDPState] = set()  # gathered because they are successors
-        self._left: set[FSDPState] = set()  # gathered by forwards without gradients
-        self._trace = Trace(0)  # of the last forward
-        self._reached: dict[Trace, None] = {}  # by this backward
+        self.finalizes_by_hand = False  # the user calls `finalize_backward` after backwards
+        self._unfinalized = (
+            False  # a backward has ended, and the user has not called `finalize_backward` since
+        )
+        self._order: list[FSDPState] = []  # units of this forward, in the order in which they began
+        self._ended: list[FSDPState] = []  # units of this forward, in the order in which they ended
+        self._begun: set[FSDPState] = set()  # units whose backward has begun
+        # The unit that began next in the last forward that ran the key.
+        self._successors: dict[FSDPState, FSDPState] = {}
+        self._guessed: set[FSDPState] = set()  # units gathered ahead because they are successors
+        self._left: set[FSDPState] = set()  # units that forwards without gradients have left gathered
+        self._trace = Trace(0)  # trace of the last forward
+        self._reached: dict[
+            Trace, None
+        ] = {}  # traces that this backward has reached; a dict keeps their order
 
     def gather(self, unit: FSDPState) -> bool:
-        """Start the all-gathers of a unit; False if they are in flight or done."""
+        """Start the all-gathers of a unit; returns False if they are in flight or done."""
         if not any(group.state.is_sharded for group in unit.groups):
             return False
         try:
@@ -124,9 +131,9 @@ class Schedule:
         return True
 
     def wait(self, unit: FSDPState) -> None:
-        """Wait for the all-gathers of a unit; its modules then hold full parameters."""
+        """Wait for the all-gathers of a unit and set the full parameters on its modules."""
         try:
-            # The name that trace tools know; nothing is copied.
+            # FSDP2's name of the range, which trace tools search for. Nothing is copied here.
             with profiled("FSDP::all_gather_copy_out ", unit.shown):
                 self.comm.wait(unit.groups)
         except RuntimeError as error:
@@ -136,16 +143,16 @@ class Schedule:
     # -- forward --------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """The root starts a forward: store the last order, free parameters that the optimizer may have made stale."""
+        """The root's forward begins: store the last order, and free parameters that an optimizer may have changed."""
         for unit in self.units:
             parts = [group for group in unit.groups if group.state is GroupState.PARTLY_SHARDED]
             if parts:
                 self.comm.reshard(parts)
-        for unit in self._guessed:  # gathered ahead, but did not run
+        for unit in self._guessed:  # gathered ahead by the last forward, which did not run them
             self.comm.reshard(unit.groups)
         self._guessed.clear()
         if torch.is_grad_enabled():
-            # That forward may have had other weights, such as averages, for itself alone.
+            # The forward without gradients may have run with other weights, such as averaged ones.
             for unit in self._left:
                 self.comm.reshard(unit.groups)
             self._left.clear()
@@ -153,48 +160,57 @@ class Schedule:
         self._trace = Trace(self._trace.number + 1)
 
     def _forget_order(self) -> None:
-        """End this forward; only which unit followed which is kept of it."""
+        """Clear the order of this forward, after storing which unit followed which."""
         self._successors.update(pairwise(self._order))
-        self._order, self._through = [], []
+        self._order, self._ended = [], []
 
     def enter_forward(self, unit: FSDPState) -> None:
-        """A unit starts its forward: gather it and the next unit."""
+        """A unit's forward begins: gather the unit and the next one."""
         self.gather(unit)
         self.wait(unit)
         self._guessed.discard(unit)
-        if not self.in_backward:
-            for wrong in self._guessed:  # this forward runs other units; these would be one buffer too many
-                self.comm.reshard(wrong.groups)
-            self._guessed.clear()
-            for following in self._next_in_forward(unit):
-                with profiled("FSDP::forward_prefetch for ", following.label):
-                    if self.gather(following) and unit.forward_prefetch is None:
-                        self._guessed.add(following)
-            if unit not in self._order:
-                self._order.append(unit)
+        if self.in_backward:  # a recomputed forward; `enter_backward` prefetches
+            return
+        for (
+            wrong
+        ) in self._guessed:  # this forward runs other units; one more full buffer would raise the peak
+            self.comm.reshard(wrong.groups)
+        self._guessed.clear()
+        next_units: Sequence[FSDPState] = unit.forward_prefetch or ()
+        if unit.forward_prefetch is None:
+            successor = self._successors.get(unit)
+            # Units that run several times in one forward have no single successor, so they are not prefetched again.
+            if successor is not None and unit not in self._order and successor not in self._order:
+                next_units = (successor,)
+        for following in next_units:
+            with profiled("FSDP::forward_prefetch for ", following.label):
+                if self.gather(following) and unit.forward_prefetch is None:
+                    self._guessed.add(following)
+        if unit not in self._order:
+            self._order.append(unit)
 
     def leave_forward(self, unit: FSDPState, *, reshards: bool) -> None:
-        """A unit's forward has ended."""
-        if self.in_backward:  # recomputed: its backward follows
+        """A unit's forward has ended; ``reshards``: free its full parameters."""
+        if self.in_backward:  # a recomputed forward: the unit's backward follows and needs the parameters
             return
-        if unit in self._through:
-            self._through.remove(unit)
-        self._through.append(unit)
+        if unit in self._ended:
+            self._ended.remove(unit)
+        self._ended.append(unit)
         if reshards:
             self.comm.reshard(unit.groups, keep_part=True, lingers=True)
 
     def end_forward(self) -> None:
-        """The root's forward ends, and with it that of units of which only some modules ran."""
+        """The root's forward ends; units of which only some modules ran end their forward here, too."""
         for unit in self.units:
             unit.finish_forward()
         self.comm.free_lingering()
-        # Units gathered ahead may be used later, or never; the caller may change the parameters now.
+        # The caller may change parameters from now on, so gathers ahead must have read their shards.
         self.comm.wait_for_reads([group for unit in self._guessed for group in unit.groups])
         if not torch.is_grad_enabled():
             self._end_forward_without_grads()
             return
         if self.comm.watches:
-            # All that decides over the backward of this forward; it must be the same on all ranks.
+            # The facts that decide which collectives the backward issues; they must be the same on all ranks.
             run = ", ".join([unit.label for unit in self._order])
             unsynced = ", ".join([unit.label for unit in self.units if not unit.requires_gradient_sync])
             for watch in self.comm.watches.values():
@@ -204,37 +220,30 @@ class Schedule:
                 watch.end_step(then_reduces=True)
 
     def _end_forward_without_grads(self) -> None:
-        """Free parameters that this forward leaves gathered: no backward will, and an optimizer may make them stale.
+        """Free parameters that this forward leaves gathered: no backward frees them, and an optimizer may step them.
 
-        Units that have gradients to be stepped with are freed at once, others before the next forward with gradients.
-        So a row of forwards without gradients gathers once, if the user wants it so.
+        A unit that has gradients is freed at once, because an optimizer's step may follow. Other units are freed before
+        the next forward with gradients, so that with ``reshard_after_forward=False`` consecutive evaluations gather
+        once.
         """
         for unit in self.units:
             if any(param.sharded.grad is not None for group in unit.groups for param in group.params):
                 self.comm.reshard(unit.groups)
             elif not all(group.state.is_sharded for group in unit.groups):
                 self._left.add(unit)
-        self.comm.wait_for_host_copies()
-
-    def _next_in_forward(self, unit: FSDPState) -> Sequence[FSDPState]:
-        if unit.forward_prefetch is not None:
-            return unit.forward_prefetch
-        following = self._successors.get(unit)
-        if following is None or unit in self._order or following in self._order:
-            return ()
-        return (following,)
+        self.comm.wait_for_host_copies()  # no end of a backward follows, which would wait for them
 
     def note(self, make_up: Callable[[], None]) -> Moment:
-        """A call of a unit begins or ends; a backward that skips it calls ``make_up``.
+        """Record that a call of a unit begins or ends; ``make_up`` is called if a backward skips this moment.
 
-        A recomputed call gets a trace of its own.
+        A recomputed call gets a trace of its own: the forward's trace is already being removed from its end.
         """
         return (Trace(self._trace.number) if self.in_backward else self._trace).note(make_up)
 
     # -- backward -------------------------------------------------------------------------------------
 
     def pass_by(self, moment: Moment) -> None:
-        """The backward reaches a moment of a forward."""
+        """The backward reaches a moment; in the last backward, do the work of later moments that it has skipped."""
         moment.is_passed = True
         self._reached[moment.trace] = None
         if self.is_last_backward:
@@ -242,12 +251,12 @@ class Schedule:
             moment.trace.make_up(after=moment.index)
 
     def _make_up(self, traces: Iterable[Trace]) -> None:
-        """Make up for all skipped moments of these forwards, the last one first."""
+        """Do the work of all skipped moments of these traces, the newest trace first."""
         for trace in sorted(traces, key=lambda trace: -trace.number):
             trace.make_up()
 
     def enter_backward(self, unit: FSDPState) -> None:
-        """A unit's outputs have gradients: gather it and the next unit."""
+        """A unit's outputs have gradients, so its backward begins: gather the unit and the next one."""
         if not self.in_backward:
             self.in_backward = True
             autograd_engine_callback(self._end_backward)
@@ -255,15 +264,15 @@ class Schedule:
         if unit.unshard_in_backward:
             self.gather(unit)
             self.wait(unit)
-        # On the CPU the gather ahead waits for `leave_backward`: see there.
+        # On the CPU `leave_backward` gathers the next unit, unless the user asked for it here.
         if self.comm.streams is not None or unit.backward_prefetch is not None:
             self._prefetch_in_backward(unit)
 
     def leave_backward(self, unit: FSDPState) -> None:
         """A unit's backward has ended and its full parameters are freed; its reduction starts next.
 
-        On the CPU the next unit is gathered here, during the reduction. Any earlier, its buffer would be in memory
-        together with this unit's and the gradients, and the gather would take the cores that compute.
+        On the CPU the next unit is gathered here, during the reduction. Earlier, its full buffer would be in memory
+        together with this unit's full buffer and gradients, and the gather would use the cores that compute.
         """
         if self.comm.streams is None and unit.backward_prefetch is None:
             self._prefetch_in_backward(unit)
@@ -277,22 +286,21 @@ class Schedule:
     def _next_in_backward(self, unit: FSDPState) -> Sequence[FSDPState]:
         if unit.backward_prefetch is not None:
             return unit.backward_prefetch
-        if unit not in self._through:
-            return ()
-        for before in reversed(self._through[: self._through.index(unit)]):
-            if before not in self._begun:
-                return (before,)
+        if unit in self._ended:
+            for earlier in reversed(self._ended[: self._ended.index(unit)]):
+                if earlier not in self._begun:
+                    return (earlier,)
         return ()
 
     def set_finalizes_by_hand(self, enabled: bool) -> None:
-        """Let the user call `finalize_backward`, or the end of every backward.
+        """Whether the user calls `finalize_backward`, in place of the end of every backward.
 
         Raises:
             LifecycleError: between a backward and its finalization.
         """
         if enabled != self.finalizes_by_hand and (self.in_backward or self._unfinalized):
             raise LifecycleError(
-                "Who finalizes a backward cannot change before it is finalized.",
+                "Manual finalization cannot be switched before the last backward is finalized.",
                 expected="set_manual_backward_finalization before the backward, or after finalize_backward",
                 got=f"set_manual_backward_finalization({enabled})",
             )
@@ -309,16 +317,20 @@ class Schedule:
             self.finalize_backward()
 
     def finalize_backward(self) -> None:
-        """Reduce what the backward left, and wait: sharded gradients may be read after this."""
+        """Reduce gradients that the backward has left, and wait; sharded gradients may be read after this."""
         self.start_finalizing(is_last=self.is_last_backward).wait()
 
     def start_finalizing(self, *, is_last: bool) -> GradientReductionHandle:
-        """Start the reductions that are left, and return the handle that waits for them."""
+        """Start the remaining reductions, and return the handle that waits for them.
+
+        Args:
+            is_last: no backward of this forward follows, so units that no backward has reached are reduced, too.
+        """
         with profiled("FSDP::root_post_backward_callback", ""):
-            # Reverse order of the forward: the same on every rank, whichever units autograd did not reach.
+            # In reverse order of the forward, which is the same on every rank whichever units autograd has reached.
             for unit in dict.fromkeys([*reversed(self._order), *self.units]):
                 unit.end_backward(is_last=is_last)
-                # A gather that no unit waited for must not read a shard that the optimizer is about to write.
+                # The optimizer writes shards next: a gather ahead that no unit has waited for must not read them then.
                 self.comm.wait(unit.groups)
         if is_last:
             self._forget_order()
@@ -332,7 +344,7 @@ class Schedule:
             raise
 
     def _send_used(self) -> list[tuple[UsedFlags, list[ParamGroup]]]:
-        """Send the other ranks which of the reduced parameters this rank has used: one message per mesh."""
+        """Exchange flags of the reduced parameters that this rank has used: one message per mesh."""
         by_mesh: dict[DeviceMesh, tuple[list[ParamGroup], list[bool]]] = {}
         for unit in self.units:
             for group in unit.groups:
@@ -346,16 +358,16 @@ class Schedule:
         ]
 
     def reset(self) -> None:
-        """Drop everything in flight after an exception, and gradients that are not yet reduced."""
+        """After an exception: drop all collectives in flight, and gradients that are not yet reduced."""
         self.comm.drop_reductions()
         for unit in self.units:
             for group in unit.groups:
                 group.drop_grads()
             self.comm.reshard(unit.groups)
         self.in_backward = self._unfinalized = False
-        self._order, self._through = [], []
+        self._order, self._ended = [], []
         self._begun.clear()
         self._guessed.clear()
         self._left.clear()
         self._reached.clear()
-        self._trace = Trace(self._trace.number + 1)
+        self._trace = Trace(self._trace.number + 1)  # drops the moments of the failed forward

@@ -1,19 +1,19 @@
-"""SelfGatheringGroup: the group of parameters whose tensor subclass gathers itself.
+"""SelfGatheringGroup: a group of parameters whose class has all-gather hooks (``pre`` and ``post``).
 
-They are cut by rows as FSDP2 cuts them (`plan_by_rows`), since their hooks were written for that: ``pre`` is called on
+The parameters are cut by rows, as in FSDP2 (`plan_by_rows`), because hooks are written for rows: ``pre`` is called on
 this rank's rows, and the outputs given to ``post`` are ``[m * padded rows, ...]``, padded on the last ranks. Only the
 gather differs from a `ParamGroup`:
 
-    rows        of this rank, an instance of the user's class over the group's shard
-    inputs      returned by ``pre``: any number, any dtypes, the same sizes on every rank
-    outputs     1-D [m * input numel] each, filled by an all-gather of its own: no bytes are packed or copied out
+    rows        this rank's rows: an instance of the user's class over the group's shard
+    inputs      tensors returned by ``pre``: any number, any dtypes, the same sizes on every rank
+    outputs     1-D [m * input numel] each, filled by one all-gather each, without packing or copying
     unsharded   made by ``post`` from the outputs, once; later gathers pass it as ``out``
 
-Memory is handled as for a full buffer: a reshard frees outputs and the tensors that ``post`` names, and the next gather
-allocates them before ``post``. Gradients, plain tensors, are reduced as in every group.
+Memory is handled as for a full buffer: a reshard frees the outputs and the tensors that ``post`` returns, and the next
+gather allocates them before ``post``. Gradients are plain tensors, and are reduced as in every group.
 
-Alternative: one byte buffer per group and gather, as in FSDP2. It saves collectives, but costs a copy in and a copy out
-of everything gathered; the weights of such parameters are large, so the copies cost more.
+Alternative: one byte buffer per group and gather, as in FSDP2. It needs fewer collectives, but copies all gathered
+bytes in and out; such weights are large, so the copies cost more.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SelfGatheringGroup(ParamGroup):
         device: torch.device,
     ) -> None:
         super().__init__(plan, mp_policy, offload_policy, device)
-        self.policy_gather = None  # the class decides which tensors are sent
+        self.policy_gather = None  # not used: the hooks decide which tensors are sent
         self._hooked = [
             _SelfGatheringParam(param, local_part(plan.params[param.slot.fqn].param), self.layout.num_shards)
             for param in self.params
@@ -80,7 +80,7 @@ class SelfGatheringGroup(ParamGroup):
         return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
 
     def allocate_full(self) -> None:
-        """Nothing: the sizes are known once the hooks have made the tensors to send."""
+        """No-op: sizes are known only once the hooks have made the tensors to send."""
 
     @torch.no_grad()
     def bring_shard(self) -> list[torch.Tensor]:
@@ -108,12 +108,12 @@ class SelfGatheringGroup(ParamGroup):
 
 
 class _SelfGatheringParam:
-    """One parameter of such a group.
+    """One parameter of a `SelfGatheringGroup`.
 
     Args:
-        param: its slot, its owners and its Parameter objects.
+        param: its slot, owners and Parameter objects.
         like: a tensor of the user's class.
-        num_shards: number of ranks that share it.
+        num_shards: number of ranks that share the parameter.
     """
 
     def __init__(self, param: ManagedParam, like: torch.Tensor, num_shards: int) -> None:
@@ -122,18 +122,16 @@ class _SelfGatheringParam:
         self.outputs: list[torch.Tensor] | None = None  # made at the first gather
         self._like = like
         self._rows: torch.Tensor | None = None
-        self._brought: torch.Tensor | None = None  # a copy of offloaded rows, until they are encoded
-        self._sizes: list[torch.Size] = []  # of this gather's inputs
+        self._brought: torch.Tensor | None = None  # copy of offloaded rows, until ``pre`` is called
+        self._sizes: list[torch.Size] = []  # sizes of this gather's inputs
         self._metadata: Any = None
-        self._inner: list[
-            tuple[torch.Tensor, int]
-        ] = []  # tensors of the full parameter, each with its version
-        self._in_flight: list[tuple[Work | None, torch.Tensor]] = []  # with the input, which must stay alive
+        self._inner: list[tuple[torch.Tensor, int]] = []  # tensors of the full parameter with their versions
+        self._in_flight: list[tuple[Work | None, torch.Tensor]] = []  # the input is kept for the collective
 
     def point_at(self, piece: torch.Tensor) -> None:
-        """Let the hooks read this rank's piece of the shard (1-D); the next gather makes a new full parameter."""
+        """Make this rank's rows a view of its piece of the shard (1-D); the next gather makes a new full parameter."""
         shape = self.param.slot.shape
-        row_numel = max(1, self.param.slot.numel // max(1, shape[0]))
+        row_numel = max(1, self.param.slot.numel // max(1, shape[0]))  # an empty parameter has no rows
         self._like = self._rows = rows = rows_of(
             self._like, piece.view(piece.numel() // row_numel, *shape[1:])
         )
@@ -145,16 +143,16 @@ class _SelfGatheringParam:
     # -- gather ---------------------------------------------------------------------------------------
 
     def bring_rows(self, device: torch.device) -> torch.Tensor:
-        """Copy offloaded rows to the device that encodes them; returns the memory of the copy."""
+        """Copy offloaded rows to the device on which ``pre`` runs; returns the memory of the copy."""
         assert self._rows is not None
         self._brought = self._rows.to(device, non_blocking=True)
         return inner_of(self._brought)
 
     def rows_on(self, device: torch.device) -> Any:
-        """This rank's rows, an instance of the user's class, on the device that encodes them."""
+        """This rank's rows, an instance of the user's class, on the device on which ``pre`` runs."""
         rows: Any = self._rows if self._brought is None else self._brought
         self._brought = None
-        # Offloaded rows that `bring_rows` has not copied are copied here.
+        # Offloaded rows that were not copied by `bring_rows` are copied here.
         return rows if rows.device == device else rows.to(device, non_blocking=True)
 
     def start_gather(
@@ -184,22 +182,22 @@ class _SelfGatheringParam:
         ]
 
     def _check_sizes(self) -> None:
-        """Ranks with fewer rows than others must send as many: a collective moves equal sizes."""
+        """Check that inputs are padded on ranks with fewer rows: a collective requires equal sizes on all ranks."""
         assert self._rows is not None
         shape = self.param.slot.shape
         padded = torch.Size((chunk_of(shape[0], self.num_shards, 0).numel, *shape[1:]))
         if self._rows.shape == padded or all(size == padded for size in self._sizes):
             return
         raise MisuseError(
-            "fsdp_pre_all_gather must pad where rows do not divide among the ranks.",
-            expected=f"inputs of {tuple(padded)}, as on the ranks with most rows",
+            "fsdp_pre_all_gather must pad its inputs if the rows do not divide evenly among the ranks.",
+            expected=f"inputs of {tuple(padded)}, as on the ranks with the most rows",
             got=f"{[tuple(size) for size in self._sizes]} from rows of {tuple(self._rows.shape)}",
             where=f"{self.param.slot.fqn}, shape {shape} over {self.num_shards} ranks",
-            todo="return inputs of the padded size, or choose a number of rows that divides",
+            todo="return inputs of the padded size, or choose a number of rows that is a multiple of the ranks",
         )
 
     def finish_gather(self, dtype: torch.dtype) -> None:
-        """Call ``post`` on the gathered outputs: the first call makes a tensor, later ones write into it."""
+        """Call ``post`` on the gathered outputs: the first call makes a tensor, later calls write into it."""
         assert self.outputs is not None
         for work, _ in self._in_flight:
             if work is not None:
@@ -211,8 +209,11 @@ class _SelfGatheringParam:
         after: Any = self._rows
         if self.param.unsharded is None:
             tensor, inner = after.fsdp_post_all_gather(arrived, self._metadata, dtype)
+            shape = self.param.slot.shape
+            if tuple(tensor.shape) != shape:  # padded: the parameter is the first rows
+                tensor = torch.as_strided(tensor, shape, contiguous_strides(shape), 0)
             self.param.unsharded = self.param.prior.full_parameter(
-                self._without_padding(tensor), requires_grad=self.param.sharded.requires_grad
+                tensor, requires_grad=self.param.sharded.requires_grad
             )
             kept = [*self.outputs, *inner, self.param.unsharded]
             self._inner = [(each, version_of(each)) for each in kept]
@@ -220,18 +221,13 @@ class _SelfGatheringParam:
             _allocate([each for each, _ in self._inner[:-1]])
             after.fsdp_post_all_gather(arrived, self._metadata, dtype, out=self.param.unsharded)
             for each, version in self._inner:
-                restore_version(each, version)  # the same values again are not a modification
+                # The values are the same as before, so tensors that autograd saved are still valid.
+                restore_version(each, version)
         self._metadata = None
-
-    def _without_padding(self, tensor: torch.Tensor) -> torch.Tensor:
-        shape = self.param.slot.shape
-        if tuple(tensor.shape) == shape:
-            return tensor
-        return torch.as_strided(tensor, shape, contiguous_strides(shape), 0)
 
     def free(self) -> None:
         """Free all memory of the full parameter."""
-        for each, _ in self._inner[:-1]:
+        for each, _ in self._inner[:-1]:  # the last one is the parameter, a view of the others
             storage = each.untyped_storage()
             if storage.resizable():
                 storage.resize_(0)

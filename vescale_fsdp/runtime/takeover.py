@@ -1,16 +1,16 @@
-"""Takeover: parameters that modules got in place of those of their group.
+"""Takeover: a group adopts parameters that modules got in place of the group's own.
 
     event                                            before the group's first gather     after it
     load_state_dict(assign=True)                     adopted                             adopted
     .to(), to_empty(), swap_tensors                  adopted                             adopted
-    module.weight = nn.Parameter(ragged, placed      adopted                             refused
-        as the sharded parameter is; torch's
-        DTensor.from_local of the piece too)
-    module.weight = nn.Parameter(full plain tensor)  cut, this rank keeps its piece      refused
-    del module.weight, parametrizations              refused                             refused
+    module.weight = nn.Parameter(ragged tensor or    adopted                             raises
+        DTensor.from_local of the piece, with the
+        sharded parameter's placements)
+    module.weight = nn.Parameter(full plain tensor)  this rank's piece is adopted        raises
+    del module.weight, parametrizations              raises                              raises
 
-Loading may come in parts, module by module and call by call. A loaded piece stays in its own memory until all pieces of
-its group are on one device and in one dtype; then they are copied into one shard. A gather requires that.
+A state may be loaded in several calls, module by module. A loaded piece stays in its own memory until all pieces of its
+group have one device and one dtype; then they are copied into one shard, which a gather requires.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ def rebind(group: ParamGroup, *, is_whole: bool) -> None:
     """Adopt replaced parameters after ``_apply`` or ``load_state_dict``; pieces may still be missing.
 
     Args:
-        is_whole: this load has filled the whole group, so that marks of a failed load before it are cleared.
+        is_whole: whether this load has filled the whole group, which clears the marks of an earlier, failed load.
     """
     for param in group.params:
         replacements = param.replacements()
         if replacements:
-            _take(group, param, replacements[-1], must_be_new=False)  # as without assign: the last load wins
+            # Owners of a shared parameter may have different ones: the last one wins, as in a load without assign.
+            _take(group, param, replacements[-1], must_be_new=False)
         param.spec = spec_of(param.sharded)
         param.set_on_modules(param.sharded)
     _unite(group, all_needed=False)
@@ -57,15 +58,15 @@ def rebind(group: ParamGroup, *, is_whole: bool) -> None:
 
 
 def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-    """Before ``load_state_dict`` copies: refuse full plain tensors for sharded parameters, all of them at once.
+    """Refuse full plain tensors for sharded parameters, before ``load_state_dict`` has changed any parameter.
 
     Args:
-        module: a unit's, with what is below it.
-        state: the loaded state; its names are those of the module, each after ``prefix``.
-        prefix: of the module's names.
+        module: a module of a unit; modules below it are checked as well.
+        state: the state to load; its keys are ``prefix`` and names of the module's parameters.
+        prefix: prefix of the keys.
 
     Raises:
-        LifecycleError: if there are any.
+        LifecycleError: if the state has full plain tensors for sharded parameters, with their names.
     """
     full = []
     for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
@@ -82,13 +83,13 @@ def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str
     if full:
         raise LifecycleError(
             "Sharded parameters cannot be loaded from full plain tensors.",
-            expected="a sharded state, as model.state_dict() gives it",
+            expected="a sharded state, as model.state_dict() returns it",
             got=f"full tensors for {len(full)} parameters: {', '.join(full[:4])}",
             where=type(module).__name__,
-            todo="vescale_fsdp.checkpoint.set_model_state_dict(model, state, options=StateDictOptions("
-            "full_state_dict=True)), with broadcast_from_rank0=True if rank 0 alone has the tensors; a checkpoint: "
-            "vescale_fsdp.checkpoint.load; one tensor: copy_ of vescale_fsdp.distribute_tensor(full, p.device_mesh, "
-            "p.placements). Or load before fully_shard",
+            todo="call vescale_fsdp.checkpoint.state_dict.set_model_state_dict(model, state, options=StateDictOptions("
+            "full_state_dict=True)), with broadcast_from_rank0=True if rank 0 alone has the tensors. For a checkpoint, "
+            "call vescale_fsdp.checkpoint.load. For one tensor, use p.copy_(vescale_fsdp.distribute_tensor(full, "
+            "p.device_mesh, p.placements)). Or load before fully_shard",
         )
 
 
@@ -99,20 +100,20 @@ def is_own_state(group: ParamGroup, state: Mapping[str, Any]) -> bool:
 
 
 def adopt_replaced_params(group: ParamGroup) -> None:
-    """Before a gather: adopt parameters that modules got in place of the group's, so that the shard has their values.
+    """Called before a gather: adopt parameters that modules got in place of the group's own.
 
     Raises:
         LifecycleError: if a parameter was replaced by one that the group cannot adopt, is still on the meta device, or
-            was left half overwritten by a load.
+            was partly overwritten by a load that failed.
     """
     if half_loaded_in(group.shard):
         raise LifecycleError(
-            "A load has failed after it had begun to overwrite these parameters: they hold values of two states, here "
-            "or on other ranks.",
+            "A load failed after it had begun to overwrite these parameters: on this rank or another one, they have "
+            "values of two states.",
             expected="parameters of one state",
             got=", ".join(half_loaded_in(group.shard)[:4]),
             where=group.label,
-            todo="load a good checkpoint, by vescale_fsdp.checkpoint or load_state_dict, or call to_empty() and "
+            todo="load a complete checkpoint, by vescale_fsdp.checkpoint or load_state_dict, or call to_empty() and "
             "initialise",
         )
     if group.is_intact():
@@ -123,7 +124,7 @@ def adopt_replaced_params(group: ParamGroup) -> None:
             continue
         new = replacements[0]
         if len(replacements) < len(param.owners) or any(each is not new for each in replacements):
-            _refuse(param, new, "in some of the modules that share it")
+            _refuse(param, new, "in only some of the modules that share it")
         _take(group, param, new, must_be_new=True)
         param.set_on_modules(param.sharded)
     _unite(group, all_needed=True)
@@ -132,12 +133,12 @@ def adopt_replaced_params(group: ParamGroup) -> None:
 def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, must_be_new: bool) -> None:
     """Adopt a parameter that a module got in place of one of the group's."""
     if new is None:
-        _refuse(param, new, "by nothing: it was deleted, or a parametrization moved it")
+        _refuse(param, new, "by none: it was deleted, or a parametrization moved it")
     tied = managed_param_of(new)
     if tied is not None and tied is not param:
         raise LifecycleError(
-            "A sharded parameter was put in the place of another one: each has its own memory, so they cannot be tied "
-            "now.",
+            "A sharded parameter was assigned to another sharded parameter's name. Each has its own memory, so they "
+            "can no longer be tied.",
             expected="parameters that were tied before fully_shard",
             got=f"{tied.slot.fqn} of {_owners(tied)}",
             where=f"{param.slot.fqn} of {_owners(param)}",
@@ -149,14 +150,10 @@ def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, m
     check_grad_dtype(grad_dtype_of(new), new.dtype, param.slot.fqn)
     new = _as_ragged(param, new)
     if isinstance(new, RaggedDTensor):
-        if (new.device_mesh, new.placements, new.shape) != (
-            param.spec.mesh,
-            param.spec.placements,
-            param.sharded.shape,
-        ):
-            _refuse(
-                param, new, f"by one of shape {tuple(new.shape)} placed {tuple(map(str, new.placements))}"
-            )
+        expected = param.spec.mesh, param.spec.placements, param.sharded.shape
+        if (new.device_mesh, new.placements, new.shape) != expected:
+            placed = tuple(map(str, new.placements))
+            _refuse(param, new, f"by one of shape {tuple(new.shape)} placed {placed}")
         note_replaced(param.sharded, param.slot.fqn)
         param.take(new)
     else:
@@ -165,7 +162,7 @@ def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, m
 
 
 def _as_ragged(param: ManagedParam, new: nn.Parameter) -> nn.Parameter:
-    """A plain DTensor with ragged placements as a RaggedDTensor: loaders make such by ``DTensor.from_local``."""
+    """Convert a plain DTensor with ragged placements, which loaders make by ``DTensor.from_local``."""
     if not isinstance(new, DTensor) or isinstance(new, RaggedDTensor) or not is_ragged_spec(new.placements):
         return new
     ours, local = param.sharded, local_of(new)
@@ -178,7 +175,7 @@ def _as_ragged(param: ManagedParam, new: nn.Parameter) -> nn.Parameter:
 
 @torch.no_grad()
 def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> None:
-    """Keep this rank's piece of a full tensor that all ranks have set in place of a parameter."""
+    """Adopt this rank's piece of a full tensor, which every rank has set in place of the parameter."""
     plain = not isinstance(new, DTensor) and type(new.data) is torch.Tensor and not new.is_meta
     if not plain or group.was_gathered or param.prior.spec is not None or not group.takes_plain:
         _refuse(param, new, f"by a {type(new).__name__} on {new.device}")
@@ -193,28 +190,44 @@ def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> No
         note_replaced(ours, param.slot.fqn)
         param.take(nn.Parameter(ragged, requires_grad=new.requires_grad))
     else:
-        # In place, so that an optimizer that has the parameter continues with the new values.
+        # In place: an optimizer may already have the sharded parameter.
         local_of(ours).copy_(piece)
         ours.requires_grad_(new.requires_grad)
     note_replaced(new, param.slot.fqn)
 
 
 def _unite(group: ParamGroup, *, all_needed: bool) -> None:
-    """Copy pieces that have left the shard into a new one, so that the group stays one allocation.
+    """Copy pieces that are no longer views of the shard into a new shard, so that the group is one allocation.
 
     Args:
-        all_needed: raise if pieces differ in dtype or device; else wait for the missing ones.
+        all_needed: whether to raise if pieces differ in dtype or device. False: other pieces may be loaded later.
     """
     pieces = [(param, local_of(param.sharded)) for param in group.params]
     kinds = dict.fromkeys((local.dtype, local.device) for _, local in pieces)
     if len(kinds) > 1:
+        meta = [param.slot.fqn for param, local in pieces if local.is_meta]
+        if all_needed and meta:
+            raise LifecycleError(
+                "Parameters are still on the meta device.",
+                expected="all parameters of the unit materialised before the first forward",
+                got=", ".join(meta[:4]),
+                todo="load them too, or call model.to_empty(device=...) and initialise",
+            )
         if all_needed:
-            _refuse_mixed(
-                [param.slot.fqn for param, local in pieces if local.is_meta],
-                [f"{dtype} on {device}" for dtype, device in kinds],
+            raise LifecycleError(
+                "The parameters of a group have different dtypes or devices after a load or conversion.",
+                expected="one dtype on one device",
+                got=[f"{dtype} on {device}" for dtype, device in kinds],
+                todo="convert or load the whole sharded module, not a part of it",
             )
         return
-    if all(_is_view_of(group.shard, param.local, local) for param, local in pieces):
+    shard = group.shard
+    if all(
+        storage_id(local) == storage_id(shard)
+        and local.storage_offset() == shard.storage_offset() + param.local.start
+        and local.dtype == shard.dtype
+        for param, local in pieces
+    ):
         for param, local in pieces:
             param.piece = local
         return
@@ -228,30 +241,6 @@ def _unite(group: ParamGroup, *, all_needed: bool) -> None:
     group.forget_full()
 
 
-def _is_view_of(shard: torch.Tensor, at: slice, local: torch.Tensor) -> bool:
-    return (
-        storage_id(local) == storage_id(shard)
-        and local.storage_offset() == shard.storage_offset() + at.start
-        and local.dtype == shard.dtype
-    )
-
-
-def _refuse_mixed(meta: list[str], kinds: list[str]) -> NoReturn:
-    if meta:
-        raise LifecycleError(
-            "Parameters are still on the meta device.",
-            expected="all parameters of the unit materialised before the first forward",
-            got=", ".join(meta[:4]),
-            todo="load them too, or call model.to_empty(device=...) and initialise",
-        )
-    raise LifecycleError(
-        "The parameters of a group took different dtypes or devices.",
-        expected="one dtype on one device",
-        got=kinds,
-        todo="convert or load the whole sharded module, not a part of it",
-    )
-
-
 def _owners(param: ManagedParam) -> str:
     return ", ".join(type(module).__name__ for module, _ in param.owners)
 
@@ -263,6 +252,7 @@ def _refuse(param: ManagedParam, new: object, how: str) -> NoReturn:
         f"placed {tuple(map(str, param.spec.placements))}",
         got=type(new).__name__,
         where=f"{param.slot.fqn} of {_owners(param)}",
-        todo="write values into it: load_state_dict, vescale_fsdp.checkpoint.set_model_state_dict, or copy_ of a "
-        "tensor that vescale_fsdp.distribute_tensor made. Replace, delete or parametrize before fully_shard",
+        todo="write values into the sharded parameter: load_state_dict, "
+        "vescale_fsdp.checkpoint.state_dict.set_model_state_dict, or copy_ of a tensor that "
+        "vescale_fsdp.distribute_tensor made. Replace, delete or parametrize parameters before fully_shard",
     )

@@ -1,12 +1,13 @@
 """Codes and scales of a tensor, computed by each rank from the part that it stores.
 
     measure    the largest magnitude of each block, over the items of this rank
-    agree      on blocks that several ranks have items of: the largest magnitude of all (`memory.CutBlocks`)
-    scales     from the magnitudes, by the codec
-    codes      item by item, of any box that is sent
+    agree      for blocks that several ranks have items of: the largest magnitude on any of them (`memory.CutBlocks`)
+    scales     the codec computes them from the magnitudes
+    codes      item by item, for any box that is sent
 
-A codec views a tensor as a matrix of lines and gives each block of the matrix one scale. Any region of the tensor is
-a few boxes of that matrix. The rank that stores the first item of a block owns the block's scale.
+A codec views a tensor as a matrix of lines and gives each block of the matrix one scale. A *band* is the lines of one
+row of blocks. Any region of the tensor is a few boxes of the matrix. The rank that stores the first item of a block
+owns the block's scale.
 
     lines of 6, blocks of 2 x 3, two ranks        a a a b b b      a whole on rank 0, with its scale
                                                   a a a b b b      c cut: first item and scale on rank 0
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,34 +29,12 @@ import torch.nn.functional as F
 from vescale_fsdp.checkpoint.manifest.region import Region, runs_of_box
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, numel_of
 
+if TYPE_CHECKING:
+    from vescale_fsdp.quantize.codec import BlockCodec, BlockGrid
+
 Shape = tuple[int, ...]
 
 _SLAB_NUMEL = 1 << 18  # items that are processed at once, so that intermediate results stay in a cache
-
-
-class Grid(Protocol):
-    """Blocks of a tensor, as in `vescale_fsdp.quantize.BlockGrid`: rows of lines, one scale per block."""
-
-    @property
-    def line_numel(self) -> int: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def cols(self) -> int: ...
-    @property
-    def scales_shape(self) -> Shape: ...
-
-
-class Codec(Protocol):
-    """What a transfer uses of `vescale_fsdp.quantize.BlockCodec`, which `checkpoint` must not import."""
-
-    @property
-    def code_dtype(self) -> Any: ...
-    @property
-    def scale_dtype(self) -> Any: ...
-    def grid(self, shape: Shape) -> Grid: ...
-    def scales_of(self, amax: Any) -> tuple[Any, Any]: ...
-    def codes_of(self, values: Any, factors: Any) -> Any: ...
 
 
 class MatrixBox(NamedTuple):
@@ -71,18 +50,18 @@ class MatrixBox(NamedTuple):
     cols: int
     start: int
 
-    def blocks(self, grid: Grid) -> tuple[range, range]:
-        """Bands and columns of blocks that the box has items of."""
+    def blocks(self, grid: BlockGrid) -> tuple[range, range]:
+        """Bands, and columns of blocks, that the box has items of."""
         return (
             range(self.row // grid.rows, -(-(self.row + self.rows) // grid.rows)),
             range(self.col // grid.cols, -(-(self.col + self.cols) // grid.cols)),
         )
 
 
-def matrix_boxes(region: Region, shape: Shape, grid: Grid) -> Iterator[MatrixBox]:
+def matrix_boxes(region: Region, shape: Shape, grid: BlockGrid) -> Iterator[MatrixBox]:
     """The boxes of lines that tile a region, in the order of its memory."""
     line = grid.line_numel
-    if len(shape) < 2:
+    if len(shape) < 2:  # the lines of a vector are runs of its items
         first = region.box.offsets[0] if shape else 0
         offset = 0
         for box in boxes_of_range((-(-numel_of(shape) // line), line), *region.span.shift(first)):
@@ -97,7 +76,7 @@ def matrix_boxes(region: Region, shape: Shape, grid: Grid) -> Iterator[MatrixBox
             offset += run.numel * cols
 
 
-def scale_regions(region: Region, shape: Shape, grid: Grid) -> list[Region]:
+def scale_regions(region: Region, shape: Shape, grid: BlockGrid) -> list[Region]:
     """Regions of the tensor of scales that the rank with this region owns."""
     regions = []
     for box in matrix_boxes(region, shape, grid):
@@ -111,34 +90,32 @@ def scale_regions(region: Region, shape: Shape, grid: Grid) -> list[Region]:
     return regions
 
 
-def cut_blocks_of(region: Region, shape: Shape, grid: Grid) -> set[int]:
+def cut_blocks_of(region: Region, shape: Shape, grid: BlockGrid) -> set[int]:
     """Numbers, band by band, of the blocks that a region may have only part of.
 
-    Some of them may be whole: boxes of one region can complete each other.
+    Some of these blocks may be whole: boxes of one region can complete each other.
     """
+
+    def cut(blocks: range, start: int, size: int, step: int, full: int) -> set[int]:
+        """The first and the last of some blocks, if [start, start + size) has only part of them."""
+        edges = (
+            (blocks.start, start % step != 0),
+            (blocks.stop - 1, start + size < full and (start + size) % step != 0),
+        )
+        return {block for block, is_cut in edges if is_cut}
+
     num_lines = -(-numel_of(shape) // grid.line_numel)
-    per_band = -(-grid.line_numel // grid.cols)
     numbers: set[int] = set()
     for box in matrix_boxes(region, shape, grid):
         bands, cols = box.blocks(grid)
-        cut_bands = _cut(bands, box.row, box.rows, grid.rows, num_lines)
-        cut_cols = _cut(cols, box.col, box.cols, grid.cols, grid.line_numel)
-        numbers.update(band * per_band + col for band in cut_bands for col in cols)
-        numbers.update(band * per_band + col for band in bands for col in cut_cols)
+        cut_bands = cut(bands, box.row, box.rows, grid.rows, num_lines)
+        cut_cols = cut(cols, box.col, box.cols, grid.cols, grid.line_numel)
+        numbers.update(band * grid.scales_per_band + col for band in cut_bands for col in cols)
+        numbers.update(band * grid.scales_per_band + col for band in bands for col in cut_cols)
     return numbers
 
 
-def _cut(blocks: range, start: int, size: int, step: int, full: int) -> set[int]:
-    """Those of some blocks that [start, start + size) contains in part."""
-    cut = set()
-    if start % step:
-        cut.add(blocks.start)
-    if (start + size) % step and start + size < full:
-        cut.add(blocks.stop - 1)
-    return cut
-
-
-def hull_of(box: Box, shape: Shape, grid: Grid) -> FlatRange:
+def hull_of(box: Box, shape: Shape, grid: BlockGrid) -> FlatRange:
     """A range of the tensor's items that contains the first items of all blocks of a box of scales."""
     bands = box.offsets[0], box.offsets[0] + box.sizes[0] - 1
     cols = (box.offsets[1], box.offsets[1] + box.sizes[1] - 1) if len(box.sizes) > 1 else (0, 0)
@@ -149,21 +126,16 @@ def hull_of(box: Box, shape: Shape, grid: Grid) -> FlatRange:
 
 
 class _Slab(NamedTuple):
-    """Rows of a box: whole bands, or part of one.
+    """Rows of a box: whole bands, or part of one band.
 
     Attributes:
-        first_band: counted from the first band that this rank has items of.
+        bands: their rows in `CodedTensor.amax`.
     """
 
     row: int
     rows: int
-    first_band: int
+    bands: slice
     num_bands: int
-
-    @property
-    def bands(self) -> slice:
-        """The bands, counted likewise."""
-        return slice(self.first_band, self.first_band + self.num_bands)
 
 
 class CodedTensor:
@@ -176,9 +148,10 @@ class CodedTensor:
 
     Attributes:
         amax: 2D [bands, blocks per band], the largest magnitude of each block in the bands that this rank has items of.
+        first_block: number in the tensor of the first block of ``amax``.
     """
 
-    def __init__(self, codec: Codec, region: Region, shape: Shape, local: torch.Tensor) -> None:
+    def __init__(self, codec: BlockCodec, region: Region, shape: Shape, local: torch.Tensor) -> None:
         self._codec = codec
         self._grid = codec.grid(shape)
         self._local = local
@@ -186,7 +159,8 @@ class CodedTensor:
         bands = [box.blocks(self._grid)[0] for box in self._boxes]
         self._first_band = min((band.start for band in bands), default=0)
         num_bands = max((band.stop for band in bands), default=0) - self._first_band
-        per_band = -(-self._grid.line_numel // self._grid.cols)
+        per_band = self._grid.scales_per_band
+        self.first_block = self._first_band * per_band
         self.amax = torch.zeros(num_bands, per_band, dtype=torch.float32, device=local.device)
         for box in self._boxes:
             for slab in self._slabs(box):
@@ -194,7 +168,7 @@ class CodedTensor:
         self._results: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _slabs(self, box: MatrixBox) -> Iterator[_Slab]:
-        """The rows of a box in whole bands, as many at a time as stay in a cache, and cut bands one by one."""
+        """The rows of a box: whole bands, as many at a time as stay in a cache, and cut bands one by one."""
         height = self._grid.rows
         many = max(1, _SLAB_NUMEL // (max(box.cols, 1) * height)) * height
         row, stop = box.row, box.row + box.rows
@@ -202,11 +176,12 @@ class CodedTensor:
             within = row % height
             whole = (stop - row) // height * height
             rows = min(many, whole) if not within and whole else min(height - within, stop - row)
-            yield _Slab(row, rows, row // height - self._first_band, max(rows // height, 1))
+            first, num_bands = row // height - self._first_band, max(rows // height, 1)
+            yield _Slab(row, rows, slice(first, first + num_bands), num_bands)
             row += rows
 
     def _measure(self, box: MatrixBox, slab: _Slab) -> None:
-        """Raise the magnitudes of a slab's blocks to those of its items."""
+        """Raise the magnitudes of a slab's blocks to the magnitudes of the slab's items."""
         start = box.start + (slab.row - box.row) * box.cols
         items = self._local[start : start + slab.rows * box.cols]
         by_col = items.view(slab.num_bands, -1, box.cols).abs().amax(1).float()
@@ -217,20 +192,14 @@ class CodedTensor:
         known = self.amax[slab.bands, cols.start : cols.stop]
         known.copy_(torch.maximum(known, largest))
 
-    def blocks_here(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Of some blocks those in this rank's bands: their indices in the list, and in the flat ``amax``."""
-        first = self._first_band * self.amax.shape[1]
-        here = [number for number, block in enumerate(blocks) if 0 <= block - first < self.amax.numel()]
-        return here, [blocks[number] - first for number in here]
-
     @property
     def _factors_and_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._results is None:  # computed late, when ranks have agreed on the magnitudes
+        if self._results is None:  # not before ranks have agreed on the magnitudes
             self._results = self._codec.scales_of(self.amax)
         return self._results
 
     def scales(self, regions: Sequence[tuple[Region, int]]) -> torch.Tensor:
-        """1D, the scales of regions of the tensor of scales, one after the other."""
+        """The scales in some regions of the tensor of scales, one after the other. 1D."""
         scales = self._factors_and_scales[1]
         parts = []
         for region, _ in regions:
@@ -243,23 +212,23 @@ class CodedTensor:
         """Codes of a strided box of the local items.
 
         Args:
-            out: uint8, of ``sizes``.
+            out: uint8 of shape ``sizes``, to be filled.
             strides, start: steps in the local memory, and the index of the first item.
         """
-        box = self._box_at(start)
-        row, col = divmod(start - box.start, box.cols)
         if strides == (1,):
             self._encode_run(out, start, start + sizes[0])
-        elif len(sizes) == 1 and strides[0] == box.cols and row + sizes[0] <= box.rows:
-            self._encode_box(out.view(-1, 1), box, row, col, (sizes[0], 1))
-        elif strides == (box.cols, 1) and row + sizes[0] <= box.rows and col + sizes[1] <= box.cols:
+            return
+        if len(sizes) == 1:
+            out, sizes, strides = out.view(-1, 1), (*sizes, 1), (*strides, 1)
+        box = self._box_at(start)
+        row, col = divmod(start - box.start, box.cols)
+        if strides == (box.cols, 1) and row + sizes[0] <= box.rows and col + sizes[1] <= box.cols:
             self._encode_box(out, box, row, col, (sizes[0], sizes[1]))
         elif strides == (1, box.cols) and row + sizes[1] <= box.rows and col + sizes[0] <= box.cols:
             self._encode_box(out.t(), box, row, col, (sizes[1], sizes[0]))
-        else:  # strides that are no row or column of one box, such as those of experts: index by index
-            inner, steps = sizes[1:] or (1,), strides[1:] or (1,)
+        else:  # neither rows nor columns of one box, such as the same row of several experts: index by index
             for index in range(sizes[0]):
-                self.encode(out[index].view(inner), inner, steps, start + index * strides[0])
+                self.encode(out[index], sizes[1:], strides[1:], start + index * strides[0])
 
     def _box_at(self, index: int) -> MatrixBox:
         return self._boxes[bisect_right(self._boxes, index, key=lambda box: box.start) - 1]

@@ -1,9 +1,9 @@
 """Totals of all ranks: the bytes that each rank of a target takes from each set of ranks of a source.
 
-A *set* is ranks of the source that store the same part of a tensor. Parts are numbered by *places*, the coordinates on
-the axes that cut, the first axis slowest. `Distribution.region` gives the region of one place. Totals over thousands of
-ranks need the regions of all places and the items that each pair of places shares: closed formulas, which numpy
-evaluates without a loop over ranks.
+A *set* is ranks of the source that store the same part of a tensor. A *cell* is the number of a part: its coordinates
+on the axes that cut the tensor, flattened, the first axis slowest. `Distribution.region` gives the region of one cell.
+Totals over thousands of ranks need the regions of all cells, and the number of items that each pair of cells shares.
+Closed formulas give both, and numpy evaluates them without a loop over ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.transfer.links import Leaf, PlacedLeaf
 
 Ints = npt.NDArray[np.int64]
-_MAX_PAIRS = 1 << 21  # pairs of boxes that are compared at once
+# 1D [pairs]: cells of the source and of the target, and how many items they share.
+Overlaps = tuple[Ints, Ints, Ints]
+_NO_INTS: Ints = np.zeros(0, np.int64)
+_MAX_PAIRS = 1 << 21  # pairs of boxes that are compared at once: some 16 MiB per column
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +39,12 @@ class Demand:
         targets: ranks that take, ascending.
         sent: 2D [sets, targets]; zero where a rank is in the set itself.
         kept: 1D [targets], bytes that ranks take from themselves.
-        num_compared: pairs of places that were compared, a measure of the work.
     """
 
     sets: tuple[tuple[int, ...], ...]
     targets: tuple[int, ...]
     sent: Ints
     kept: Ints
-    num_compared: int
 
     @cached_property
     def row_of(self) -> dict[tuple[int, ...], int]:
@@ -64,34 +65,35 @@ class Demand:
 def demand_of(source: StateDescription, target: StateDescription, leaves: Sequence[PlacedLeaf]) -> Demand:
     """What every rank of a target takes from every set of a source."""
     overlaps = _OverlapCache(source, target)
-    # By pairs of places first, summed over tensors whose places are the same ranks.
-    sums: dict[tuple[int, int], Ints] = {}
-    ranks_by_place: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    ranks_at: dict[Holders, list[tuple[int, ...]]] = {}  # by cell
+    # Bytes by cells of the source and of the target, summed over tensors whose cells are the same ranks.
+    sums: dict[tuple[Holders, Holders], Ints] = {}
     for leaf in leaves:
-        sides = (
-            (leaf.source.holders, leaf.source.distribution),
-            (target.holders_of(leaf.target), target.distributions[leaf.target]),
-        )
-        key = id(sides[0][0]), id(sides[1][0])
+        key = leaf.source.holders, target.holders_of(leaf.target)
         if key not in sums:
-            sums[key] = np.zeros([_num_places(distribution) for _, distribution in sides], np.int64)
-            ranks_by_place |= {id(side[0]): _ranks_by_place(*side) for side in sides}
-        shared = overlaps.of(leaf)
-        pairs = shared.source * sums[key].shape[1] + shared.target
-        np.add.at(sums[key].reshape(-1), pairs, shared.numels * leaf.itemsize)
+            cuts = leaf.source.distribution, target.distributions[leaf.target]
+            for holders, cut in zip(key, cuts, strict=True):
+                if holders not in ranks_at:
+                    cells = np.ndindex(*(axis.size for axis in cut.axes))
+                    ranks_at[holders] = [tuple(holders.ranks_at(at)) for at in cells]
+            sums[key] = np.zeros([len(ranks_at[holders]) for holders in key], np.int64)
+        stored_at, wanted_at, numels = overlaps.of(leaf)
+        pairs = stored_at * sums[key].shape[1] + wanted_at
+        # `add.at`, since a pair of cells may occur several times.
+        np.add.at(sums[key].reshape(-1), pairs, numels * leaf.itemsize)
 
     targets = target.all_ranks
     columns = {rank: column for column, rank in enumerate(targets)}
     rows: dict[tuple[int, ...], Ints] = {}
     kept = np.zeros(len(targets), np.int64)
-    for (source_key, target_key), matrix in sums.items():
-        place_of = np.full(len(targets), -1)  # by column
-        for place, ranks in ranks_by_place[target_key]:
-            place_of[[columns[rank] for rank in ranks]] = place
-        for place, ranks in ranks_by_place[source_key]:
-            if not matrix[place].any():
+    for (owners, takers), matrix in sums.items():
+        cell_of = np.full(len(targets), -1)  # by column; a rank may have no part of these tensors
+        for cell, ranks in enumerate(ranks_at[takers]):
+            cell_of[[columns[rank] for rank in ranks]] = cell
+        for cell, ranks in enumerate(ranks_at[owners]):
+            if not ranks or not matrix[cell].any():
                 continue
-            taken = np.where(place_of >= 0, matrix[place][place_of], 0)
+            taken = np.where(cell_of >= 0, matrix[cell][cell_of], 0)
             own = [columns[rank] for rank in ranks if rank in columns]
             kept[own] += taken[own]
             taken[own] = 0
@@ -99,60 +101,38 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
             row += taken
     sets = tuple(sorted(ranks for ranks, row in rows.items() if row.any()))
     sent = np.array([rows[ranks] for ranks in sets], np.int64).reshape(len(sets), len(targets))
-    return Demand(sets, targets, sent, kept, overlaps.num_compared)
-
-
-def _num_places(distribution: Distribution) -> int:
-    return int(np.prod([axis.size for axis in distribution.axes], dtype=np.int64))
-
-
-def _ranks_by_place(holders: Holders, distribution: Distribution) -> list[tuple[int, tuple[int, ...]]]:
-    """The ranks at each place that has any."""
-    all_coordinates = np.ndindex(*(axis.size for axis in distribution.axes))
-    by_place = ((place, tuple(holders.ranks_at(at))) for place, at in enumerate(all_coordinates))
-    return [(place, ranks) for place, ranks in by_place if ranks]
+    return Demand(sets, targets, sent, kept)
 
 
 class _OverlapCache:
     """Overlaps of leaves, computed once for the many leaves that differ in their tensors' names only."""
 
     def __init__(self, source: StateDescription, target: StateDescription) -> None:
-        self._source = source
         self._target = target
+        self._layouts = source.structure.layouts, target.structure.layouts
         self._overlaps: dict[tuple[Any, ...], Overlaps] = {}
         self._tables: dict[tuple[Any, ...], RegionTable] = {}
-        self.num_compared = 0
 
     def of(self, placed: PlacedLeaf) -> Overlaps:
-        """Items that each place of the leaf's source shares with each place of its target."""
+        """Items that each cell of the leaf's source shares with each cell of its target."""
         source, leaf = placed.source, placed.leaf
-        shape, distribution = (
-            self._target.entries[placed.target].shape,
-            self._target.distributions[placed.target],
-        )
-        layouts, source_layouts = self._target.structure.layouts, self._source.structure.layouts
-        target_key = (shape, *_cuts_key(distribution, layouts))
-        source_key = (source.regions_key, *_cuts_key(source.distribution, source_layouts))
+        shape = self._target.entries[placed.target].shape
+        cut, layouts = self._target.distributions[placed.target], self._layouts
+        source_key = (*source.regions_key, *_cuts_key(source.distribution, layouts[0]))
+        target_key = (shape, None, *_cuts_key(cut, layouts[1]))
         key = (source_key, target_key, leaf.box, leaf.corner, leaf.dims)
-        if key not in self._overlaps:
-            if target_key not in self._tables:
-                self._tables[target_key] = region_table(distribution, shape, layouts)
-            if source_key not in self._tables:
-                self._tables[source_key] = (
-                    RegionTable.of(
-                        [
-                            (place, region)
-                            for place, coordinates in enumerate(source.all_coordinates())
-                            for region, _ in source.regions(coordinates)
-                        ],
-                        len(source.shape),
-                    )
-                    if source.is_scales
-                    else region_table(source.distribution, source.shape, source_layouts)
-                )
-            tables = self._tables[source_key], self._tables[target_key]
-            self._overlaps[key] = overlaps_of_tables(*tables, leaf, source.shape, shape)
-            self.num_compared += self._overlaps[key].num_compared
+        if key in self._overlaps:
+            return self._overlaps[key]
+        if source_key not in self._tables and source.is_scales:
+            cells = enumerate(source.all_coordinates())
+            regions = [(cell, region) for cell, at in cells for region, _ in source.regions(at)]
+            self._tables[source_key] = RegionTable.of(regions, len(source.shape))
+        elif source_key not in self._tables:
+            self._tables[source_key] = region_table(source.distribution, source.shape, layouts[0])
+        if target_key not in self._tables:
+            self._tables[target_key] = region_table(cut, shape, layouts[1])
+        tables = self._tables[source_key], self._tables[target_key]
+        self._overlaps[key] = overlaps_of_tables(*tables, leaf, source.shape, shape)
         return self._overlaps[key]
 
 
@@ -170,32 +150,36 @@ def _cuts_key(distribution: Distribution, layouts: Sequence[GroupLayout]) -> tup
 
 
 class RegionTable(NamedTuple):
-    """Flat ranges of boxes, one per row.
+    """Regions, one per row: flat ranges of boxes.
 
     Attributes:
-        places: 1D [rows], the place of each row; a place with several boxes has several rows.
+        cells: 1D [rows], the cell of each row; a cell with several boxes has several rows.
         offsets, sizes: 2D [rows, dims], the boxes.
         starts, stops: 1D [rows], ranges of the boxes' items.
     """
 
-    places: Ints
+    cells: Ints
     offsets: Ints
     sizes: Ints
     starts: Ints
     stops: Ints
 
+    @classmethod
+    def of(cls, items: Sequence[tuple[int, Region]], num_dims: int) -> RegionTable:
+        """A table of regions, each with its cell."""
+        rows = [(cell, region.box.offsets, region.box.sizes, *region.span) for cell, region in items]
+        columns = zip(*rows, strict=True) if rows else [()] * 5
+        cells, offsets, sizes, starts, stops = (np.array(column, dtype=np.int64) for column in columns)
+        shape = (len(rows), num_dims)
+        return cls(cells, offsets.reshape(shape), sizes.reshape(shape), starts, stops)
+
     def chosen(self, rows: Any) -> RegionTable:
         """Some of the rows."""
         return RegionTable(*(column[rows] for column in self))
 
-    @classmethod
-    def of(cls, items: Sequence[tuple[int, Region]], num_dims: int) -> RegionTable:
-        """A table of regions, each with its place."""
-        rows = [(place, region.box.offsets, region.box.sizes, *region.span) for place, region in items]
-        columns = zip(*rows, strict=True) if rows else [()] * 5
-        places, offsets, sizes, starts, stops = (np.array(column, dtype=np.int64) for column in columns)
-        shape = (len(rows), num_dims)
-        return cls(places, offsets.reshape(shape), sizes.reshape(shape), starts, stops)
+    def box(self, row: int) -> Box:
+        """The box of a row."""
+        return Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist()))
 
     def boxes(self) -> RegionTable:
         """The same items in rows whose range is the whole box."""
@@ -203,35 +187,34 @@ class RegionTable(NamedTuple):
         if whole.all():
             return self
         pieces = []
-        for row in np.flatnonzero(~whole & (self.starts < self.stops)):
-            box = Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist()))
-            region = Region(box, FlatRange(int(self.starts[row]), int(self.stops[row])))
+        for row in np.flatnonzero(~whole & (self.starts < self.stops)).tolist():
+            region = Region(self.box(row), FlatRange(int(self.starts[row]), int(self.stops[row])))
             for piece, _ in region.pieces():
-                pieces.append((int(self.places[row]), Region(piece, FlatRange(0, piece.numel))))
+                pieces.append((int(self.cells[row]), Region(piece, FlatRange(0, piece.numel))))
         cut = RegionTable.of(pieces, self.offsets.shape[1])
         parts = zip(self.chosen(whole), cut, strict=True)
         return RegionTable(*(np.concatenate(pair) for pair in parts))
 
-    def flat(self, shape: tuple[int, ...]) -> tuple[Ints, Ints] | None:
-        """Ranges of the tensor's flat items; None if the items of some row are not one range."""
-        if not shape:
-            return self.starts, self.stops
+    def flat(self, shape: tuple[int, ...]) -> RegionTable | None:
+        """The same items as 1D boxes of the flattened tensor; None if the items of some row are not one range."""
         if (self.sizes[:, 1:] != np.array(shape[1:], dtype=np.int64)).any():
             return None
-        base = self.offsets[:, 0] * numel_of(shape[1:])
-        return base + self.starts, base + self.stops
+        first = self.offsets[:, 0] * numel_of(shape[1:]) if shape else np.zeros_like(self.starts)
+        numels = self.stops - self.starts
+        offsets, sizes = (first + self.starts)[:, None], numels[:, None]
+        return RegionTable(self.cells, offsets, sizes, np.zeros_like(numels), numels)
 
 
 def region_table(
     distribution: Distribution, shape: tuple[int, ...], layouts: Sequence[GroupLayout]
 ) -> RegionTable:
-    """The regions of all places."""
+    """The regions of all cells."""
     table = RegionTable.of([(0, whole_region(shape))], len(shape))
     for axis, cut in zip(distribution.axes, distribution.cuts, strict=True):
-        rows = np.repeat(np.arange(len(table.places)), axis.size)
-        coordinates = np.tile(np.arange(axis.size), len(table.places))
+        rows = np.repeat(np.arange(len(table.cells)), axis.size)
+        coordinates = np.tile(np.arange(axis.size), len(table.cells))
         table = table.chosen(rows)
-        table = table._replace(places=table.places * axis.size + coordinates)
+        table = table._replace(cells=table.cells * axis.size + coordinates)
         table = _narrowed(table, cut, coordinates, axis.size, layouts)
     return table
 
@@ -254,31 +237,12 @@ def _narrowed(
         numel = numel_of(slot.shape)
         starts, stops = np.clip(edges, 0, numel), np.clip(edges + layout.shard_numel, 0, numel)
         return table._replace(starts=starts, stops=stops)
-    spans = []
+    spans = []  # cuts without a closed formula, which are rare: row by row
     for row, coordinate in enumerate(coordinates.tolist()):
-        box = Box(tuple(table.offsets[row].tolist()), tuple(table.sizes[row].tolist()))
-        region = Region(box, FlatRange(0, box.numel))
-        spans.append(cut.narrow(region, coordinate, size, layouts).span)
+        box = table.box(row)
+        spans.append(cut.narrow(Region(box, FlatRange(0, box.numel)), coordinate, size, layouts).span)
     starts, stops = np.array(spans, dtype=np.int64).reshape(-1, 2).T
     return table._replace(starts=starts, stops=stops)
-
-
-class Overlaps(NamedTuple):
-    """How many items places of a source share with places of a target; a pair of places may occur several times.
-
-    Attributes:
-        source, target, numels: 1D [pairs].
-        num_compared: pairs that were compared.
-    """
-
-    source: Ints
-    target: Ints
-    numels: Ints
-    num_compared: int
-
-
-_NO_INTS: Ints = np.zeros(0, np.int64)
-_NO_OVERLAPS = Overlaps(_NO_INTS, _NO_INTS, _NO_INTS, 0)
 
 
 def overlaps_of_tables(
@@ -288,84 +252,65 @@ def overlaps_of_tables(
     shape: tuple[int, ...],
     target_shape: tuple[int, ...],
 ) -> Overlaps:
-    """All pairs of places that share items of a leaf, whose tensors have ``shape`` and ``target_shape``."""
+    """All pairs of cells that share items of a leaf, whose tensors have ``shape`` and ``target_shape``.
+
+    A pair of cells may occur several times.
+    """
     source = source.chosen(source.starts < source.stops)
     target = target.chosen(target.starts < target.stops)
     if leaf.is_identity and shape == target_shape and leaf.box.sizes == shape:
         flat, target_flat = source.flat(shape), target.flat(shape)
         if flat is not None and target_flat is not None:
-            return _of_ranges(source.places, flat, target.places, target_flat)
-        if flat is None and target_flat is not None:  # here the source is the side with fewer boxes
-            swapped = _of_boxes(target, _mapped(source.boxes(), leaf))
-            return swapped._replace(source=swapped.target, target=swapped.source)
-    return _of_boxes(source, _mapped(target.boxes(), leaf))
-
-
-def _of_ranges(
-    places: Ints, ranges: tuple[Ints, Ints], target_places: Ints, target_ranges: tuple[Ints, Ints]
-) -> Overlaps:
-    """Pairs of two sets of disjoint ranges: every interval between two edges is in at most one range of each set."""
-    if not len(places) or not len(target_places):
-        return _NO_OVERLAPS
-    edges = np.unique(np.concatenate((*ranges, *target_ranges)))
-    lows, numels = edges[:-1], np.diff(edges)
-
-    def owner(starts: Ints, stops: Ints, names: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        order = np.argsort(starts, kind="stable")
-        row = order[np.maximum(np.searchsorted(starts[order], lows, "right") - 1, 0)]
-        return names[row], (starts[row] <= lows) & (lows < stops[row])
-
-    owners, is_stored = owner(*ranges, places)
-    takers, is_taken = owner(*target_ranges, target_places)
-    both = is_stored & is_taken
-    return Overlaps(owners[both], takers[both], numels[both], len(edges))
+            return _shared(flat, target_flat)
+        if target_flat is not None:  # the source has fewer boxes, and only one side is cut into boxes
+            takers, owners, numels = _shared(target, _mapped(source.boxes(), leaf))
+            return owners, takers, numels
+    return _shared(source, _mapped(target.boxes(), leaf))
 
 
 def _mapped(target: RegionTable, leaf: Leaf) -> RegionTable:
     """Boxes of the target as the boxes of the source that fill them; boxes that the leaf does not fill are dropped."""
-    rows, dims = len(target.places), len(leaf.box.sizes)
+    rows, dims = len(target.cells), len(leaf.box.sizes)
     offsets = np.tile(np.array(leaf.box.offsets, np.int64).reshape(1, dims), (rows, 1))
     sizes = np.ones((rows, dims), np.int64)
     meets = np.ones(rows, bool)
     filled = leaf.target_box
-    for place, dim in enumerate(leaf.dims):
-        low = np.maximum(target.offsets[:, place], filled.offsets[place])
-        stops = target.offsets[:, place] + target.sizes[:, place]
-        high = np.minimum(stops, filled.offsets[place] + filled.sizes[place])
+    for target_dim, dim in enumerate(leaf.dims):
+        low = np.maximum(target.offsets[:, target_dim], filled.offsets[target_dim])
+        stops = target.offsets[:, target_dim] + target.sizes[:, target_dim]
+        high = np.minimum(stops, filled.offsets[target_dim] + filled.sizes[target_dim])
         meets &= low < high
         if dim >= 0:
-            offsets[:, dim] += low - filled.offsets[place]
+            offsets[:, dim] += low - filled.offsets[target_dim]
             sizes[:, dim] = high - low
     numels = sizes.prod(1)
-    return RegionTable(target.places, offsets, sizes, np.zeros_like(numels), numels).chosen(meets)
+    return RegionTable(target.cells, offsets, sizes, np.zeros_like(numels), numels).chosen(meets)
 
 
-def _of_boxes(source: RegionTable, wanted: RegionTable) -> Overlaps:
-    """Pairs of flat ranges of boxes and whole boxes of the same tensor."""
-    parts: list[tuple[Ints, Ints, Ints]] = [(_NO_INTS, _NO_INTS, _NO_INTS)]
-    num_compared = 0
+def _shared(source: RegionTable, wanted: RegionTable) -> Overlaps:
+    """Pairs of rows that share items: flat ranges of boxes, and whole boxes, of the same tensor."""
+    parts: list[Overlaps] = [(_NO_INTS, _NO_INTS, _NO_INTS)]
     for row, wanted_row in _candidates(source, wanted):
-        numels = _shared_numels(source.chosen(row), wanted.offsets[wanted_row], wanted.sizes[wanted_row])
+        numels = shared_numels(source.chosen(row), wanted.offsets[wanted_row], wanted.sizes[wanted_row])
         some = numels > 0
-        parts.append((source.places[row][some], wanted.places[wanted_row][some], numels[some]))
-        num_compared += len(row)
+        parts.append((source.cells[row][some], wanted.cells[wanted_row][some], numels[some]))
     owners, takers, numels = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return Overlaps(owners, takers, numels, num_compared)
+    return owners, takers, numels
 
 
 def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints, Ints]]:
     """Rows of both tables whose extents along the first dim overlap, a bounded number at a time."""
-    if not len(source.places) or not len(wanted.places):
+    if not len(source.cells) or not len(wanted.cells):
         return
-    if not source.offsets.shape[1]:
-        row, wanted_row = np.indices((len(source.places), len(wanted.places))).reshape(2, -1)
+    if not source.offsets.shape[1]:  # scalars: all pairs overlap
+        row, wanted_row = np.indices((len(source.cells), len(wanted.cells))).reshape(2, -1)
         yield row, wanted_row
         return
     step = np.maximum(source.sizes[:, 1:].prod(1), 1)
     lows = source.offsets[:, 0] + source.starts // step
     highs = source.offsets[:, 0] + -(-source.stops // step)
     order = np.argsort(lows, kind="stable")
-    lows, highs = lows[order], np.maximum.accumulate(highs[order])
+    lows, highs = lows[order], np.maximum.accumulate(highs[order])  # ascending, for the searches below
     low, high = wanted.offsets[:, 0], wanted.offsets[:, 0] + wanted.sizes[:, 0]
     first, last = np.searchsorted(highs, low, "right"), np.searchsorted(lows, high, "left")
     counts = np.maximum(last - first, 0)
@@ -380,12 +325,13 @@ def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints
         start = stop
 
 
-def _shared_numels(source: RegionTable, offsets: Ints, sizes: Ints) -> Ints:
+def shared_numels(source: RegionTable, offsets: Ints, sizes: Ints) -> Ints:
     """Items that flat ranges of boxes share with other boxes, row by row."""
     low = np.maximum(source.offsets, offsets) - source.offsets
     high = np.minimum(source.offsets + source.sizes, offsets + sizes) - source.offsets
     high = np.maximum(high, low)
     numels = (high - low).prod(1)
+    # Where the range is not the whole box: items before its stop, less items before its start.
     cut = np.flatnonzero((numels > 0) & ((source.starts > 0) | (source.stops < source.sizes.prod(1))))
     if len(cut):
         within = (source.sizes[cut], low[cut], high[cut])
@@ -396,7 +342,9 @@ def _shared_numels(source: RegionTable, offsets: Ints, sizes: Ints) -> Ints:
 def _before(flat: Ints, sizes: Ints, low: Ints, high: Ints) -> Ints:
     """Items of boxes [low, high) whose flat index in row-major tensors of these sizes is below ``flat``."""
     count = np.zeros_like(flat)
-    inside = np.ones(len(flat), bool)
+    inside = np.ones(
+        len(flat), bool
+    )  # whether the item at ``flat`` has been within the box in all dims so far
     rest = flat
     for dim in range(sizes.shape[1]):
         step = sizes[:, dim + 1 :].prod(1)

@@ -1,8 +1,8 @@
 """Descriptions: the names, shapes, dtypes, distributions and ranks of a state's tensors, without their values.
 
-`describe_states` describes two live states, the source and the target of a transfer, on every rank of a group, with
-one or two small messages (`Coordinator.agree`). `StateDescription.of` describes ranks that need not exist, to plan and
-to simulate.
+`describe_states` describes two live states, the source and the target of a transfer. It is a collective with one or
+two small messages per state (`Coordinator.agree`). `StateDescription.of` describes the states of ranks that need not
+exist, for plans made ahead and for simulations.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.manifest.distribution import Axes, Distribution, Holders, RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region
-from vescale_fsdp.checkpoint.manifest.state_tree import join_name
+from vescale_fsdp.checkpoint.manifest.state_tree import child_name
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, check_complete, merge_structures
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
-from vescale_fsdp.checkpoint.state.tensor_description import Describer
+from vescale_fsdp.checkpoint.state.tensor_description import Described, Describer
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.group_layout import GroupLayout
 
@@ -59,13 +59,9 @@ class StateDescription:
     @classmethod
     def of(cls, tensors: Iterable[DescribedTensor], layouts: Sequence[GroupLayout] = ()) -> StateDescription:
         """The description of these tensors; cuts by a layout refer to ``layouts``."""
-        axes: dict[Axes, int] = {}
-        entries, ranks = [], []
-        for name, dtype, shape, distribution, holders in tensors:
-            number = axes.setdefault(distribution.axes, len(axes))
-            entries.append(Entry(name, dtype, shape, number, distribution.cuts))
-            ranks.append(holders)
-        return cls(Structure(None, tuple(entries), tuple(axes), tuple(layouts)), tuple(ranks))
+        tensors = list(tensors)
+        structure = _structure(((tensor.name, tensor) for tensor in tensors), layouts)
+        return cls(structure, tuple(tensor.ranks for tensor in tensors))
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -78,9 +74,9 @@ class StateDescription:
         return tuple(map(self.structure.distribution, self.entries))
 
     @cached_property
-    def places_by_name(self) -> dict[str, int]:
-        """Number of the tensor of each name; the first one, where ranks store a tensor in several ways."""
-        return {entry.name: place for place, entry in reversed(list(enumerate(self.entries)))}
+    def numbers_by_name(self) -> dict[str, int]:
+        """The number of each tensor by its name; the first number, if ranks store a tensor in several ways."""
+        return {entry.name: number for number, entry in reversed(list(enumerate(self.entries)))}
 
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
@@ -91,28 +87,26 @@ class StateDescription:
     def _holders(self) -> dict[tuple[RankSet, int], Holders]:
         return {}
 
-    def holders_of(self, place: int) -> Holders:
-        """The ranks that store tensor number ``place``; one object for all tensors on the same ranks and axes."""
-        key = (self.ranks[place], self.entries[place].axes)
+    def holders_of(self, number: int) -> Holders:
+        """The ranks that store a tensor, by its number; one object for all tensors on the same ranks and axes."""
+        key = (self.ranks[number], self.entries[number].axes)
         if key not in self._holders:
-            self._holders[key] = Holders(self.ranks[place], self.structure.axes[key[1]])
+            self._holders[key] = Holders(self.ranks[number], self.structure.axes[key[1]])
         return self._holders[key]
 
-    def region(self, place: int, coordinates: tuple[int, ...]) -> Region:
-        """What ranks at these coordinates store of tensor number ``place``."""
-        return self.distributions[place].region(
-            self.entries[place].shape, coordinates, self.structure.layouts
-        )
+    def region(self, number: int, coordinates: tuple[int, ...]) -> Region:
+        """What ranks at these coordinates store of a tensor, by its number."""
+        shape, layouts = self.entries[number].shape, self.structure.layouts
+        return self.distributions[number].region(shape, coordinates, layouts)
 
-    def touching(self, place: int, region: Region) -> Iterator[tuple[int, ...]]:
-        """Coordinates whose parts of tensor number ``place`` may share items with a region of it."""
-        shape, layouts = self.entries[place].shape, self.structure.layouts
-        for coordinates, _ in self.distributions[place].touching(shape, region, layouts):
-            yield coordinates
+    def touching(self, number: int, region: Region) -> Iterator[tuple[int, ...]]:
+        """Coordinates whose parts of a tensor, by its number, may share items with a region of the tensor."""
+        shape, layouts = self.entries[number].shape, self.structure.layouts
+        return (at for at, _ in self.distributions[number].touching(shape, region, layouts))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` reads back without loss."""
-        table: dict[RankSet, int] = {}
+        table: dict[RankSet, int] = {}  # most tensors are on the same ranks
         numbers = [table.setdefault(ranks, len(table)) for ranks in self.ranks]
         return {
             "tensors": [entry.to_json() for entry in self.entries],
@@ -130,8 +124,19 @@ class StateDescription:
         return cls(structure, tuple(table[number] for number in data["ranks"]))
 
 
+def _structure(
+    tensors: Iterable[tuple[str, DescribedTensor | Described]], layouts: Sequence[GroupLayout]
+) -> Structure:
+    axes: dict[Axes, int] = {}
+    entries = []
+    for name, tensor in tensors:
+        number = axes.setdefault(tensor.distribution.axes, len(axes))
+        entries.append(Entry(name, tensor.dtype, tensor.shape, number, tensor.distribution.cuts))
+    return Structure(None, tuple(entries), tuple(axes), tuple(layouts))
+
+
 def named_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of nested mappings and sequences, each named by the keys that lead to it.
+    """The tensors of nested mappings and sequences, each named by the keys on the way to it, joined by dots.
 
     Raises:
         CheckpointError: for a leaf that is not a tensor.
@@ -150,14 +155,14 @@ def named_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
             expected="nested dicts and lists of tensors",
             got=type(state).__name__,
             where=name or "the state itself",
-            todo="remove it from the state, and send it as an object",
+            todo="leave it out of the state, and send it as an object",
         )
     for key, item in items:
-        yield from named_tensors(item, join_name(name, key))
+        yield from named_tensors(item, child_name(name, key))
 
 
 def transfer_ranks(ranks: Ranks) -> Coordinator:
-    """The ranks that take part in a transfer: those given, or those of a process group (default: all)."""
+    """The coordinator of a transfer: the given one, or that of a process group (default: all ranks)."""
     return ranks if isinstance(ranks, Coordinator) else coordinator_for(ranks, use="transfer")
 
 
@@ -167,14 +172,14 @@ def describe_states(
     """Describe the state that a transfer reads and the state that it fills. A collective of all ranks of both.
 
     Args:
-        source: nested dicts and lists of tensors and DTensors; None on ranks that store nothing of it. A plain tensor
-            is assumed to be the same on all ranks that have it; wrap plain shards by ``DTensor.from_local``.
-        target: likewise.
-        ranks: those of both states: a process group (default: all ranks), or the result of `joint_ranks`. The
+        source: nested dicts and lists of tensors and DTensors; None on ranks that store nothing of the source. A plain
+            tensor is assumed to be the same on all ranks that have it; wrap plain shards by ``DTensor.from_local``.
+        target: the same for the state that is filled.
+        ranks: the ranks of both states: a process group (default: all ranks), or the result of `joint_ranks`. The
             descriptions number ranks as this group does.
 
     Raises:
-        CheckpointError: on all ranks, if a state cannot be described or ranks disagree about one.
+        CheckpointError: on all ranks, if a state cannot be described or ranks disagree about it.
 
     Examples:
         >>> trainer, engine = describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)})
@@ -195,6 +200,7 @@ def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
     classes = coordinator.agree(structure, 0, error).classes
     joined, ranks = merge_structures(classes)
     check_complete(joined, ranks, classes)
+    # A tensor has several entries if ranks distribute it in several ways; each of them is complete.
     first_entries: dict[str, Entry] = {}
     for entry in joined.entries:
         first = first_entries.setdefault(entry.name, entry)
@@ -204,7 +210,7 @@ def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
                 expected=f"the same on all ranks: {first.dtype} {first.shape}",
                 got=f"{entry.dtype} {entry.shape}",
                 where=entry.name,
-                todo="describe shards that are plain tensors by DTensor.from_local",
+                todo="wrap shards that are plain tensors by DTensor.from_local",
             )
     return StateDescription(joined, ranks)
 
@@ -212,15 +218,16 @@ def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
 def _local_structure(state: Any | None, rank_of: dict[int, int] | None) -> Structure:
     """The tensors that this rank stores of a state."""
     describer = Describer(rank_of)
-    axes: dict[Axes, int] = {}
-    entries: dict[str, Entry] = {}
+    tensors: dict[str, Described] = {}
     for name, tensor in named_tensors({} if state is None else state):
-        if name in entries:
+        if name in tensors:
             raise CheckpointError(
-                "Two tensors have the same name.", expected="keys that differ", got=repr(name)
+                "Two tensors of a state have the same name.",
+                expected="names, which are keys joined by dots, that differ",
+                got=f"{name!r} twice",
+                todo="rename a key that contains a dot",
             )
-        dtype, shape, distribution, local = describer.describe(name, tensor)
-        if local is not None:
-            number = axes.setdefault(distribution.axes, len(axes))
-            entries[name] = Entry(name, dtype, shape, number, distribution.cuts)
-    return Structure(None, tuple(entries.values()), tuple(axes), describer.layouts)
+        described = describer.describe(name, tensor)
+        if described.local is not None:
+            tensors[name] = described
+    return _structure(tensors.items(), describer.layouts)

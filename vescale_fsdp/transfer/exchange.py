@@ -1,17 +1,19 @@
-"""Messages of one transfer: sent from where the items are stored, or packed and unpacked in memory that is reused.
+"""The messages of one transfer: sent from where the items are stored, or packed and unpacked in reused buffers.
 
-    packing    the next message, into a buffer of the pool, while those before it are sent
-    unpacking  the oldest message that arrived, while those after it arrive
-    in place   messages that need no buffer: each is started in its turn, and all are waited for at the end
+    packed     into a buffer of the pool, while earlier messages are sent
+    unpacked   the oldest message first, while later messages arrive
+    in place   without a buffer: each message is started in its turn, and the rank waits for all of them at the end
 
-A rank that fails to pack or unpack continues to send and receive, so that no other rank waits for it. Its error is
-raised on all ranks when they meet at the end.
+A rank that fails to pack or unpack continues to send and receive, so that no other rank waits for it. All ranks raise
+its error in the collective that ends the transfer.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from vescale_fsdp.transfer.memory import Destination, Origin
 from vescale_fsdp.transfer.plan import IN_FLIGHT, TransferPlan
 from vescale_fsdp.transfer.rank_transfers import Message, Share
 
-_CACHED_BYTES = 1 << 20  # 1 MiB
+_CACHED_BYTES = 1 << 20  # 1 MiB: stays in a cache between two copies
 
 
 class StagingPool:
@@ -33,7 +35,7 @@ class StagingPool:
 
     Attributes:
         device: of the buffers.
-        each_way: how many messages may be sent at the same time, and as many received.
+        each_way: how many messages may be sent at the same time, and how many received.
     """
 
     def __init__(self) -> None:
@@ -43,15 +45,15 @@ class StagingPool:
         self._free: list[torch.Tensor] = []
 
     def fit(self, buffer_bytes: int, device: torch.device, budget_bytes: int) -> None:
-        """Provide buffers of this size, as many as fit a budget. No buffer may be in use."""
+        """Set the size of buffers, and use as many as fit a budget. No buffer may be in use."""
         if buffer_bytes > self._buffer_bytes or device != self.device:
             self._free.clear()
             self._buffer_bytes, self.device = buffer_bytes, device
-        # A sender that need not wait for buffers packs on while gloo sends: half the switches between threads.
+        # A sender that has a free buffer packs while gloo sends, with half as many switches between threads.
         self.each_way = max(IN_FLIGHT, budget_bytes // (2 * max(self._buffer_bytes, 1)))
 
     def take(self) -> torch.Tensor:
-        """1D bytes, for one message."""
+        """A buffer for one message: 1D uint8."""
         if self._free:
             return self._free.pop()
         return torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self.device)
@@ -62,7 +64,7 @@ class StagingPool:
 
 
 class _Started(NamedTuple):
-    """A message that was started, and its buffer; None if it is sent or received in place."""
+    """A message under way; without a buffer if it is sent or received in place."""
 
     message: Message
     work: Work | None
@@ -70,51 +72,41 @@ class _Started(NamedTuple):
     buffer: torch.Tensor | None
 
 
-class _Verified(NamedTuple):
-    """A message's number in its stream, its checksum on this rank, and its shares."""
+class _Checksum(NamedTuple):
+    """The checksum of a message on this rank, with the message's number in its stream and its shares."""
 
     number: int
-    checksum: int
+    value: int
     shares: Sequence[Share]
 
 
+@dataclass
 class Exchange:
     """One transfer of one rank.
 
     Args:
         group: over which messages are sent.
-        verify: compare checksums of what was packed and of what was filled.
+        verify: compare checksums of what was packed with checksums of what was filled.
 
     Attributes:
         errors: keeps the first error of this rank.
     """
 
-    def __init__(
-        self,
-        plan: TransferPlan,
-        rank: int,
-        origin: Origin,
-        destination: Destination,
-        *,
-        group: dist.ProcessGroup | None,
-        pool: StagingPool,
-        verify: bool,
-    ) -> None:
-        self._plan = plan
-        self._rank = rank
-        self._origin = origin
-        self._destination = destination
-        self._group = group
-        self._pool = pool
-        self._verify = verify
-        self._verified: dict[tuple[int, bool], list[_Verified]] = {}  # by peer and direction
-        self.errors = FirstError()
+    plan: TransferPlan
+    rank: int
+    origin: Origin
+    destination: Destination
+    group: dist.ProcessGroup | None
+    pool: StagingPool
+    verify: bool
+    errors: FirstError = field(default_factory=FirstError)
+    _checksums: dict[tuple[int, bool], list[_Checksum]] = field(default_factory=dict)  # by peer and direction
 
     def run(self, messages: Sequence[Message], kept: Sequence[Share]) -> None:
-        """Send and receive everything.
+        """Send and receive all messages.
 
         Raises:
-            BaseException: the first error of this rank, when no other rank needs it any more.
+            BaseException: the first error of this rank, after all messages that other ranks wait for.
         """
         self.errors.attempt(lambda: self._copy_kept(kept))
         in_place: list[_Started] = []
@@ -124,16 +116,16 @@ class Exchange:
                 in_place.append(self._start(message))
                 continue
             queue = staged[message.is_sent]
-            if len(queue) == self._pool.each_way:
+            if len(queue) == self.pool.each_way:  # bounds the buffers in use
                 self._finish(queue.popleft())
             queue.append(self._start(message))
         for queue in staged.values():
             while queue:
                 self._finish(queue.popleft())
-        # The last one first: when it has arrived, so have those before it, and this thread was woken once.
+        # The last one first: when it has arrived, so have those before it, and this thread is woken only once.
         while in_place:
             self._finish(in_place.pop())
-        if self._verify:
+        if self.verify:
             self._compare_checksums()
         self.errors.raise_kept()
 
@@ -141,119 +133,110 @@ class Exchange:
         buffer: torch.Tensor | None = None
         if message.is_in_place:
             first = message.shares[0]
-            memory = self._origin if message.is_sent else self._destination
+            memory = self.origin if message.is_sent else self.destination
             data = memory.run(first, message.nbytes // first.itemsize)
         else:
-            buffer = self._pool.take()
+            buffer = self.pool.take()
             data = buffer[: message.nbytes]
             if message.is_sent:
-                self.errors.attempt(lambda: _each(self._origin.pack, message.shares, data))
+                self.errors.attempt(lambda: _each(self.origin.pack, message.shares, data))
         if message.is_sent:
             self._note_checksum(message, data)
         return _Started(message, self._begin(data, message.peer, message.is_sent), data, buffer)
 
     def _begin(self, data: torch.Tensor, peer: int, is_sent: bool) -> Work | None:
-        assert self._group is not None
-        try:
-            return (send_async if is_sent else receive_async)(data, self._group, peer)
-        except RuntimeError as lost:
-            self._note_lost(peer, lost)
-            return None
+        assert self.group is not None
+        with self._noting_loss_of(peer):
+            return (send_async if is_sent else receive_async)(data, self.group, peer)
+        return None
 
-    def _await(self, work: Work | None, peer: int) -> None:
+    @contextmanager
+    def _noting_loss_of(self, peer: int) -> Iterator[None]:
+        """Keep an error of the connection to another rank, since messages with other ranks must go on."""
         try:
-            wait_for(work)
+            yield
         except RuntimeError as lost:
-            self._note_lost(peer, lost)
-
-    def _note_lost(self, peer: int, lost: RuntimeError) -> None:
-        if self.errors.error is None:
-            self.errors.error = CheckpointError(
-                "A rank was lost during a transfer.",
-                expected=f"rank {peer} to send and receive within the group's time-out",
-                got=f"{type(lost).__name__}: {lost}",
-                where=f"rank {self._rank}",
-                todo="look at that rank's own error",
-            )
-            self.errors.error.__cause__ = lost
+            if self.errors.error is None:
+                self.errors.error = CheckpointError(
+                    "A rank was lost during a transfer.",
+                    expected=f"rank {peer} to send and receive within the group's time-out",
+                    got=f"{type(lost).__name__}: {lost}",
+                    where=f"rank {self.rank}",
+                    todo=f"look at the error of rank {peer}",
+                )
+                self.errors.error.__cause__ = lost
 
     def _finish(self, started: _Started) -> None:
         message = started.message
-        self._await(started.work, message.peer)
+        with self._noting_loss_of(message.peer):
+            wait_for(started.work)
         if not message.is_sent:
             if started.buffer is not None:
-                self.errors.attempt(lambda: _each(self._destination.unpack, message.shares, started.data))
+                self.errors.attempt(lambda: _each(self.destination.unpack, message.shares, started.data))
             self._note_checksum(message, started.data)
         if started.buffer is not None:
-            self._pool.give_back(started.buffer)
+            self.pool.give_back(started.buffer)
 
     def _copy_kept(self, kept: Sequence[Share]) -> None:
-        """Copy what this rank has of both sides, through a buffer, as much at a time as fits a cache."""
-        buffer = self._pool.take()
+        """Copy items that are this rank's on both sides, through a buffer, as many at a time as fit a cache."""
+        buffer = self.pool.take()
         for share in kept:
             step = min(len(buffer), _CACHED_BYTES) // share.itemsize
             for start in range(0, share.numel, step):
                 shares = tuple(share.between(start, min(start + step, share.numel)))
                 data = buffer[: sum(part.nbytes for part in shares)]
-                _each(self._origin.pack, shares, data)
-                checksum = _hash(data) if self._verify else 0
-                _each(self._destination.unpack, shares, data)
-                if self._verify:
-                    _each(self._destination.read_back, shares, data)
-                    if _hash(data) != checksum:
-                        raise self._differs(self._rank, shares)
-        self._pool.give_back(buffer)
+                _each(self.origin.pack, shares, data)
+                checksum = _checksum_of(data) if self.verify else 0
+                _each(self.destination.unpack, shares, data)
+                if self.verify:
+                    _each(self.destination.read_back, shares, data)
+                    if _checksum_of(data) != checksum:
+                        raise self._differs(self.rank, shares)
+        self.pool.give_back(buffer)
 
     def _note_checksum(self, message: Message, data: torch.Tensor) -> None:
         """Keep the checksum of what was sent, or of what the target now has."""
-        if not self._verify:
+        if not self.verify:
             return
         if not message.is_sent and not message.is_in_place:
-            self.errors.attempt(lambda: _each(self._destination.read_back, message.shares, data))
-        verified = self._verified.setdefault((message.peer, message.is_sent), [])
-        verified.append(_Verified(message.number, _hash(data), message.shares))
+            self.errors.attempt(lambda: _each(self.destination.read_back, message.shares, data))
+        noted = self._checksums.setdefault((message.peer, message.is_sent), [])
+        noted.append(_Checksum(message.number, _checksum_of(data), message.shares))
 
     def _compare_checksums(self) -> None:
         """Send the checksums of this rank's messages to their receivers, and compare those that it receives."""
         started = []
-        for (peer, is_sent), verified in self._verified.items():
-            verified.sort(key=lambda item: item.number)  # messages end in another order than they begin
-            checksums = torch.tensor(
-                [item.checksum for item in verified], dtype=torch.int64, device=self._pool.device
-            )
-            checksums = checksums if is_sent else torch.empty_like(checksums)
-            started.append((peer, is_sent, checksums, self._begin(checksums, peer, is_sent)))
-        for peer, is_sent, checksums, work in started:
-            self._await(work, peer)
-            if not is_sent:
-                self.errors.attempt(lambda: self._verify_from(peer, checksums.tolist()))  # noqa: B023  called at once
-
-    def _verify_from(self, peer: int, checksums: Sequence[int]) -> None:
-        for sent, own in zip(checksums, self._verified[peer, False], strict=True):
-            if sent != own.checksum:
-                raise self._differs(peer, own.shares)
+        for (peer, is_sent), noted in self._checksums.items():
+            noted.sort(key=lambda item: item.number)  # messages do not end in the order in which they begin
+            sent = torch.tensor([item.value for item in noted], dtype=torch.int64, device=self.pool.device)
+            data = sent if is_sent else torch.empty_like(sent)
+            started.append((peer, is_sent, data, self._begin(data, peer, is_sent)))
+        for peer, is_sent, data, work in started:
+            with self._noting_loss_of(peer):
+                wait_for(work)
+            for value, own in zip(data.tolist(), self._checksums[peer, is_sent], strict=True):
+                if value != own.value and self.errors.error is None:
+                    self.errors.error = self._differs(peer, own.shares)
 
     def _differs(self, peer: int, shares: Sequence[Share]) -> CorruptCheckpointError:
-        target = self._plan.target.entries
-        names = {target[self._plan.leaves[share.leaf].target].name for share in shares}
+        target = self.plan.target.entries
+        names = {target[self.plan.leaves[share.leaf].target].name for share in shares}
         return CorruptCheckpointError(
             "Data changed between two ranks.",
-            expected="equal checksums at both ends",
-            got="different ones",
-            where=f"{', '.join(sorted(names)[:8])}: from rank {peer} to rank {self._rank}",
+            expected="equal checksums on both ranks",
+            got="different checksums",
+            where=f"{', '.join(sorted(names)[:8])}: from rank {peer} to rank {self.rank}",
             todo="run the transfer again; if it happens again, test memory and network",
         )
 
 
 def _each(work: Callable[[Share, torch.Tensor], None], shares: Iterable[Share], data: torch.Tensor) -> None:
-    """Do some work with each share and its bytes of a message."""
+    """Call a function with each share and the share's bytes of a message."""
     start = 0
     for share in shares:
         work(share, data[start : start + share.nbytes])
         start += share.nbytes
 
 
-def _hash(data: torch.Tensor) -> int:
-    """The checksum of bytes, as a signed integer of torch."""
-    number = checksum_of(data.cpu().numpy().data)
-    return number - (1 << 64) if number >> 63 else number
+def _checksum_of(data: torch.Tensor) -> int:
+    return checksum_of(data.cpu().numpy().data) >> 1  # 63 bits, which fit the int64 that is sent

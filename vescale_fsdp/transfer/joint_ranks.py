@@ -1,17 +1,17 @@
-"""Joint ranks: ranks of several jobs that share no process group, connected through a store, over TCP or in a file.
+"""Joint ranks: the ranks of several jobs that share no process group, connected through a store, by TCP or a file.
 
     trainer, 4 ranks      joint_ranks("tcp://node0:29600", first_rank=0, num_ranks=6)
     engine, 2 ranks       joint_ranks("tcp://node0:29600", first_rank=4, num_ranks=6)
 
 The result is passed instead of a process group: ``describe_states(..., ranks=...)``, ``Transfer(plan, ranks=...)``.
 
-    store        each rank enters a greeting, waits for those of all others, and refuses those with another secret
-    connections  gloo's, between every two ranks
-    proof        each rank signs the random numbers of this meeting, for each other rank
+    store        each rank enters a greeting, waits for the greetings of all other ranks, and checks their signatures
+    connections  gloo connects every two ranks
+    proof        each rank sends each other rank a signature of random numbers that all ranks have drawn
 
 Jobs exchange JSON and raw tensors, never pickles. With a secret, entries of the store and JSON messages are signed.
-The signature of a message covers the random numbers of the meeting and a counter, so that no message can be replayed.
-Tensors are neither signed nor encrypted: SECURITY.md.
+The signature of a message covers the random numbers and a counter, so that no message can be replayed. Tensors are
+neither signed nor encrypted: SECURITY.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar, cast
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -51,10 +51,10 @@ from vescale_fsdp.torch_private import gloo_group
 
 T = TypeVar("T")
 _NAME = "joint-ranks"  # key of the group's name, and prefix of the keys of greetings
-_REFUSED = f"{_NAME} refused"
+_REFUSED = f"{_NAME} refused"  # key that is set when two ranks have different secrets
 _GREETING = b"here"
 _POLL_S = 0.02
-_READERS_S = 5.0
+_READERS_S = 5.0  # how long rank 0, which may own the store, waits until other ranks have read an error
 _NONCE_BYTES = 32
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -71,10 +71,10 @@ def joint_ranks(
     """Connect the ranks of several jobs. All ranks call this, each job with its own ``first_rank``.
 
     Args:
-        rendezvous: ``tcp://host:port``, where host is that of rank 0 of all jobs; ``file:///path``, a file that does
-            not exist yet, on shared storage; or a store of torch. Each meeting needs a new one.
-        first_rank: number of the job's rank 0 among the ranks of all jobs; its other ranks follow.
-        num_ranks: of all jobs.
+        rendezvous: ``tcp://host:port`` with the host of rank 0 of all jobs; ``file:///path``, a file on shared storage
+            that does not exist yet; or a store of torch. Each call needs a new one.
+        first_rank: number of the job's rank 0 among the ranks of all jobs; the job's other ranks follow.
+        num_ranks: number of ranks in all jobs.
         timeout_s: how long ranks wait for each other, here and later.
         interface: the network interface to listen on; default: the one through which this machine reaches
             ``rendezvous``; for a file or a store ``GLOO_SOCKET_IFNAME``, else the loopback interface.
@@ -82,9 +82,9 @@ def joint_ranks(
             of the same machine can connect.
 
     Raises:
-        PlacementError: if this job's ranks exceed ``num_ranks``, it has no default process group, or the interface is
-            not a loopback interface and there is no secret; on all ranks, if their secrets differ.
-        CheckpointError: if ranks do not arrive in time, or are lost meanwhile; lists the ranks that have not arrived.
+        PlacementError: if this job's ranks exceed ``num_ranks``, the job has no default process group, or the interface
+            is not a loopback interface and there is no secret; on all ranks, if their secrets differ.
+        CheckpointError: if ranks do not arrive in time, with a list of these ranks, or if a rank is lost.
 
     Examples:
         >>> ranks = joint_ranks(dist.HashStore(), first_rank=0, num_ranks=1)
@@ -100,38 +100,32 @@ def joint_ranks(
         )
     if not 0 <= first_rank <= first_rank + dist.get_world_size() <= num_ranks:
         raise PlacementError(
-            "The ranks of this job are not among those of all jobs.",
-            expected=f"{dist.get_world_size()} ranks below {num_ranks}",
-            got=f"ranks from {first_rank} on",
-            todo="pass the same num_ranks in all jobs, and as first_rank the number of ranks in the jobs before it",
+            "This job's ranks exceed the ranks of all jobs.",
+            expected=f"{dist.get_world_size()} ranks of this job, all at least 0 and below num_ranks={num_ranks}",
+            got=f"first_rank={first_rank}",
+            todo="pass the same num_ranks in all jobs, and as first_rank the number of ranks in earlier jobs",
         )
-    rank, timeout = first_rank + dist.get_rank(), timedelta(seconds=timeout_s)
-    known = secret_of(secret)
-    where = _address(rendezvous)
-    address = address_of(interface) if interface else _own_address(where)
+    rank, own, timeout = first_rank + dist.get_rank(), dist.get_world_size(), timedelta(seconds=timeout_s)
+    known, tcp = secret_of(secret), _tcp_address(rendezvous)
+    listens_on = interface or (None if tcp else os.environ.get(_INTERFACE))
+    address = address_of(listens_on) if listens_on else local_address(*tcp) if tcp else "127.0.0.1"
     check_exposure(address, known)
-    opened = _store(where, rank, num_ranks, timeout) if isinstance(where, SplitResult) else where
-    bounded = BoundedStore(opened, timeout_s)
+    bounded = BoundedStore(_open_store(rendezvous, tcp, rank, num_ranks, timeout), timeout_s)
     store = bounded if known is None else SignedStore(bounded, known)
     if rank == 0:
         store.set(_NAME, secrets.token_hex(8))  # unique: no process may have another group of this name
-    try:
-        _greet(bounded, rank, num_ranks, timeout_s, known)
-    except PlacementError:
-        _wait_for_readers(bounded, rank, num_ranks)
-        raise
+    _greet(bounded, rank, num_ranks, timeout_s, known)
     name = store.get(_NAME).decode()
     # torch looks up a rank's number in a group by its number in the default group. Ranks of other jobs are not in the
     # default group, and get numbers that no rank of this job has.
-    own = dist.get_world_size()
-    strangers = [*range(first_rank), *range(first_rank + own, num_ranks)]
-    numbers = dict(enumerate([*range(first_rank, first_rank + own), *strangers]))
+    foreign = [*range(first_rank), *range(first_rank + own, num_ranks)]
+    numbers = dict(enumerate([*range(first_rank, first_rank + own), *foreign]))
     try:
         with _listening_on(interface or interface_of(address)):
             group = gloo_group(rank, numbers, name, timeout, store)
     except RuntimeError as lost:
         raise CheckpointError(
-            "A rank was lost while all were connecting.",
+            "A rank was lost while all ranks were connecting.",
             expected=f"connections between {num_ranks} ranks, all of which had arrived",
             got=f"{type(lost).__name__}: {lost}",
             where=f"rank {rank}",
@@ -146,6 +140,36 @@ def joint_ranks(
     return ranks
 
 
+def _tcp_address(rendezvous: str | dist.Store) -> tuple[str, int] | None:
+    """Host and port of a TCP rendezvous; None for a file or a store."""
+    if not isinstance(rendezvous, str):
+        return None
+    where = urlsplit(rendezvous)
+    if where.scheme == "tcp" and where.hostname and where.port:
+        return where.hostname, where.port
+    if where.scheme == "file":
+        return None
+    raise PlacementError(
+        "This is not a rendezvous.", expected="tcp://host:port or file:///path", got=rendezvous
+    )
+
+
+def _open_store(
+    rendezvous: str | dist.Store, tcp: tuple[str, int] | None, rank: int, num_ranks: int, timeout: timedelta
+) -> dist.Store:
+    if not isinstance(rendezvous, str):
+        return rendezvous
+    if tcp is None:
+        return dist.FileStore(urlsplit(rendezvous).path, num_ranks)
+    if rank == 0:
+        return bound_store(*tcp, timeout)
+    return within(
+        timeout.total_seconds(),
+        lambda: dist.TCPStore(*tcp, is_master=False, wait_for_workers=False, timeout=timeout),
+        f"rank {rank}, at {rendezvous}",
+    )
+
+
 def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, secret: bytes | None) -> None:
     """Wait until all ranks have arrived, all with the same secret or all without one.
 
@@ -153,24 +177,35 @@ def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, sec
         PlacementError: on all ranks, as soon as one has read the greeting of a rank with another secret.
         CheckpointError: if ranks do not arrive in time; lists them.
     """
-    store.set(_greeting_key(rank), sign(secret or b"", _greeting_key(rank), _GREETING))
+
+    def key(rank: int) -> str:
+        return f"{_NAME} {rank}"
+
+    store.set(key(rank), sign(secret or b"", key(rank), _GREETING))
     missing = set(range(num_ranks)) - {rank}
     deadline_s = time.monotonic() + timeout_s
     while missing:
-        if store.check([_REFUSED]):
-            raise _unlike_secrets(rank, store.get(_REFUSED).decode(errors="replace"))
-        for other in [other for other in missing if store.check([_greeting_key(other)])]:
+        refused = store.get(_REFUSED).decode(errors="replace") if store.check([_REFUSED]) else ""
+        for other in [other for other in missing if store.check([key(other)])]:
             try:
-                unsign(secret or b"", _greeting_key(other), store.get(_greeting_key(other)))
-            except PlacementError as error:
+                unsign(secret or b"", key(other), store.get(key(other)))
+            except PlacementError:
                 refused = f"ranks {min(rank, other)} and {max(rank, other)}"
                 store.set(_REFUSED, refused)
-                raise _unlike_secrets(rank, refused) from error
             missing.discard(other)
+        if refused:
+            _wait_for_readers(store, rank, num_ranks)
+            raise PlacementError(
+                "Ranks have different secrets, or some have none.",
+                expected="the same secret on all ranks, or none on any",
+                got=f"different secrets of {refused}",
+                where=f"rank {rank}",
+                todo=f"set the same {SECRET} in the environment of every process, or pass secret=...",
+            )
         if missing and time.monotonic() > deadline_s:
             raise CheckpointError(
                 "Some ranks did not arrive.",
-                expected=f"all {num_ranks} within {timeout_s:g} s",
+                expected=f"all {num_ranks} ranks within {timeout_s:g} s",
                 got=f"no greeting of ranks {sorted(missing)[:16]}",
                 where=f"rank {rank}",
                 todo="look at those ranks; pass the same rendezvous and num_ranks in all jobs, or a longer timeout_s",
@@ -179,26 +214,12 @@ def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, sec
 
 
 def _wait_for_readers(store: dist.Store, rank: int, num_ranks: int) -> None:
-    """Let other ranks read why the meeting failed: the store may end with rank 0."""
+    """Rank 0 waits until other ranks have read why ranks were refused: the store may end with its process."""
     deadline_s = time.monotonic() + _READERS_S
     num_readers = store.add(f"{_REFUSED} read", 1)
     while rank == 0 and num_readers < num_ranks and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
         num_readers = store.add(f"{_REFUSED} read", 0)
-
-
-def _greeting_key(rank: int) -> str:
-    return f"{_NAME} {rank}"
-
-
-def _unlike_secrets(rank: int, refused: str) -> PlacementError:
-    return PlacementError(
-        "Ranks have different secrets, or some have none.",
-        expected="the same secret on all ranks, or none on any",
-        got=f"{refused} differ",
-        where=f"rank {rank}",
-        todo=f"set the same {SECRET} in the environment of every process, or pass secret=...",
-    )
 
 
 class JointRanks(GroupCoordinator):
@@ -216,7 +237,8 @@ class JointRanks(GroupCoordinator):
         super().__init__(group, rank_of)
         self._store: dist.Store | None = store  # torch keeps no reference to a store written in Python
         self._secret = secret
-        self._session, self._num_documents = "", 0
+        self._session = ""  # digest of the random numbers, part of every signature
+        self._num_documents = 0
 
     def close(self) -> None:
         """Close connections, threads and files. A second call does nothing."""
@@ -235,7 +257,8 @@ class JointRanks(GroupCoordinator):
     def authenticate(self) -> None:
         """Prove to every other rank, over its own connection, that this rank knows the secret, and verify their proofs.
 
-        Every rank draws a random number. All sign the digest of all numbers, so that no proof can be replayed.
+        Every rank draws a random number. Each proof is a signature of the digest of all numbers, so that no proof can
+        be replayed.
 
         Raises:
             PlacementError: if another rank does not know the secret; CheckpointError on ranks whose own checks passed.
@@ -248,7 +271,7 @@ class JointRanks(GroupCoordinator):
         self._session = hashlib.sha256(b"".join(numbers[rank] for rank in sorted(numbers))).hexdigest()
         proofs = {rank: sign(self._secret, self._proof_name(self.rank, rank), b"") for rank in others}
         answers = self._swap(proofs)
-        with self.together("proving the secret", "nothing was sent"):
+        with self.together("checking secrets", "nothing was sent"):
             for rank in others:
                 unsign(self._secret, self._proof_name(rank, self.rank), answers[rank])
 
@@ -276,45 +299,14 @@ class JointRanks(GroupCoordinator):
         return f"message {self._num_documents} of {rank} in {self._session}"
 
     def _gathered(self, item: T, doing: str) -> list[T]:
-        return cast("list[T]", self._documents(cast("Json", item), doing))  # never a pickle between jobs
-
-
-def _address(rendezvous: str | dist.Store) -> SplitResult | dist.Store:
-    if not isinstance(rendezvous, str):
-        return rendezvous
-    where = urlsplit(rendezvous)
-    if where.scheme == "file" or (where.scheme == "tcp" and where.hostname and where.port):
-        return where
-    raise PlacementError(
-        "This is not a rendezvous.", expected="tcp://host:port or file:///path", got=rendezvous
-    )
-
-
-def _own_address(where: SplitResult | dist.Store) -> str:
-    """The address at which other ranks reach this one."""
-    if isinstance(where, SplitResult) and where.hostname and where.port:
-        return local_address(where.hostname, where.port)
-    wanted = os.environ.get(_INTERFACE)
-    return address_of(wanted) if wanted else "127.0.0.1"
-
-
-def _store(where: SplitResult, rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
-    if where.scheme == "file":
-        return dist.FileStore(where.path, num_ranks)
-    assert where.hostname is not None and where.port is not None
-    if rank == 0:
-        return bound_store(where.hostname, where.port, timeout)
-    host, port = where.hostname, where.port
-    return within(
-        timeout.total_seconds(),
-        lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
-        f"rank {rank}, at {where.geturl()}",
-    )
+        return cast(
+            "list[T]", self._documents(cast("Json", item), doing)
+        )  # JSON: never a pickle between jobs
 
 
 @contextmanager
 def _listening_on(interface: str) -> Iterator[None]:
-    """Make gloo's groups listen on an interface; torch reads it from the environment only."""
+    """Make gloo's groups listen on an interface, which torch reads from the environment only."""
     before = os.environ.get(_INTERFACE)
     os.environ[_INTERFACE] = interface
     try:

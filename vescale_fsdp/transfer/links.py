@@ -1,75 +1,70 @@
 """Links: what a target tensor is made of, and which items of which source tensors that means.
 
-    "layers.0.q.weight"                       a tensor of another name
-    concatenate("q", "k", "v")                one after the other along a dim; `slice` is the inverse
-    stack("expert0.w", "expert1.w")           along a new dim; `index` is the inverse
-    permute("w")                              dims in another order
+    "layers.0.q.weight"                       the source tensor of that name
+    concatenate("q", "k", "v")                tensors one after the other along a dim; `slice` is the inverse
+    stack("expert0.w", "expert1.w")           tensors along a new dim; `index` is the inverse
+    permute("w")                              the dims in another order
     codes("w", Fp8Blocks())                   codes and `scales` that a codec computes from the whole tensor
 
-Links nest. Each resolves into *leaves*: a box of one source tensor, and where its items belong in the target, dim by
-dim. The maps are those of `vescale_fsdp.views`. Maps that split or merge dims (reshape, interleave) or add items (pad)
-have no such leaves and are refused.
+Links nest. `leaves_of` resolves a link into *leaves*. A leaf is a box of one source tensor, together with the corner
+and the dims of the target at which its items go. The maps are the classes of `vescale_fsdp.views.index_maps`.
 
 `resolve_links` compares two descriptions under their links and lists everything that does not match.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from vescale_fsdp.checkpoint.manifest.region import Region
+from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, stored_dtype
 from vescale_fsdp.errors import PlacementError
-from vescale_fsdp.layout.geometry import Box, FlatRange, contiguous_strides, numel_of, whole_box
-from vescale_fsdp.transfer.coding import Codec, Grid, hull_of, scale_regions
+from vescale_fsdp.layout.geometry import Box, FlatRange, whole_box
+from vescale_fsdp.transfer.coding import hull_of, scale_regions
 from vescale_fsdp.transfer.description import StateDescription
-from vescale_fsdp.views.index_maps import Concat, Index, IndexMap, InputPiece, Permute, Slice, Stack
+from vescale_fsdp.views.index_maps import Concat, Index, Permute, Slice, Stack
+
+if TYPE_CHECKING:
+    from vescale_fsdp.quantize.codec import BlockCodec, BlockGrid  # the package imports the runtime
+
+__all__ = ["codes", "concatenate", "index", "permute", "scales", "slice", "stack"]
 
 Shape = tuple[int, ...]
+Map = Concat | Index | Permute | Slice | Stack  # maps that move whole dims, so that a box stays a box
 
+_MAPS: dict[str, type[Map]] = {kind.__name__: kind for kind in (Concat, Index, Permute, Slice, Stack)}
+# Codes are bytes: a target may give them any of these dtypes, since kernels differ in the one they take.
 _NAMES_OF_BYTES = {"float8_e4m3fn": ("uint8",), "int8": ("uint8",), "uint8": ("float8_e8m0fnu",)}
 _MAX_SHOWN = 20  # problems that an error lists
 
 
 @dataclass(frozen=True)
-class Named:
-    """A source tensor, as it is."""
-
-    name: str
-
-
-@dataclass(frozen=True)
 class Coded:
-    """The codes or scales of a whole source tensor; ``part`` is ``"codes"`` or ``"scales"``."""
+    """The codes or the scales of a whole source tensor."""
 
     name: str
-    codec: Codec
-    part: str
+    codec: BlockCodec
+    is_scales: bool
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """Links under a map that moves items."""
+    """A map that moves the items of other links."""
 
-    map: IndexMap
+    map: Map
     inputs: tuple[Link, ...]
 
 
-Link = Named | Coded | Mapped
-Linkable = str | Named | Coded | Mapped
+Link = str | Coded | Mapped  # a name alone is the source tensor of that name
 
 
-def as_link(item: Linkable) -> Link:
-    """A link; a name alone is the source tensor of that name."""
-    return Named(item) if isinstance(item, str) else item
-
-
-def concatenate(*inputs: Linkable, dim: int = 0) -> Link:
+def concatenate(*inputs: Link, dim: int = 0) -> Link:
     """Tensors one after the other along a dim: q, k and v as one matrix.
 
     Examples:
@@ -78,77 +73,77 @@ def concatenate(*inputs: Linkable, dim: int = 0) -> Link:
         >>> sorted(links)  # for plan_transfer(source, target, links=links)
         ['qkv.weight', 'rest.weight', 'w2']
     """
-    return Mapped(Concat(dim), tuple(map(as_link, inputs)))
+    return Mapped(Concat(dim), inputs)
 
 
-def slice(of: Linkable, start: int, size: int, *, dim: int = 0) -> Link:
-    """Indices [start, start + size) of a dim: q of a fused q, k and v.
+def slice(of: Link, start: int, size: int, *, dim: int = 0) -> Link:
+    """Indices [start, start + size) of a dim: q of a fused q, k and v matrix.
 
     Examples:
         >>> links = {"q.weight": slice("qkv.weight", 0, 64)}
     """
-    return Mapped(Slice(dim, start, size), (as_link(of),))
+    return Mapped(Slice(dim, start, size), (of,))
 
 
-def stack(*inputs: Linkable, dim: int = 0) -> Link:
-    """Tensors of one shape along a new dim: experts as one tensor.
+def stack(*inputs: Link, dim: int = 0) -> Link:
+    """Tensors of one shape along a new dim: all experts as one tensor.
 
     Examples:
         >>> links = {"experts.w2": stack("experts.0.w2", "experts.1.w2")}
     """
-    return Mapped(Stack(dim), tuple(map(as_link, inputs)))
+    return Mapped(Stack(dim), inputs)
 
 
-def index(of: Linkable, number: int, *, dim: int = 0) -> Link:
-    """One index of a dim, and the dim is dropped: one expert.
+def index(of: Link, number: int, *, dim: int = 0) -> Link:
+    """One index of a dim, which the result does not have: one expert of a stack.
 
     Examples:
         >>> links = {f"experts.{e}.w2": index("experts.w2", e) for e in range(2)}
     """
-    return Mapped(Index(dim, number), (as_link(of),))
+    return Mapped(Index(dim, number), (of,))
 
 
-def permute(of: Linkable, dims: Sequence[int] = (1, 0)) -> Link:
-    """Dims in another order: dim i of the result is dim ``dims[i]`` of the input; by default a transpose.
+def permute(of: Link, dims: Sequence[int] = (1, 0)) -> Link:
+    """The dims in another order: dim i of the result is dim ``dims[i]`` of the input; default: a transpose.
 
     Examples:
         >>> links = {"w_t": permute("w"), "kernel": permute("conv.weight", (2, 3, 1, 0))}
     """
-    return Mapped(Permute(tuple(dims)), (as_link(of),))
+    return Mapped(Permute(tuple(dims)), (of,))
 
 
-def codes(name: str, codec: Codec) -> Link:
+def codes(name: str, codec: BlockCodec) -> Link:
     """The codes of a whole tensor. The ranks that store it compute them.
 
     Examples:
         >>> from vescale_fsdp.quantize import Fp8Blocks
         >>> links = {"w": codes("w", Fp8Blocks()), "w_scale_inv": scales("w", Fp8Blocks())}
     """
-    return Coded(name, codec, "codes")
+    return Coded(name, codec, is_scales=False)
 
 
-def scales(name: str, codec: Codec) -> Link:
+def scales(name: str, codec: BlockCodec) -> Link:
     """The scales of a whole tensor's blocks.
 
     Examples:
         >>> from vescale_fsdp.quantize import Fp8Blocks
         >>> links = {"w_scale_inv": scales("w", Fp8Blocks())}
     """
-    return Coded(name, codec, "scales")
+    return Coded(name, codec, is_scales=True)
 
 
 class Leaf(NamedTuple):
     """Items of one source tensor in a target tensor.
 
     Attributes:
-        source: the tensor, as it is or coded.
+        source: the tensor that is read.
         box: the items that are read.
         corner: index of the box's first item in the target.
         dims: for each dim of the target, the dim of the source that runs along it; -1 where the leaf has one
             index. In source dims that are not listed the box has one index.
     """
 
-    source: Named | Coded
+    source: str | Coded
     box: Box
     corner: Shape
     dims: Shape
@@ -159,7 +154,7 @@ class Leaf(NamedTuple):
         return Box(self.corner, tuple(1 if dim < 0 else self.box.sizes[dim] for dim in self.dims))
 
     def to_source(self, wanted: Box) -> Box | None:
-        """The box of the source that fills a box of the target; None if the leaf fills nothing of it."""
+        """The box of the source that fills a box of the target; None if the leaf fills nothing of that box."""
         shared = wanted.intersect(self.target_box)
         if shared is None:
             return None
@@ -173,7 +168,7 @@ class Leaf(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def to_target(self, stored: Box) -> Box | None:
-        """The box of the target that a box of the source fills; None if the leaf reads nothing of it."""
+        """The box of the target that a box of the source fills; None if the leaf reads nothing of that box."""
         shared = stored.intersect(self.box)
         if shared is None:
             return None
@@ -190,14 +185,14 @@ class Leaf(NamedTuple):
         return self.corner == self.box.offsets and self.dims == tuple(range(len(self.box.sizes)))
 
 
-def leaves_of(link: Link, shape_of: Callable[[Named | Coded], Shape]) -> tuple[Shape, list[Leaf]]:
+def leaves_of(link: Link, shape_of: Callable[[str | Coded], Shape]) -> tuple[Shape, list[Leaf]]:
     """The shape of a link's result, and its leaves.
 
     Args:
-        shape_of: shape of a source tensor, as it is or coded; raises for one that does not exist.
+        shape_of: shape of a source tensor, or of its codes or scales; raises for a tensor that does not exist.
 
     Raises:
-        PlacementError: if inputs do not fit their map, or the map splits or merges dims.
+        PlacementError: if inputs do not fit their map.
     """
     if not isinstance(link, Mapped):
         shape = shape_of(link)
@@ -209,134 +204,127 @@ def leaves_of(link: Link, shape_of: Callable[[Named | Coded], Shape]) -> tuple[S
     if misfit is not None:
         number, expected = misfit
         raise PlacementError(link.map.problem, expected=expected, got=shapes[number], where=f"input {number}")
-    shape = link.map.shape(shapes)
-    if not numel_of(shape):
-        return shape, []
-    pieces = list(link.map.pieces(shapes, whole_box(shape)))
-    if link.map.has_gaps or any(piece.shape is not None for piece in pieces):
-        raise _unsupported(link.map)
-    return shape, [
-        leaf for piece in pieces for leaf in _under(piece, link.map, shape, inputs[piece.input][1])
+    moved = [
+        _moved(leaf, link.map, number, shapes) for number, (_, leaves) in enumerate(inputs) for leaf in leaves
     ]
+    return link.map.shape(shapes), [leaf for leaf in moved if leaf is not None]
 
 
-def _unsupported(map: IndexMap) -> PlacementError:
-    return PlacementError(
-        "A transfer does not support this map.",
-        expected="maps that move whole dims: Concat, Slice, Stack, Index, Permute",
-        got=map,
-        todo="transfer the tensors as they are, and apply the map afterwards",
-    )
+def _moved(leaf: Leaf, map: Map, number: int, shapes: Sequence[Shape]) -> Leaf | None:
+    """A leaf of a map's input as a leaf of the map's result; None if the result has none of its items.
+
+    Args:
+        number: of the input.
+        shapes: of all inputs.
+    """
+    corner, dims = leaf.corner, leaf.dims
+    match map:
+        case Concat(dim):
+            before = sum(shape[dim] for shape in shapes[:number])
+            return leaf._replace(corner=(*corner[:dim], corner[dim] + before, *corner[dim + 1 :]))
+        case Stack(dim):
+            corner = (*corner[:dim], number, *corner[dim:])
+            return leaf._replace(corner=corner, dims=(*dims[:dim], -1, *dims[dim:]))
+        case Permute(order):
+            corner = tuple(corner[dim] for dim in order)
+            return leaf._replace(corner=corner, dims=tuple(dims[dim] for dim in order))
+        case Slice(dim, start, size):
+            return _cut(leaf, dim, start, size, shapes[0])
+        case Index(dim, at):
+            one = _cut(leaf, dim, at, 1, shapes[0])
+            if one is None:
+                return None
+            corner, dims = one.corner, one.dims
+            return one._replace(
+                corner=(*corner[:dim], *corner[dim + 1 :]), dims=(*dims[:dim], *dims[dim + 1 :])
+            )
 
 
-def _under(piece: InputPiece, map: IndexMap, shape: Shape, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
-    """The leaves of one input, as leaves of the map's result."""
-    corner, rest = [], piece.offset
-    for stride in contiguous_strides(shape):
-        corner.append(rest // stride)
-        rest %= stride
-    runs_along = [-1] * len(shape)  # dim of the input, for each dim of the result
-    for dim, (size, stride) in enumerate(zip(piece.box.sizes, piece.strides, strict=True)):
-        if size == 1:
-            continue
-        # At most one dim matches: of dims that share a stride, all but one have size 1.
-        matches = [
-            number
-            for number, own in enumerate(contiguous_strides(shape))
-            if own == stride and shape[number] >= corner[number] + size and runs_along[number] < 0
-        ]
-        if not matches:
-            raise _unsupported(map)
-        runs_along[matches[0]] = dim
-    outer = Leaf(Named(""), piece.box, tuple(corner), tuple(runs_along))
-    for leaf in leaves:
-        filled = leaf.target_box.intersect(piece.box)
-        if filled is None:
-            continue
-        source, target = leaf.to_source(filled), outer.to_target(filled)
-        assert source is not None and target is not None
-        dims = tuple(-1 if dim < 0 else leaf.dims[dim] for dim in runs_along)
-        yield Leaf(leaf.source, source, target.offsets, dims)
-
-
-_MAPS: dict[str, type[IndexMap]] = {kind.__name__: kind for kind in (Concat, Index, Permute, Slice, Stack)}
-
-
-def _values(item: Any) -> dict[str, Any]:
-    """The fields of a dataclass."""
-    return {field.name: getattr(item, field.name) for field in fields(item)}
+def _cut(leaf: Leaf, dim: int, start: int, size: int, shape: Shape) -> Leaf | None:
+    """The part of a leaf at indices [start, start + size) of a dim of its target, which has ``shape``."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    offsets[dim], sizes[dim] = start, size
+    wanted = Box(tuple(offsets), tuple(sizes))
+    source, filled = leaf.to_source(wanted), leaf.target_box.intersect(wanted)
+    if source is None or filled is None:
+        return None
+    corner = tuple(a - b for a, b in zip(filled.offsets, offsets, strict=True))
+    return Leaf(leaf.source, source, corner, leaf.dims)
 
 
 def link_to_json(link: Link) -> Any:
     """Plain values that `link_from_json` reads back without loss."""
-    if isinstance(link, Named):
-        return link.name
+    if isinstance(link, str):
+        return link
     if isinstance(link, Coded):
-        codec = {"kind": type(link.codec).__name__, **_values(link.codec)}
-        return {"name": link.name, "codec": codec, "part": link.part}
-    return {"map": type(link.map).__name__, **_values(link.map), "inputs": [*map(link_to_json, link.inputs)]}
+        codec = {"kind": type(link.codec).__name__, **asdict(link.codec)}
+        return {"name": link.name, "codec": codec, "is_scales": link.is_scales}
+    return {"map": type(link.map).__name__, **asdict(link.map), "inputs": [*map(link_to_json, link.inputs)]}
 
 
-def link_from_json(data: Any, codecs: Mapping[str, Callable[..., Codec]]) -> Link:
+def link_from_json(data: Any, codecs: Mapping[str, Callable[..., BlockCodec]]) -> Link:
     """Inverse of `link_to_json`.
 
     Args:
         codecs: classes of the codecs that links name, by class name.
     """
     if isinstance(data, str):
-        return Named(data)
+        return data
     if "codec" in data:
         values = dict(data["codec"])
-        return Coded(data["name"], codecs[values.pop("kind")](**values), data["part"])
+        return Coded(data["name"], codecs[values.pop("kind")](**values), data["is_scales"])
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
     inputs, kind = values.pop("inputs"), _MAPS[values.pop("map")]
     return Mapped(kind(**values), tuple(link_from_json(item, codecs) for item in inputs))
 
 
 class SourceTensor:
-    """A tensor of a source's description, as leaves read it.
+    """A tensor of a source's description, or its codes or scales, as leaves read it.
 
     Args:
         description: of the source.
-        link: the tensor, as it is or coded.
+        link: what leaves read.
+
+    Raises:
+        KeyError: if the source has no tensor of this name.
 
     Attributes:
-        place: number of the tensor in the description.
+        number: of the tensor in the description.
         name, stored_shape: of the tensor that ranks store.
-        distribution, holders: how it is cut, and which ranks store the parts.
-        codec, grid: None for a tensor that is read as it is.
+        distribution, holders: how the tensor is cut, and which ranks store its parts.
+        codec, grid: None if leaves read the tensor itself.
         is_scales: whether leaves read the scales.
         shape, dtype: of what leaves read.
     """
 
-    def __init__(self, description: StateDescription, link: Named | Coded) -> None:
+    def __init__(self, description: StateDescription, link: str | Coded) -> None:
         self._description = description
         self._regions: dict[Shape, list[tuple[Region, int]]] = {}
-        self.place = description.places_by_name[link.name]
-        self.distribution = description.distributions[self.place]
-        self.holders = description.holders_of(self.place)
-        entry = description.entries[self.place]
+        numbers = description.numbers_by_name
+        name = link if isinstance(link, str) else link.name
+        self.number = numbers[name if name in numbers else dotted_name(name)]
+        self.distribution = description.distributions[self.number]
+        self.holders = description.holders_of(self.number)
+        entry = description.entries[self.number]
         self.name, self.stored_shape = entry.name, entry.shape
         self.shape, self.dtype = entry.shape, entry.dtype
-        self.codec: Codec | None = None
-        self.grid: Grid | None = None
+        self.codec: BlockCodec | None = None
+        self.grid: BlockGrid | None = None
         self.is_scales = False
         if isinstance(link, Coded):
             self.codec, self.grid = link.codec, link.codec.grid(entry.shape)
-            self.is_scales = link.part == "scales"
+            self.is_scales = link.is_scales
             self.dtype = dtype_name(link.codec.scale_dtype if self.is_scales else link.codec.code_dtype)
             self.shape = self.grid.scales_shape if self.is_scales else entry.shape
 
     @property
     def regions_key(self) -> tuple[Any, ...]:
-        """With the distribution, everything that regions depend on."""
-        if self.grid is None or not self.is_scales:
-            return (self.stored_shape,)
-        return self.stored_shape, self.grid.rows, self.grid.cols, self.grid.line_numel
+        """What regions depend on, besides the distribution."""
+        return self.stored_shape, self.grid if self.is_scales else None
 
     def stored_region(self, coordinates: Shape) -> Region:
         """What ranks at these coordinates store of the tensor."""
-        return self._description.region(self.place, coordinates)
+        return self._description.region(self.number, coordinates)
 
     def regions(self, coordinates: Shape) -> list[tuple[Region, int]]:
         """What leaves can read from ranks at these coordinates, each region with its offset in one flat memory."""
@@ -355,10 +343,10 @@ class SourceTensor:
         region = Region(box, FlatRange(0, box.numel))
         if self.grid is not None and self.is_scales:
             region = Region(whole_box(self.stored_shape), hull_of(box, self.stored_shape, self.grid))
-        return self._description.touching(self.place, region)
+        return self._description.touching(self.number, region)
 
     def all_coordinates(self) -> Iterator[Shape]:
-        """Those of all places, in order."""
+        """The coordinates of all cells, in order."""
         return np.ndindex(*(axis.size for axis in self.distribution.axes))
 
 
@@ -367,8 +355,8 @@ class PlacedLeaf(NamedTuple):
 
     Attributes:
         target: number of the tensor in the target's description.
-        wire_dtype: of items as they are sent: the narrower dtype of both sides.
-        narrowed, widened: whether the source casts items to it, and the target from it.
+        wire_dtype: of items as they are sent: the narrower dtype of source and target.
+        narrowed, widened: whether the source casts items to ``wire_dtype``, and the target from it.
     """
 
     leaf: Leaf
@@ -385,31 +373,41 @@ class PlacedLeaf(NamedTuple):
 
 
 def resolve_links(
-    source: StateDescription, target: StateDescription, links: Mapping[str, Link], cast: bool
+    source: StateDescription, target: StateDescription, links: Iterable[tuple[str, Link]], cast: bool
 ) -> tuple[PlacedLeaf, ...]:
     """The leaves of all tensors of a target, in their order.
+
+    Args:
+        links: by name, with dots or slashes between keys.
 
     Raises:
         PlacementError: if names, shapes or dtypes do not match, or no rank has a part; lists all problems.
     """
     problems: list[str] = []
-    sources: dict[Named | Coded, SourceTensor] = {}
+    sources: dict[str | Coded, SourceTensor] = {}
     placed: list[PlacedLeaf] = []
+    link_of: dict[str, Link] = {}
+    for spelled, link in links:
+        name = spelled if spelled in target.numbers_by_name else dotted_name(spelled)
+        if name not in target.numbers_by_name:
+            problems.append(f"{spelled!r} is linked, but the target has no such tensor")
+        elif name in link_of:
+            problems.append(f"{name!r} is linked twice, also as {spelled!r}")
+        link_of[name] = link
 
-    def source_of(item: Named | Coded) -> SourceTensor:
+    def source_of(item: str | Coded) -> SourceTensor:
         if item not in sources:
             sources[item] = SourceTensor(source, item)
         return sources[item]
 
-    for place, entry in enumerate(target.entries):
-        link = links.get(entry.name, Named(entry.name))
+    for number, entry in enumerate(target.entries):
         try:
-            shape, leaves = leaves_of(link, lambda item: source_of(item).shape)
+            shape, leaves = leaves_of(link_of.get(entry.name, entry.name), lambda item: source_of(item).shape)
         except KeyError as missing:
             problems.append(f"{entry.name!r}: the source has no tensor {missing}")
             continue
         except PlacementError as misfit:
-            problems.append(f"{entry.name!r}: " + " ".join(str(misfit).split()))
+            problems.append(f"{entry.name!r}: " + " ".join(str(misfit).split()))  # on one line
             continue
         if shape != entry.shape:
             problems.append(f"{entry.name!r}: shape {entry.shape}, but the source makes {shape}")
@@ -417,41 +415,27 @@ def resolve_links(
         for leaf in leaves:
             item = source_of(leaf.source)
             have, want = stored_dtype(item.dtype), stored_dtype(entry.dtype)
-            # Codes are bytes: the target may call them by the name that its kernels take.
             is_renamed = item.codec is not None and want.name in _NAMES_OF_BYTES.get(have.name, ())
             is_cast = have.name != want.name and not is_renamed
             if is_cast and not (cast and have.kind == want.kind == "float"):
                 problems.append(f"{entry.name!r}: dtype {want.name}, but the source makes {have.name}")
             wire = entry.dtype if want.itemsize <= have.itemsize else item.dtype
             casts = (is_cast and wire != item.dtype, is_cast and wire != entry.dtype)
-            placed.append(PlacedLeaf(leaf, item, place, wire, *casts))
-    names = {entry.name for entry in target.entries}
-    problems += [
-        f"{name!r} is linked, but the target has no such tensor" for name in links if name not in names
-    ]
-    problems += _missing_parts(placed)
+            placed.append(PlacedLeaf(leaf, item, number, wire, *casts))
+    for item in dict.fromkeys(leaf.source for leaf in placed):
+        missing_cell = item.holders.missing_cell()
+        if missing_cell is not None:
+            sizes = [axis.size for axis in item.distribution.axes]
+            where = [int(at) for at in np.unravel_index(missing_cell, sizes)] if sizes else []
+            problems.append(f"{item.name!r}: no rank of the source has the part at {where} of {sizes}")
     if problems:
-        more = len(problems) - _MAX_SHOWN
+        shown = [f"{len(problems)} problems", *problems[:_MAX_SHOWN]]
+        if len(problems) > _MAX_SHOWN:
+            shown.append(f"and {len(problems) - _MAX_SHOWN} more")
         raise PlacementError(
             "Source and target do not match.",
             expected="for each tensor of the target a source of its shape and dtype",
-            got="\n    ".join(
-                [
-                    f"{len(problems)} problems",
-                    *problems[:_MAX_SHOWN],
-                    *([f"and {more} more"] if more > 0 else []),
-                ]
-            ),
+            got="\n    ".join(shown),
             todo="link names that differ: plan_transfer(..., links={name: ...}); cast=True rounds floats",
         )
     return tuple(placed)
-
-
-def _missing_parts(leaves: Sequence[PlacedLeaf]) -> Iterator[str]:
-    """The parts of tensors that leaves read and no rank stores."""
-    for source in {id(leaf.source): leaf.source for leaf in leaves}.values():
-        missing = source.holders.missing_cell()
-        if missing is not None:
-            sizes = [axis.size for axis in source.distribution.axes]
-            where = np.unravel_index(missing, sizes) if sizes else ()
-            yield f"{source.name!r}: no rank of the source has the part at {[int(n) for n in where]} of {sizes}"

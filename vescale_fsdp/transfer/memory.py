@@ -1,9 +1,9 @@
-"""One rank's memory in a transfer: what it reads and what it fills, as bytes that are sent and received.
+"""One rank's memory in a transfer: what the rank reads and what it fills, as bytes that are sent and received.
 
-`Origin` packs boxes of the source, cast or coded as the plan says. `Destination` fills the target. With ``keep_old`` it
-fills a second copy and copies it into the target at the end. Otherwise it fills the target in place. A failure then
+`Origin` packs boxes of the source, cast or coded as the plan says. `Destination` fills the target. With ``keep_old`` a
+second copy is filled, and copied into the target at the end. Otherwise the target itself is filled. A failure then
 leaves old and new weights mixed, so the whole target is poisoned: every byte becomes 0xFF, which is NaN in every float
-and -1 in every integer. Such weights cannot be served by mistake.
+dtype and -1 in every signed integer dtype. Such weights cannot be served by mistake.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -22,68 +22,70 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dtype_name
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import local_of, storage_id, version_of
-from vescale_fsdp.transfer.coding import Codec, CodedTensor, cut_blocks_of
+from vescale_fsdp.transfer.coding import CodedTensor, cut_blocks_of
 from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.transfer.links import SourceTensor
 from vescale_fsdp.transfer.plan import TransferPlan
-from vescale_fsdp.transfer.rank_transfers import Share
+from vescale_fsdp.transfer.rank_transfers import Shape, Share
 
-CodedKey = tuple[str, Codec]  # identifies the codes and scales of one tensor
+if TYPE_CHECKING:
+    from vescale_fsdp.quantize.codec import BlockCodec
+
+CodedKey = tuple[str, "BlockCodec"]  # identifies the codes and scales of one tensor
 
 
 class PlannedPart(NamedTuple):
-    """What a rank must store of a described tensor.
+    """The part of a described tensor that a rank stores.
 
     Attributes:
-        place: number of the tensor in its description.
-        dtype, shape: of the whole tensor.
-        numel: items of this rank's part.
+        number: of the tensor in its description.
+        name, dtype, shape: of the whole tensor.
+        numel: items of the part.
     """
 
-    place: int
+    number: int
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     numel: int
 
 
-def parts_of(description: StateDescription, places: Iterable[int], rank: int) -> list[PlannedPart]:
-    """What a rank must store of some tensors of a description; tensors that it has no part of are left out."""
+def parts_of(description: StateDescription, numbers: Iterable[int], rank: int) -> list[PlannedPart]:
+    """A rank's parts of some tensors of a description, by their numbers; tensors without a part are left out."""
     parts = []
-    for place in sorted(set(places)):
-        position = description.holders_of(place).position(rank)
+    for number in sorted(set(numbers)):
+        position = description.holders_of(number).position(rank)
         if position is not None:
-            entry, numel = description.entries[place], description.region(place, position[0]).numel
-            parts.append(PlannedPart(place, entry.name, dtype_named(entry.dtype), entry.shape, numel))
+            entry, numel = description.entries[number], description.region(number, position[0]).numel
+            parts.append(PlannedPart(number, entry.name, dtype_named(entry.dtype), entry.shape, numel))
     return parts
 
 
 def local_parts(
     tensors: Mapping[str, torch.Tensor], parts: Sequence[PlannedPart], rank: int
 ) -> dict[int, torch.Tensor]:
-    """This rank's parts of the tensors of a state, by their numbers.
+    """This rank's parts of the tensors of a state, by the tensors' numbers.
 
     Raises:
         CheckpointError: if the state differs from its description.
     """
-    locals_by_place = {}
-    for part in parts:
-        tensor = tensors.get(part.name)
+    locals_by_number = {}
+    for number, name, dtype, shape, numel in parts:
         got = "no such tensor"
-        if tensor is not None:
-            local = local_of(tensor)
-            if (tensor.dtype, tensor.shape, local.numel()) == (part.dtype, part.shape, part.numel):
-                locals_by_place[part.place] = local.detach()
+        if name in tensors:
+            tensor, local = tensors[name], local_of(tensors[name])
+            if (tensor.dtype, tensor.shape, local.numel()) == (dtype, shape, numel):
+                locals_by_number[number] = local.detach()
                 continue
             got = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}, {local.numel()} items here"
         raise CheckpointError(
-            "A state is not the one that the transfer was planned for.",
-            expected=f"{dtype_name(part.dtype)} {part.shape}, {part.numel} items here",
+            "The transfer was planned for another state.",
+            expected=f"{dtype_name(dtype)} {shape}, {numel} items here",
             got=got,
-            where=f"{part.name}, rank {rank}",
-            todo="describe it again, and plan a new transfer",
+            where=f"{name}, rank {rank}",
+            todo="describe the state again, and plan a new transfer",
         )
-    return locals_by_place
+    return locals_by_number
 
 
 def _is_plain_memory(local: torch.Tensor) -> bool:
@@ -97,22 +99,32 @@ def _flat(local: torch.Tensor) -> torch.Tensor:
     return local.as_strided((local.numel(),), (1,))
 
 
-def _strided(
-    flat: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], start: int
-) -> torch.Tensor:
-    return flat.as_strided(sizes, strides, flat.storage_offset() + start)
-
-
 def _as_carrier(local: torch.Tensor) -> torch.Tensor:
-    """The same items under a dtype of their width that every copy kernel supports."""
+    """The same items in a dtype of their width that every copy kernel supports."""
     return local.view(carrier_of(local.dtype))
 
 
-_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()
-_watches_lock = Lock()
+def _views(
+    data: torch.Tensor, wire_dtype: str | None, flat: torch.Tensor, sizes: Shape, strides: Shape, start: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A share's items in a message and in a flat memory, both of shape ``sizes``.
+
+    Args:
+        data: the share's bytes of the message, 1D uint8.
+        wire_dtype: dtype of items in the message, if the copy is to cast; None to copy bits.
+    """
+    if wire_dtype is None:
+        flat = _as_carrier(flat)
+    wire = data.view(flat.dtype if wire_dtype is None else dtype_named(wire_dtype))
+    return wire.view(sizes), flat.as_strided(sizes, strides, flat.storage_offset() + start)
+
+
+_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()  # weak: a watch ends with its transfer
+_watches_lock = Lock()  # optimizers may step on another thread than that of a transfer
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    """Note in all watches that an optimizer begins a step on its parameters."""
     with _watches_lock:
         watches = list(_watches)
     if watches:
@@ -122,7 +134,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
             watch.is_stepped |= not stepped.isdisjoint(watch.storages)
 
 
-@lru_cache
+@lru_cache  # the hook is for all optimizers of the process
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_note_step)
 
@@ -130,8 +142,8 @@ def _watch_optimizers() -> None:
 class SourceWatch:
     """Detects writes to tensors since it was created, from any thread.
 
-    Version counters alone miss a write in progress: torch increments them after a kernel, for a fused optimizer after
-    all of its tensors. So a step of an optimizer counts from its beginning.
+    Version counters alone miss a write in progress: torch increments them after a kernel, and after all kernels of a
+    fused optimizer. So the beginning of an optimizer's step counts as a write.
 
     Args:
         tensors: DTensors are watched with their local tensors.
@@ -152,10 +164,10 @@ class SourceWatch:
         self._versions = [(item, version_of(item)) for item in watched if not item.is_inference()]
 
     def check(self) -> None:
-        """Raise if something was written.
+        """Check that no tensor was written to.
 
         Raises:
-            CheckpointError: says how many tensors changed.
+            CheckpointError: with the number of tensors that changed.
         """
         changed = sum(version_of(tensor) != version for tensor, version in self._versions)
         if changed or self.is_stepped:
@@ -163,13 +175,13 @@ class SourceWatch:
                 "The source was written to while it was sent.",
                 expected="no optimizer step before the transfer has ended",
                 got=f"{changed} of {len(self._versions)} tensors changed"
-                + (", and an optimizer's step began" if self.is_stepped else ""),
-                todo="wait for the handle first, or start with snapshot=True",
+                + (", and an optimizer began a step" if self.is_stepped else ""),
+                todo="call the handle's wait() before the step, or start the transfer with snapshot=True",
             )
 
 
 def _coded_sources(plan: TransferPlan) -> dict[CodedKey, SourceTensor]:
-    """One source of each tensor and codec, in the order of the plan's leaves."""
+    """The source tensors of a plan that are coded: one per tensor and codec, in the order of the plan's leaves."""
     sources: dict[CodedKey, SourceTensor] = {}
     for leaf in plan.leaves:
         if leaf.source.codec is not None:
@@ -193,80 +205,80 @@ class CutBlocks:
             assert grid is not None
             if len(cuts) == 1 and isinstance(cuts[0], LayoutCut):
                 slot = layouts[cuts[0].layout].slots[cuts[0].slot]
-                if slot.block_numel % (grid.rows * grid.line_numel) == 0:
+                if slot.block_numel % grid.band_numel == 0:
                     continue  # the planner cut no band, so regions need not be examined
             regions = map(source.stored_region, source.all_coordinates())
             cut = {block for region in regions for block in cut_blocks_of(region, source.stored_shape, grid)}
-            self.blocks[key] = sorted(cut)
+            self.blocks[key] = sorted(cut)  # ranks must reduce them in one order
         self.total = sum(map(len, self.blocks.values()))
 
     def agree(self, tensors: Mapping[CodedKey, CodedTensor], coordinator: Coordinator) -> None:
         """Give every rank the largest magnitudes of its cut blocks; one all-reduce if any block is cut."""
         if not self.total:
             return
-        # Magnitudes compare alike as integers, and a NaN is the largest of them.
+        # Non-negative floats compare in the same order as their bits, read as integers. A NaN is the largest.
         largest = torch.zeros(self.total, dtype=torch.int32, device="cpu")
-        own: list[tuple[CodedTensor, list[int], list[int]]] = []
+        own: list[
+            tuple[torch.Tensor, list[int], list[int]]
+        ] = []  # magnitudes, indices in ``largest`` and in them
         start = 0
         for key, blocks in self.blocks.items():
             if key in tensors:
-                numbers, here = tensors[key].blocks_here(blocks)
-                own.append((tensors[key], [start + number for number in numbers], here))
+                amax, first = tensors[key].amax.view(-1), tensors[key].first_block
+                here = [at for at, block in enumerate(blocks) if 0 <= block - first < amax.numel()]
+                own.append((amax, [start + at for at in here], [blocks[at] - first for at in here]))
             start += len(blocks)
-        for tensor, numbers, here in own:
-            largest[numbers] = tensor.amax.view(-1)[here].cpu().view(torch.int32)
+        for amax, numbers, here in own:
+            largest[numbers] = amax[here].cpu().view(torch.int32)
         coordinator.raise_to_largest(largest)
-        for tensor, numbers, here in own:
-            tensor.amax.view(-1)[here] = largest[numbers].view(torch.float32).to(tensor.amax.device)
+        for amax, numbers, here in own:
+            amax[here] = largest[numbers].view(torch.float32).to(amax.device)
 
 
 class Origin:
     """What a rank reads of a source.
 
     Args:
-        locals_by_place: this rank's parts, by number in the source's description.
+        locals_by_number: this rank's parts, by number in the source's description.
 
     Attributes:
         coded: this rank's parts of coded tensors, with the magnitudes of their blocks.
     """
 
-    def __init__(self, plan: TransferPlan, rank: int, locals_by_place: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, plan: TransferPlan, rank: int, locals_by_number: Mapping[int, torch.Tensor]) -> None:
         self._plan = plan
         self._rank = rank
-        self._flats = {place: _flat(local) for place, local in locals_by_place.items()}
+        self._flats = {number: _flat(local) for number, local in locals_by_number.items()}
         self._scales: dict[CodedKey, torch.Tensor] = {}
-        self.storages = {storage_id(local) for local in locals_by_place.values() if local.numel()}
-        self.devices = {local.device for local in locals_by_place.values()}
+        self.storages = {storage_id(local) for local in locals_by_number.values() if local.numel()}
+        self.devices = {local.device for local in locals_by_number.values()}
         self.coded: dict[CodedKey, CodedTensor] = {}
         for (name, codec), source in _coded_sources(plan).items():
             position = source.holders.position(rank)
             if position is not None:
-                region, flat = source.stored_region(position[0]), self._flats[source.place]
+                region, flat = source.stored_region(position[0]), self._flats[source.number]
                 self.coded[name, codec] = CodedTensor(codec, region, source.stored_shape, flat)
 
     def run(self, share: Share, numel: int) -> torch.Tensor:
         """The bytes of ``numel`` contiguous items that begin with a share's first item."""
-        flat = self._flats[self._plan.leaves[share.leaf].source.place]
+        flat = self._flats[self._plan.leaves[share.leaf].source.number]
         return flat[share.source : share.source + numel].view(torch.uint8)
 
     def pack(self, share: Share, out: torch.Tensor) -> None:
-        """Write a share's bytes as they are sent; ``out`` is 1D uint8."""
+        """Write a share's bytes as they are sent into ``out``, 1D uint8."""
         placed = self._plan.leaves[share.leaf]
         codec = placed.source.codec
         if codec is not None and not placed.source.is_scales:
             coded = self.coded[placed.source.name, codec]
             coded.encode(out.view(share.sizes), share.sizes, share.source_strides, share.source)
             return
-        flat = self._flats[placed.source.place] if codec is None else self._scales_of(placed.source, codec)
-        if placed.narrowed:
-            wire = out.view(dtype_named(placed.wire_dtype))
-        else:
-            flat = _as_carrier(flat)
-            wire = out.view(flat.dtype)
-        wire.view(share.sizes).copy_(_strided(flat, share.sizes, share.source_strides, share.source))
+        flat = self._flats[placed.source.number] if codec is None else self._scales_of(placed.source, codec)
+        wire_dtype = placed.wire_dtype if placed.narrowed else None
+        wire, box = _views(out, wire_dtype, flat, share.sizes, share.source_strides, share.source)
+        wire.copy_(box)
 
-    def _scales_of(self, source: SourceTensor, codec: Codec) -> torch.Tensor:
-        """1D, the scales that this rank owns."""
+    def _scales_of(self, source: SourceTensor, codec: BlockCodec) -> torch.Tensor:
+        """The scales of a tensor that this rank owns, 1D."""
         key = source.name, codec
         if key not in self._scales:
             position = source.holders.position(self._rank)
@@ -279,9 +291,9 @@ class Destination:
     """What a rank fills of a target.
 
     Args:
-        locals_by_place: this rank's parts, by number in the target's description.
+        locals_by_number: this rank's parts, by number in the target's description.
         keep_old: fill a second copy, and copy it into the target at the end.
-        copies: memory of earlier transfers for such copies, by number; extended here.
+        copies: second copies of earlier transfers, by the tensors' numbers, to be used again; extended here.
 
     Attributes:
         is_mixed: whether the target may have some of the new weights.
@@ -290,27 +302,27 @@ class Destination:
     def __init__(
         self,
         plan: TransferPlan,
-        locals_by_place: Mapping[int, torch.Tensor],
+        locals_by_number: Mapping[int, torch.Tensor],
         *,
         keep_old: bool,
         copies: dict[int, torch.Tensor],
     ) -> None:
         self._plan = plan
-        self._locals = locals_by_place
+        self._locals = locals_by_number
         self._keep_old = keep_old
         self.is_mixed = not keep_old
-        self.devices = {local.device for local in locals_by_place.values()}
+        self.devices = {local.device for local in locals_by_number.values()}
         self._flats: dict[int, torch.Tensor] = {}
-        for place, local in locals_by_place.items():
+        for number, local in locals_by_number.items():
             if _is_plain_memory(local) and not keep_old:
-                self._flats[place] = _flat(local)
+                self._flats[number] = _flat(local)
                 continue
-            if place not in copies:
-                copies[place] = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
-            self._flats[place] = copies[place]
+            if number not in copies:
+                copies[number] = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
+            self._flats[number] = copies[number]
 
     def check_apart(self, origin: Origin) -> None:
-        """Check that nothing is filled before it is read.
+        """Check that the target is not filled while it is read as the source.
 
         Raises:
             CheckpointError: if tensors of both states share memory.
@@ -319,8 +331,8 @@ class Destination:
         if shared and not self._keep_old:
             raise CheckpointError(
                 "Source and target share memory.",
-                expected="separate tensors on both sides",
-                got=f"{len(shared)} storages of both",
+                expected="different memory of the two states",
+                got=f"{len(shared)} shared storages",
                 todo="pass keep_old=True, which fills the target after everything is read",
             )
 
@@ -331,28 +343,24 @@ class Destination:
 
     def unpack(self, share: Share, data: torch.Tensor) -> None:
         """Copy a share's bytes from a message."""
-        wire, box = self._views(share, data)
+        wire, box = self._wire_and_box(share, data)
         box.copy_(wire)
 
     def read_back(self, share: Share, out: torch.Tensor) -> None:
-        """The share's bytes as they were received, from the filled items: the inverse of `unpack`."""
-        wire, box = self._views(share, out)
+        """Write the bytes of a share's filled items into ``out``, as they were received: the inverse of `unpack`."""
+        wire, box = self._wire_and_box(share, out)
         wire.copy_(box)
 
-    def _views(self, share: Share, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _wire_and_box(self, share: Share, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         placed = self._plan.leaves[share.leaf]
-        flat = self._flats[placed.target]
-        if not placed.widened:
-            flat = _as_carrier(flat)
-        dtype = dtype_named(placed.wire_dtype) if placed.widened else flat.dtype
-        box = _strided(flat, share.sizes, share.target_strides, share.target)
-        return data.view(dtype).view(share.sizes), box
+        flat, wire_dtype = self._flats[placed.target], placed.wire_dtype if placed.widened else None
+        return _views(data, wire_dtype, flat, share.sizes, share.target_strides, share.target)
 
     def commit(self) -> None:
-        """Copy what was filled elsewhere into the target."""
-        self.is_mixed = True
-        for place, local in self._locals.items():
-            flat = self._flats[place]
+        """Copy second copies into the target."""
+        self.is_mixed = True  # until the last copy is done
+        for number, local in self._locals.items():
+            flat = self._flats[number]
             if flat.data_ptr() != local.data_ptr() and local.numel():
                 _as_carrier(local).copy_(_as_carrier(flat).view(local.shape))
         self.is_mixed = False

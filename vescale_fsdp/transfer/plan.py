@@ -1,9 +1,9 @@
 """Plans of transfers: two descriptions and a few choices, from which each rank derives what it sends and receives.
 
-plan_transfer(source, target)      pure: compares names, shapes and dtypes, and balances the senders' loads
-plan.to_json()                     the descriptions, the links, the budget, and shares that are not equal
-print(plan), plan.to_svg()         totals of all ranks and a picture of who sends what to whom; no rank needs to exist
-RankTransfers(plan, rank)          what one rank sends, receives and keeps, as strided boxes (`rank_transfers`)
+    plan_transfer(source, target)   pure: compares names, shapes and dtypes, and balances the senders' loads
+    plan.to_json()                  the descriptions, the links, the budget, and the shares that are not equal
+    print(plan), plan.to_svg()      totals of all ranks, and a picture of senders and receivers; no rank needs to exist
+    RankTransfers(plan, rank)       what one rank sends, receives and keeps, as strided boxes (`rank_transfers`)
 
 Ranks that store the same part of a tensor are a *set*. The bytes that the ranks of a target take from a set, in rank
 order, are divided into one byte range per rank of the set:
@@ -11,8 +11,8 @@ order, are divided into one byte range per rank of the set:
     set (0, 4), taken by ranks 8, 9, 10        8888888899999999....10101010
     equal loads, so equal byte ranges          000000000000|444444444444444
 
-So a rank sends to few others, and most receivers need one rank of a set only. Where sets overlap, the byte ranges are
-chosen such that no rank sends what a less loaded rank could send.
+So each sender has few receivers, and most receivers need only one rank of a set. Where sets overlap, the byte ranges
+are chosen such that no rank sends what a less loaded rank could send.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,26 +28,26 @@ from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.pictures import PAPER, Canvas
-from vescale_fsdp.transfer.coding import Codec
 from vescale_fsdp.transfer.demand import Demand, demand_of
 from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.transfer.links import (
     Link,
-    Linkable,
     PlacedLeaf,
-    as_link,
     link_from_json,
     link_to_json,
     resolve_links,
 )
 
+if TYPE_CHECKING:
+    from vescale_fsdp.quantize.codec import BlockCodec
+
 BUDGET_BYTES = 64 << 20  # 64 MiB
 IN_FLIGHT = 4  # messages that a rank sends at the same time, and as many that it receives
 ALIGN_BYTES = 16  # of the widest item: streams are cut at multiples of it, so that no item is cut
 
-_VERSION = 1
-_MAX_BALANCE_ROUNDS = 200
-_BALANCE_TOLERANCE_BYTES = 64
+_VERSION = 1  # of the JSON
+_MAX_BALANCE_ROUNDS = 200  # bounds the time of planning; loads that still change by then are nearly equal
+_BALANCE_TOLERANCE_BYTES = 64  # loads that differ by less are equal
 
 _MAX_DRAWN = 32  # ranks on either side of a picture
 _CELL_PX, _LEFT_PX, _TOP_PX, _BAR_PX = 22, 90, 140, 200
@@ -57,15 +57,15 @@ Ranks = tuple[int, ...]
 Shares = Mapping[Ranks, tuple[int, ...]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TransferPlan:
     """How the ranks of a target get their tensors from the ranks of a source. `str` gives its totals.
 
     Args:
-        source, target: which ranks store what; both number ranks alike.
-        links: what target tensors are made of, where it is not the source tensor of their name.
+        source, target: which ranks store what; both number ranks in the same way.
+        links: what target tensors are made of, if not of the source tensor of their name.
         cast: whether floats may be rounded to the target's dtype.
-        budget_bytes: of memory that a rank may use for messages.
+        budget_bytes: memory that a rank may use for messages.
         shares: bytes that each rank of a set sends, for sets whose ranks do not send equally.
 
     Examples:
@@ -85,15 +85,9 @@ class TransferPlan:
     budget_bytes: int = BUDGET_BYTES
     shares: tuple[tuple[Ranks, tuple[int, ...]], ...] = ()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TransferPlan) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
     @property
     def message_bytes(self) -> int:
-        """The most that one message carries."""
+        """Size of the largest message: half of the budget is for sending, half for receiving."""
         return max(self.budget_bytes // (2 * IN_FLIGHT) // ALIGN_BYTES, 1) * ALIGN_BYTES
 
     @cached_property
@@ -103,7 +97,7 @@ class TransferPlan:
         Raises:
             PlacementError: if names, shapes or dtypes do not match; lists all that do not.
         """
-        return resolve_links(self.source, self.target, dict(self.links), self.cast)
+        return resolve_links(self.source, self.target, self.links, self.cast)
 
     @cached_property
     def demand(self) -> Demand:
@@ -117,18 +111,17 @@ class TransferPlan:
         wanted = zip(self.demand.sets, self.demand.sent.sum(1).tolist(), strict=True)
         return {ranks: chosen.get(ranks) or equal_shares(nbytes, len(ranks)) for ranks, nbytes in wanted}
 
-    def wanted_bytes(self, ranks: Ranks, receiver: int) -> int:
-        """Bytes that a rank takes from a set."""
-        demand = self.demand
-        return int(demand.sent[demand.row_of[ranks], demand.column_of[receiver]])
-
     def byte_range(self, ranks: Ranks, sender: int, receiver: int) -> tuple[int, int]:
         """The range that one rank of a set sends, of the bytes that another rank takes from the set."""
         row, column = self.demand.row_of[ranks], self.demand.column_of[receiver]
         start, stop = self.demand.starts[row, column : column + 2].tolist()
         number, shares = ranks.index(sender), self.all_shares[ranks]
-        low = sum(shares[:number])
-        return _edge(low - start, stop - start), _edge(low + shares[number] - start, stop - start)
+        low = sum(shares[:number]) - start
+
+        def edge(position: int) -> int:  # never within an item
+            return stop - start if position >= stop - start else max(position, 0) // ALIGN_BYTES * ALIGN_BYTES
+
+        return edge(low), edge(low + shares[number])
 
     @cached_property
     def digest(self) -> int:
@@ -149,7 +142,7 @@ class TransferPlan:
 
     @classmethod
     def from_json(
-        cls, data: Mapping[str, Any], codecs: Mapping[str, Callable[..., Codec]] | None = None
+        cls, data: Mapping[str, Any], codecs: Mapping[str, Callable[..., BlockCodec]] | None = None
     ) -> TransferPlan:
         """Inverse of `to_json`.
 
@@ -158,8 +151,8 @@ class TransferPlan:
         """
         if data.get("version") != _VERSION:
             raise PlacementError(
-                "This plan has another version.",
-                expected=_VERSION,
+                "This plan was written by another version of vescale_fsdp.",
+                expected=f"version {_VERSION} of plans",
                 got=data.get("version"),
                 todo="make the plan again",
             )
@@ -174,7 +167,7 @@ class TransferPlan:
 
     @cached_property
     def unused(self) -> tuple[str, ...]:
-        """Tensors of the source that no tensor of the target is made of."""
+        """Names of the source's tensors that no tensor of the target needs."""
         used = {leaf.source.name for leaf in self.leaves}
         return tuple(entry.name for entry in self.source.entries if entry.name not in used)
 
@@ -194,7 +187,7 @@ class TransferPlan:
 
     @cached_property
     def kept_bytes(self) -> dict[int, int]:
-        """Bytes that ranks of both source and target copy within their own memory, where there are any."""
+        """Bytes that a rank of both source and target copies within its own memory, for ranks that copy any."""
         kept = zip(self.demand.targets, self.demand.kept.tolist(), strict=True)
         return {rank: nbytes for rank, nbytes in kept if nbytes}
 
@@ -205,7 +198,7 @@ class TransferPlan:
 
     @property
     def imbalance(self) -> float:
-        """Bytes of the busiest sender over those of an even share; 1.0 if nothing is sent."""
+        """Bytes of the busiest sender, divided by the mean of all senders; 1.0 if nothing is sent."""
         busiest = max(self.sent_bytes.values(), default=0)
         return busiest * len(self.sent_bytes) / self.total_bytes if self.total_bytes else 1.0
 
@@ -223,14 +216,14 @@ class TransferPlan:
         return pairs
 
     def __str__(self) -> str:
-        receivers = sum(nbytes > 0 for nbytes in self.received_bytes.values())
-        moved = f"{_size(self.total_bytes)} from {len(self.sent_bytes)} ranks to {receivers}"
+        num_receivers = sum(nbytes > 0 for nbytes in self.received_bytes.values())
+        moved = f"{_size(self.total_bytes)} from {len(self.sent_bytes)} ranks to {num_receivers}"
         sender, receiver = (
-            _size(max(by_rank.values(), default=0)) for by_rank in (self.sent_bytes, self.received_bytes)
+            max(sizes.values(), default=0) for sizes in (self.sent_bytes, self.received_bytes)
         )
         lines = [
             f"{moved}; {_size(sum(self.kept_bytes.values()))} copied within ranks",
-            f"busiest sender {sender} (x {self.imbalance:.2f} of an even share), busiest receiver {receiver}",
+            f"busiest sender {_size(sender)} ({self.imbalance:.2f} x the mean), busiest receiver {_size(receiver)}",
             f"messages of at most {_size(self.message_bytes)}",
         ]
         if self.unused:
@@ -241,8 +234,8 @@ class TransferPlan:
     def to_svg(self, title: str = "transfer") -> str:
         """A picture with one square per sender (row) and receiver (column), darker for more bytes.
 
-        A bar next to each row and under each column shows the rank's total. The first 32 ranks on either side are
-        drawn; the picture says how many are not.
+        A bar next to each row and under each column shows the rank's total. Only the first 32 senders and receivers
+        are drawn; a line says how many are omitted.
         """
         senders, receivers = list(self.sent_bytes)[:_MAX_DRAWN], list(self.received_bytes)[:_MAX_DRAWN]
         right, bottom = _LEFT_PX + len(receivers) * _CELL_PX, _TOP_PX + len(senders) * _CELL_PX
@@ -261,14 +254,14 @@ class TransferPlan:
                 x = _LEFT_PX + column * _CELL_PX
                 canvas.rect(x, y, _CELL_PX - 2, _CELL_PX - 2, _shade(nbytes, most), stroke=_RULE, tip=tip)
             nbytes = self.sent_bytes[sender]
-            length = _bar_px(nbytes, self.sent_bytes)
+            length = (_BAR_PX - 40) * nbytes / max(1, *self.sent_bytes.values())
             canvas.rect(right + 10, y, length, _CELL_PX - 2, _FILL, tip=_size(nbytes))
             canvas.text(right + length + 16, y + 15, _size(nbytes), size=10, color=_QUIET)
         for column, receiver in enumerate(receivers):
             x = _LEFT_PX + column * _CELL_PX
             canvas.text(x + 10, _TOP_PX - 6, str(receiver), anchor="middle")
             nbytes = self.received_bytes[receiver]
-            length = _bar_px(nbytes, self.received_bytes)
+            length = (_BAR_PX - 40) * nbytes / max(1, *self.received_bytes.values())
             canvas.rect(x, bottom + 10, _CELL_PX - 2, length, _FILL, tip=_size(nbytes))
         omitted = len(self.sent_bytes) - len(senders), len(self.received_bytes) - len(receivers)
         if any(omitted):
@@ -277,18 +270,8 @@ class TransferPlan:
         return canvas.svg()
 
 
-def _edge(position: int, nbytes: int) -> int:
-    """Where a byte range begins or ends within a stream of so many bytes: never within an item."""
-    return nbytes if position >= nbytes else max(position, 0) // ALIGN_BYTES * ALIGN_BYTES
-
-
-def _bar_px(nbytes: int, all_bytes: Mapping[int, int]) -> float:
-    """Length of a bar; the largest value has the longest one."""
-    return (_BAR_PX - 40) * nbytes / max(*all_bytes.values(), 1)
-
-
 def _shade(nbytes: int, most: int) -> str:
-    """A color: white for zero, darker for more."""
+    """The color of a square: white for zero bytes, darker for more."""
     if not nbytes:
         return PAPER
     share = 0.15 + 0.85 * nbytes / most
@@ -307,20 +290,21 @@ def plan_transfer(
     source: StateDescription,
     target: StateDescription,
     *,
-    links: Mapping[str, Linkable] | None = None,
+    links: Mapping[str, Link] | None = None,
     cast: bool = False,
     budget_bytes: int = BUDGET_BYTES,
 ) -> TransferPlan:
-    """Plan how the ranks of a target get their tensors from the ranks of a source. Pure.
+    """Plan how the ranks of a target get their tensors from the ranks of a source. Communicates nothing.
 
-    A rank is sent nothing that it stores. Of ranks that store the same, none sends what a less loaded one could.
+    A rank receives nothing that it stores. Of ranks that store the same, none sends what a less loaded rank could.
 
     Args:
         source, target: which ranks store what, from `describe_states`; the target need not use all of the source.
         links: what target tensors are made of, such as ``{"qkv": concatenate("q", "k", "v")}`` with the functions of
-            `vescale_fsdp.transfer`; others come from the source tensor of their name.
+            `vescale_fsdp.transfer`. A tensor without a link comes from the source tensor of its name. Names are the
+            keys of nested states joined by dots; slashes are accepted too.
         cast: round floats to the target's dtype where it differs.
-        budget_bytes: of memory that each rank may use for messages, at least 4 KiB.
+        budget_bytes: memory that each rank may use for messages, at least 4 KiB.
 
     Raises:
         PlacementError: if names, shapes or dtypes do not match, or no rank stores a part; lists all problems.
@@ -334,25 +318,24 @@ def plan_transfer(
     """
     if budget_bytes < 4096:
         raise PlacementError("The budget is too small.", expected="at least 4096 bytes", got=budget_bytes)
-    named_links = tuple((name, as_link(link)) for name, link in (links or {}).items())
-    plan = TransferPlan(source, target, named_links, cast, budget_bytes)
-    demand = plan.demand
+    linked = tuple((links or {}).items())
+    leaves = resolve_links(source, target, linked, cast)
+    demand = demand_of(source, target, leaves)
     wanted = dict(zip(demand.sets, demand.sent.sum(1).tolist(), strict=True))
     uneven = tuple(
         (ranks, sent)
         for ranks, sent in balanced_shares(wanted).items()
         if sent != equal_shares(wanted[ranks], len(ranks))
     )
-    if not uneven:
-        return plan
-    balanced = TransferPlan(source, target, named_links, cast, budget_bytes, uneven)
-    # Leaves and demand depend on the descriptions and links only, and are costly.
-    balanced.__dict__.update(leaves=plan.leaves, demand=demand)
-    return balanced
+    plan = TransferPlan(source, target, linked, cast, budget_bytes, uneven)
+    plan.__dict__.update(
+        leaves=leaves, demand=demand
+    )  # they are costly, and the plan would compute them again
+    return plan
 
 
 def equal_shares(nbytes: int, count: int) -> tuple[int, ...]:
-    """Bytes that each of ``count`` ranks sends."""
+    """Bytes that each of ``count`` ranks sends, equal to within one byte."""
     return tuple(nbytes * (number + 1) // count - nbytes * number // count for number in range(count))
 
 
@@ -360,13 +343,13 @@ def balanced_shares(wanted: Mapping[Ranks, int]) -> dict[Ranks, tuple[int, ...]]
     """Bytes that each rank of each set sends, such that the ranks' loads are as equal as possible.
 
     Each set in turn is divided again, given the loads that the other sets put on its ranks, until nothing changes. This
-    is a descent on the sum of squared loads, which is convex.
+    is coordinate descent on the sum of squared loads, which is convex.
 
     Args:
-        wanted: bytes wanted from each set.
+        wanted: bytes that are taken from each set.
 
     Returns:
-        For each set, one number per rank; their sum is what is wanted.
+        For each set, one number per rank, with the sum ``wanted[set]``.
     """
     shares = {ranks: equal_shares(nbytes, len(ranks)) for ranks, nbytes in wanted.items()}
     loads: dict[int, int] = {}
@@ -393,7 +376,7 @@ def balanced_shares(wanted: Mapping[Ranks, int]) -> dict[Ranks, tuple[int, ...]]
 
 
 def _added_to_lowest(loads: Sequence[int], nbytes: int) -> tuple[int, ...]:
-    """What each load gets of ``nbytes``, so that the lowest ones become equal, like vessels that water fills."""
+    """How many of ``nbytes`` to add to each load: the lowest loads are filled up to one level."""
     order = sorted(range(len(loads)), key=lambda number: (loads[number], number))
     added = [0] * len(loads)
     for count in range(1, len(order) + 1):

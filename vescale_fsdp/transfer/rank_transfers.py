@@ -1,26 +1,26 @@
 """What one rank sends, receives and keeps, and the order of its messages: arithmetic on the plan, no communication.
 
-A `Share` is a box of items, described by offset and strides twice: in the flat memory of the source's part of a tensor,
-and in that of the target's. A `ShareStream` is all that goes from one rank to another, share after share, wide items
-first, so that every item is aligned wherever a message begins. Both ends of a stream derive the same shares in the same
-order, because both evaluate the same plan.
+A `Share` is a box of items, with an offset and strides in two memories: in the flat memory of the sender's part of a
+source tensor, and in that of the receiver's part of a target tensor. A `ShareStream` is all shares that one rank sends
+to another. Wide items come first, so that every item is aligned wherever a message begins. Both ends of a stream derive
+the same shares in the same order, because both evaluate the same plan.
 
 All messages of all ranks have one order, so that ranks cannot wait for each other in a circle. Messages are ordered by
-*turn*, in which source i sends to target (i + turn) of all, then by their number in the stream. In each turn a sender
-has one receiver, and a receiver one sender. Every rank starts its own messages in this order, a few at a time. So the
-first message of all that has not arrived is always started at both ends.
+*turn*, then by their number in the stream. In turn t, source number i sends to target number (i + t), modulo their
+number: each sender has one receiver, and each receiver one sender. Every rank starts its own messages in this order, a
+few at a time. So the first message of all that has not arrived has always been started at both ends.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.region import Region
-from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides, numel_of
+from vescale_fsdp.layout.geometry import FlatRange, boxes_of_range, contiguous_strides, numel_of
 from vescale_fsdp.transfer.links import Leaf
 from vescale_fsdp.transfer.plan import Ranks, TransferPlan
 
@@ -36,8 +36,8 @@ class Share(NamedTuple):
         leaf: number of its leaf in the plan.
         itemsize: bytes of an item as it is sent.
         sizes: of the box.
-        source, source_strides: index of its first item in the source's flat memory, and steps there.
-        target, target_strides: likewise in the target's.
+        source, source_strides: index of the box's first item in the source's flat memory, and steps there.
+        target, target_strides: the same in the target's flat memory.
     """
 
     leaf: int
@@ -55,7 +55,7 @@ class Share(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes as it is sent."""
+        """Bytes of the box as it is sent."""
         return numel_of(self.sizes) * self.itemsize
 
     @property
@@ -65,16 +65,16 @@ class Share(NamedTuple):
 
     @property
     def is_target_run(self) -> bool:
-        """Whether the target does."""
+        """Whether the target stores the items contiguously, in the same order."""
         return self.target_strides == contiguous_strides(self.sizes)
 
     @property
     def is_sent_alone(self) -> bool:
-        """Whether it has messages of its own, so that one side at least need not copy it."""
+        """Whether the share has messages of its own, so that at least one side need not copy it."""
         return self.nbytes >= _ALONE_BYTES and (self.is_source_run or self.is_target_run)
 
     def between(self, start: int, stop: int) -> Iterator[Share]:
-        """Items [start, stop) of the box, in its order."""
+        """Items [start, stop) of the box, as shares."""
         if (start, stop) == (0, self.numel):
             yield self
             return
@@ -85,12 +85,14 @@ class Share(NamedTuple):
             yield Share(self.leaf, self.itemsize, sizes, source, steps, target, target_steps)
 
 
-def _flat_index(offsets: Iterable[int], strides: Shape) -> int:
-    return sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+def _flat_index(offsets: Shape, strides: Shape, origin: Shape | None = None) -> int:
+    """Index of the item at ``offsets`` in a memory whose first item is at ``origin`` (default: zeros)."""
+    index = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    return index if origin is None else index - _flat_index(origin, strides)
 
 
 def _joined(sizes: Shape, source_strides: Shape, target_strides: Shape) -> tuple[Shape, Shape, Shape]:
-    """A box with neighboring dims joined where both sides step through them as through one."""
+    """Sizes and strides of a box, with adjacent dims joined where both memories step through them as through one."""
     dims: list[tuple[int, int, int]] = []
     for size, step, target_step in zip(sizes, source_strides, target_strides, strict=True):
         if size == 1:
@@ -106,16 +108,16 @@ def _joined(sizes: Shape, source_strides: Shape, target_strides: Shape) -> tuple
 def shares_between(
     number: int, itemsize: int, source: Sequence[tuple[Region, int]], target: Region, leaf: Leaf
 ) -> Iterator[Share]:
-    """The items that regions of a leaf's source give to a region of its target.
+    """The items of a leaf that are in regions of its source and in a region of its target.
 
     Args:
         number: of the leaf.
         itemsize: bytes of an item as it is sent.
-        source: regions of one tensor, each with its offset in one flat memory.
+        source: regions of one tensor that a rank stores one after the other, each with its offset.
     """
     if leaf.is_identity and len(source) == 1 and source[0][0].box == target.box == leaf.box:
         (region, base), shared = source[0], source[0][0].span.intersect(target.span)
-        if shared.numel:  # flat pieces of one box: contiguous on both sides
+        if shared.numel:  # flat ranges of one box are contiguous on both sides
             starts = shared.start - region.span.start + base, shared.start - target.span.start
             yield Share(number, itemsize, (shared.numel,), starts[0], (1,), starts[1], (1,))
         return
@@ -133,15 +135,9 @@ def shares_between(
                 strides, target_strides = contiguous_strides(stored.sizes), contiguous_strides(wanted.sizes)
                 along_target = tuple(0 if dim < 0 else strides[dim] for dim in leaf.dims)
                 sizes, steps, target_steps = _joined(into.sizes, along_target, target_strides)
-                first = base + start + _index_within(shared_box, stored, strides)
-                target_first = target_start + _index_within(into, wanted, target_strides)
+                first = base + start + _flat_index(shared_box.offsets, strides, stored.offsets)
+                target_first = target_start + _flat_index(into.offsets, target_strides, wanted.offsets)
                 yield Share(number, itemsize, sizes, first, steps, target_first, target_steps)
-
-
-def _index_within(box: Box, outer: Box, strides: Shape) -> int:
-    """Index of a box's first item among the items of a box that contains it and has these strides."""
-    offsets = (inner - start for inner, start in zip(box.offsets, outer.offsets, strict=True))
-    return _flat_index(offsets, strides)
 
 
 class ShareStream:
@@ -152,7 +148,7 @@ class ShareStream:
     """
 
     def __init__(self, shares: Iterable[Share]) -> None:
-        # Small shares come last of their width, so that one message takes many of them.
+        # Among shares of one width the small ones come last, so that one message takes many of them.
         self.shares = sorted(shares, key=lambda share: (-share.itemsize, not share.is_sent_alone))
         self._stops = list(accumulate(share.nbytes for share in self.shares))
 
@@ -172,7 +168,7 @@ class ShareStream:
             yield from share.between(part.start // share.itemsize, part.stop // share.itemsize)
 
     def messages(self, message_bytes: int) -> list[tuple[Share, ...]]:
-        """The stream in messages of at most ``message_bytes``; a share that is sent alone begins and ends one."""
+        """The stream in messages of at most ``message_bytes``; large shares have messages of their own."""
         edges = [0]
         for share, stop in zip(self.shares, self._stops, strict=True):
             if share.is_sent_alone:
@@ -191,8 +187,8 @@ class Message(NamedTuple):
     Attributes:
         peer: the other rank.
         is_sent: whether this rank is the sender.
-        number: of the message among those of this sender to this receiver.
-        shares: what it consists of.
+        number: of the message among all messages of this sender to this receiver.
+        shares: the parts of the message.
         nbytes: of all shares.
         is_in_place: whether this rank's state stores the bytes as they are sent, so that nothing is copied.
     """
@@ -220,24 +216,20 @@ class RankTransfers:
     @cached_property
     def sends(self) -> dict[int, ShareStream]:
         """What this rank sends to each other rank, by the receiver's number."""
-        shares: dict[int, list[Share]] = {}
-        for (ranks, receiver), wanted in sorted(self._wanted_by_others().items(), key=lambda item: item[0]):
-            shares.setdefault(receiver, []).extend(self._part(ranks, self.rank, receiver, wanted))
-        return _streams(shares)
+        return self._streams(is_sent=True)
 
     @cached_property
     def receives(self) -> dict[int, ShareStream]:
         """What this rank receives from each other rank, by the sender's number."""
-        shares: dict[int, list[Share]] = {}
-        for ranks, wanted in sorted(self._wanted.items(), key=lambda item: item[0]):
-            for sender in ranks if self.rank not in ranks else ():
-                shares.setdefault(sender, []).extend(self._part(ranks, sender, self.rank, wanted))
-        return _streams(shares)
+        return self._streams(is_sent=False)
 
     @cached_property
     def kept(self) -> list[Share]:
         """What this rank copies within its own memory."""
-        return [share for ranks, shares in self._wanted.items() if self.rank in ranks for share in shares]
+        wanted = (
+            (ranks, shares) for (ranks, receiver), shares in self._wanted.items() if receiver == self.rank
+        )
+        return [share for ranks, shares in wanted if self.rank in ranks for share in shares]
 
     def messages(self) -> list[Message]:
         """This rank's messages in the order in which it starts them."""
@@ -258,77 +250,70 @@ class RankTransfers:
         ordered.sort(key=lambda item: item[0])
         return [message for _, message in ordered]
 
-    def _part(self, ranks: Ranks, sender: int, receiver: int, shares: list[Share]) -> Iterator[Share]:
-        """Of the shares that a rank takes from a set, those that one rank of the set sends."""
+    def _streams(self, *, is_sent: bool) -> dict[int, ShareStream]:
+        """The streams to all receivers or from all senders, in the order of ranks."""
+        shares: dict[int, list[Share]] = {}
+        for (ranks, receiver), wanted in sorted(self._wanted.items(), key=lambda item: item[0]):
+            if is_sent == (receiver == self.rank) or receiver in ranks:
+                continue  # the other direction, or kept
+            for sender in (self.rank,) if is_sent else ranks:
+                peer = receiver if is_sent else sender
+                shares.setdefault(peer, []).extend(self._part(ranks, sender, receiver, wanted))
+        return {rank: ShareStream(shares[rank]) for rank in sorted(shares) if shares[rank]}
+
+    def _part(self, ranks: Ranks, sender: int, receiver: int, shares: list[Share]) -> Iterable[Share]:
+        """The shares that one rank of a set sends, of those that a receiver takes from the set."""
         if len(ranks) == 1:
-            yield from shares
-            return
-        stream = ShareStream(shares)
-        assert stream.nbytes == self.plan.wanted_bytes(ranks, receiver)
+            return shares
         low, high = self.plan.byte_range(ranks, sender, receiver)
-        if low < high:
-            yield from stream.between(low, high)
+        return ShareStream(shares).between(low, high) if low < high else ()
 
     @cached_property
-    def _wanted(self) -> dict[Ranks, list[Share]]:
-        """What this rank takes from each set of ranks, also from sets that it is in."""
-        wanted: dict[Ranks, list[Share]] = {}
-        for number, placed in enumerate(self.plan.leaves):
-            position = self.plan.target.holders_of(placed.target).position(self.rank)
-            if position is None:
-                continue
-            target = self._target_region(placed.target, position[0])
-            boxes = [placed.leaf.to_source(box) for box, _ in target.pieces()]
-            sources = {at for box in boxes if box is not None for at in placed.source.touching(box)}
-            for coordinates in sorted(sources):
-                stored = placed.source.regions(coordinates)
-                shares = list(shares_between(number, placed.itemsize, stored, target, placed.leaf))
-                if shares:
-                    ranks = tuple(placed.source.holders.ranks_at(coordinates))
-                    wanted.setdefault(ranks, []).extend(shares)
-        return wanted
+    def _wanted(self) -> dict[tuple[Ranks, int], list[Share]]:
+        """All shares that this rank sends, receives or keeps, by set of ranks and receiver.
 
-    def _wanted_by_others(self) -> dict[tuple[Ranks, int], list[Share]]:
-        """What each other rank takes from each set that this rank is in."""
+        A rank stores at most one part of each tensor. So of each leaf a receiver takes one part from a set, and the
+        shares have the same order, that of the leaves, on all ranks of the set and on the receiver.
+        """
+        plan, rank = self.plan, self.rank
         wanted: dict[tuple[Ranks, int], list[Share]] = {}
-        for number, placed in enumerate(self.plan.leaves):
-            position = placed.source.holders.position(self.rank)
-            if position is None:
-                continue
-            stored = placed.source.regions(position[0])
-            ranks = tuple(placed.source.holders.ranks_at(position[0]))
-            boxes = [placed.leaf.to_target(box) for region, _ in stored for box, _ in region.pieces()]
-            targets = {
-                at
-                for box in boxes
-                if box is not None
-                for at in self.plan.target.touching(placed.target, Region(box, FlatRange(0, box.numel)))
-            }
-            holders = self.plan.target.holders_of(placed.target)
-            for coordinates in sorted(targets):
-                receivers = [rank for rank in holders.ranks_at(coordinates) if rank not in ranks]
-                if not receivers:
-                    continue
-                target = self._target_region(placed.target, coordinates)
-                shares = list(shares_between(number, placed.itemsize, stored, target, placed.leaf))
-                for receiver in receivers if shares else ():
-                    wanted.setdefault((ranks, receiver), []).extend(shares)
+        for number, placed in enumerate(plan.leaves):
+            source, leaf, receivers = placed.source, placed.leaf, plan.target.holders_of(placed.target)
+            own, filled = source.holders.position(rank), receivers.position(rank)
+            parts: set[tuple[Shape, Shape]] = set()  # coordinates of the source's part and of the target's
+            if own is not None:
+                for region, _ in source.regions(own[0]):
+                    for box in filter(None, (leaf.to_target(piece) for piece, _ in region.pieces())):
+                        whole = Region(box, FlatRange(0, box.numel))
+                        parts.update((own[0], at) for at in plan.target.touching(placed.target, whole))
+            if filled is not None:
+                pieces = self._target_region(placed.target, filled[0]).pieces()
+                for box in filter(None, (leaf.to_source(piece) for piece, _ in pieces)):
+                    parts.update((at, filled[0]) for at in source.touching(box))
+            for source_at, target_at in sorted(parts):  # a set has no order of its own
+                ranks = tuple(source.holders.ranks_at(source_at))
+                takers = [
+                    taker
+                    for taker in receivers.ranks_at(target_at)
+                    if taker == rank or (rank in ranks and taker not in ranks)
+                ]
+                if takers:
+                    stored, target = source.regions(source_at), self._target_region(placed.target, target_at)
+                    shares = list(shares_between(number, placed.itemsize, stored, target, leaf))
+                    for taker in takers if shares else ():
+                        wanted.setdefault((ranks, taker), []).extend(shares)
         return wanted
 
-    def _target_region(self, place: int, coordinates: Shape) -> Region:
-        key = (place, coordinates)
+    def _target_region(self, number: int, coordinates: Shape) -> Region:
+        """The part of a tensor of the target; leaves of one tensor, and senders, ask for the same parts."""
+        key = (number, coordinates)
         if key not in self._target_regions:
-            self._target_regions[key] = self.plan.target.region(place, coordinates)
+            self._target_regions[key] = self.plan.target.region(number, coordinates)
         return self._target_regions[key]
 
 
-def _streams(shares: Mapping[int, list[Share]]) -> dict[int, ShareStream]:
-    """A stream for each rank that has shares, in the order of ranks."""
-    return {rank: ShareStream(shares[rank]) for rank in sorted(shares) if shares[rank]}
-
-
 def _is_in_place(plan: TransferPlan, shares: Sequence[Share], is_sent: bool) -> bool:
-    """Whether one tensor of this rank stores the shares contiguously, under the dtype in which they are sent."""
+    """Whether one tensor of this rank stores the shares contiguously, in the dtype in which they are sent."""
     placed = plan.leaves[shares[0].leaf]
     if placed.narrowed or placed.source.codec is not None if is_sent else placed.widened:
         return False

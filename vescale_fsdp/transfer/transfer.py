@@ -6,21 +6,21 @@
 
 One transfer, on every rank:
 
-    1  meet      the states match the plan; all ranks have the same plan; the version of the source
-    2  agree     on the magnitudes of quantization blocks that are cut, where there are any
+    1  compare   an all-reduce: states match the plan, all ranks have the same plan and the same version of the source
+    2  agree     an all-reduce of the magnitudes of quantization blocks that are cut, if there are any
     3  exchange  messages, see `exchange`
-    4  meet      if any rank failed, all raise
-    5  decide    by the first entry in the ranks' store: ranks for which step 4 failed follow it
-    6  commit    what was filled in a second copy (``keep_old``); without one, a failure poisons the target
+    4  finish    an all-reduce: if any rank failed, all raise
+    5  decide    by the first entry in the ranks' store: ranks for which step 4 failed follow the entry
+    6  commit    copy second copies into the target (``keep_old``); without them, a failure poisons the target
 
-A rank that is killed in step 4 breaks the meeting for some ranks and not for others. A rank that completed the meeting
-knows that all ranks were ready, and enters "commit"; a rank that did not enters "abort". The first entry counts on all
-ranks, so either all commit or none does, unless the store is lost with that rank. Then a rank that could not read the
-decision keeps its version; its error gives that version and the one that other ranks may have, like `Transfer.version`.
+A rank that is killed during step 4 breaks that collective for some ranks and not for others. A rank that completed
+step 4 knows that all ranks were ready, and enters "commit"; any other rank enters "abort". The first entry counts on
+all ranks, so either all commit or none does, unless the store is lost with the killed rank. Then a rank that cannot
+read the entry keeps its version, and its error names that version and the one that other ranks may have.
 
-Alternatives for what a failure leaves: always fill a second copy of the target (twice the memory of an engine that has
-none to spare), or fill in place and leave the mixture (old and new weights look alike, and answers are merely bad). So
-the caller chooses between a second copy and less memory, and a mixture is never left.
+What a failure leaves: a second copy of the target always keeps the old weights, but an engine rarely has the memory for
+one. Filling in place and leaving the mixture would be worse than an error: old and new weights look alike, and answers
+are merely bad. So the caller chooses between a second copy and a target that a failure makes unusable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,23 +55,12 @@ _UNTOUCHED = "nothing was moved; the target has its old weights"
 _KEPT = "the target has its old weights"
 _POISONED = "the target was filled in part and is unusable: all of it is NaN until a transfer succeeds"
 
-_NO_VERSION = 2**62
+_NO_VERSION = 2**62  # larger than any version; its negative fits int64 too
 _logger = logging.getLogger("vescale_fsdp")
 
 
-class _SourceRead(NamedTuple):
-    """What a rank reads in one transfer, as of when the transfer began."""
-
-    tensors: dict[str, torch.Tensor]
-    watch: SourceWatch | None  # None for a snapshot
-    error: Exception | None
-
-
-def _check_version(version: int | None) -> None:
-    if version is not None and not 0 <= version < _NO_VERSION:
-        raise ArgumentError(
-            "A version is a number of steps.", expected="an int of at least 0", got=repr(version)
-        )
+# The tensors that a rank reads in one transfer, and what detects writes to them (None for a snapshot); or an error.
+_SourceRead = tuple[dict[str, torch.Tensor], SourceWatch | None] | Exception
 
 
 def _named(state: Any | None) -> dict[str, torch.Tensor]:
@@ -94,7 +83,7 @@ class TransferHandle:
         self._future = future
 
     def done(self) -> bool:
-        """Whether it has ended, also by an error. Never blocks."""
+        """Whether the transfer has ended, also with an error. Never blocks."""
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -102,7 +91,7 @@ class TransferHandle:
 
         Raises:
             CheckpointError: on all ranks, if one failed. The message says what the target has now.
-            TimeoutError: if it takes longer than ``timeout_s``.
+            TimeoutError: if the transfer takes longer than ``timeout_s``.
         """
         self._future.result(timeout_s)
 
@@ -113,11 +102,12 @@ class Transfer:
     Args:
         plan: the same on all ranks.
         ranks: as for `describe_states`.
-        keep_old: fill a second copy, and copy it into the target when all ranks have everything: a failure leaves the
-            old weights. Otherwise the target is filled in place, and a failure makes all of it NaN.
-        verify: compare checksums of every message as it was packed with what was filled.
-        group: over which messages are sent, for tensors on an accelerator. Nothing else may use it at the same time.
-        pool: buffers for messages, to be shared by transfers that never run at the same time.
+        keep_old: fill a second copy, and copy it into the target when all ranks have received everything: a failure
+            leaves the old weights. Otherwise the target is filled in place, and a failure makes all of it NaN.
+        verify: compare the checksum of every message when it was packed with the checksum of what was filled.
+        group: the process group for messages, if tensors are on an accelerator. Nothing else may use the group during
+            a transfer.
+        pool: buffers for messages, which transfers that never run at the same time can share.
 
     Examples:
         >>> from vescale_fsdp.transfer import describe_states, plan_transfer
@@ -151,10 +141,12 @@ class Transfer:
             packed = [message.nbytes for message in self._messages if not message.is_in_place]
             self._buffer_bytes = max([*packed, plan.message_bytes if self._kept else 0])
             self._cut_blocks = CutBlocks(plan)
-            self._read_parts = parts_of(plan.source, (leaf.source.place for leaf in plan.leaves), own.rank)
+            self._read_parts = parts_of(plan.source, (leaf.source.number for leaf in plan.leaves), own.rank)
             self._filled_parts = parts_of(plan.target, (leaf.target for leaf in plan.leaves), own.rank)
         self._name = own.new_name()
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copies: dict[
+            int, torch.Tensor
+        ] = {}  # the second copies of `keep_old`, used again by the next run
         self._busy = Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._version: int | None = None
@@ -164,8 +156,8 @@ class Transfer:
     def version(self) -> int | None:
         """The version of the target's weights after the last transfer, the same on all ranks.
 
-        None before the first transfer, and after one that failed and left the target unusable. Ranks that serve
-        together compare it after an error or a restart.
+        None before the first transfer, and after a transfer that failed and left the target unusable. Ranks that
+        serve together compare their versions after an error or a restart.
         """
         return self._version
 
@@ -173,10 +165,10 @@ class Transfer:
         """Copy a state into another. A collective of all ranks of both.
 
         Args:
-            state: the state that was described as the source; None on ranks that have nothing of it.
-            into: the state that was described as the target; likewise.
+            state: the state that was described as the source; None on ranks that have nothing of the source.
+            into: the state that was described as the target; None on ranks that have nothing of the target.
             version: number of these weights, such as the trainer's step; at least 0, and the same on all ranks that
-                give one. If no rank gives one, the last version plus one.
+                pass a version. If no rank passes one, the last version plus one.
 
         Raises:
             CheckpointError: on all ranks, if one failed, was lost, or passed a different state or version. The message
@@ -184,8 +176,7 @@ class Transfer:
             LifecycleError: if the transfer is already running.
             ValueError: if ``version`` is negative.
         """
-        _check_version(version)
-        self._claim()
+        self._claim(version)
         try:
             self._run(self._read(state, snapshot=False), into, version)
         finally:
@@ -194,21 +185,22 @@ class Transfer:
     def start(
         self, state: Any | None, into: Any | None, *, snapshot: bool = False, version: int | None = None
     ) -> TransferHandle:
-        """Like `run`, but returns at once.
+        """Like `run`, but in the background.
 
-        The source must not change until the handle's ``wait()`` has returned. An earlier step of its optimizer, or any
-        other write that torch counts (``copy_``), fails the transfer on all ranks.
+        The source must not change until the handle's ``wait()`` has returned. A step of its optimizer before that, or
+        any other write that torch counts (``copy_``), fails the transfer on all ranks.
 
         Args:
-            snapshot: first copy what this rank reads, so that the source may change as soon as this returns.
+            snapshot: first copy the tensors that this rank reads, so that the source may change after `start`.
             version: as for `run`.
         """
-        _check_version(version)
-        self._claim()
+        self._claim(version)
         try:
             read = self._read(state, snapshot=snapshot)
             if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer")
+                self._worker = ThreadPoolExecutor(
+                    1, thread_name_prefix="transfer"
+                )  # one: runs do not overlap
             future = self._worker.submit(self._run, read, into, version)
         except BaseException:
             self._busy.release()
@@ -216,51 +208,55 @@ class Transfer:
         future.add_done_callback(lambda _: self._busy.release())
         return TransferHandle(future)
 
-    def _claim(self) -> None:
+    def _claim(self, version: int | None) -> None:
+        if version is not None and not 0 <= version < _NO_VERSION:
+            raise ArgumentError(
+                "A version is a number of steps.", expected="an int of at least 0", got=repr(version)
+            )
         if not self._busy.acquire(blocking=False):
             raise LifecycleError(
-                "This transfer is running.",
+                "This transfer is already running.",
                 expected="one run at a time",
-                got="another one",
-                todo="wait for its handle, or make a second Transfer",
+                got="a second run before the first has ended",
+                todo="wait for the handle of the first run, or make a second Transfer",
             )
 
     @plainly
     def _read(self, state: Any | None, *, snapshot: bool) -> _SourceRead:
-        """What this rank reads, as it is now: on the caller's thread, before the caller can change it.
+        """The tensors that this rank reads: on the caller's thread, before the caller can change them.
 
-        An error is kept for the first meeting, where other ranks wait for this one.
+        An error is kept for the first collective, in which other ranks wait for this one.
         """
         try:
             names = {part.name for part in self._read_parts}
             tensors = {name: tensor for name, tensor in _named(state).items() if name in names}
-            if not snapshot:
-                return _SourceRead(tensors, SourceWatch(tensors.values()), None)
-            return _SourceRead(
-                {name: tensor.detach().clone() for name, tensor in tensors.items()}, None, None
-            )
-        except Exception as error:  # noqa: BLE001  raised in the first meeting
-            return _SourceRead({}, None, error)
+            if snapshot:
+                return {name: tensor.detach().clone() for name, tensor in tensors.items()}, None
+            return tensors, SourceWatch(tensors.values())
+        except Exception as error:  # noqa: BLE001  raised in the first collective
+            return error
 
     @plainly
     def _run(self, read: _SourceRead, into: Any | None, version: int | None) -> None:
         own = self._coordinator
         self._num_runs += 1
-        error: BaseException | None = read.error
-        if error is None:
-            try:
-                origin, destination = self._bind(read.tensors, into)
-            except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks wait for this one
-                error = caught
+        error: BaseException | None = None  # raised in the first collective, in which other ranks wait
+        try:
+            if isinstance(read, Exception):
+                raise read
+            tensors, watch = read
+            origin, destination = self._bind(tensors, into)
+        except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks wait for this one
+            error = caught
         version = self._agreed_version(version, error)
         try:
             self._cut_blocks.agree(origin.coded, own)
             with self._decided_together(version):
-                ends = self.plan, own.rank, origin, destination
-                exchange = Exchange(*ends, group=self._group, pool=self._pool, verify=self._verify)
+                memory = origin, destination
+                exchange = Exchange(self.plan, own.rank, *memory, self._group, self._pool, self._verify)
                 exchange.run(self._messages, self._kept)
-                if read.watch is not None:
-                    read.watch.check()
+                if watch is not None:
+                    watch.check()
             destination.commit()
             self._version = version
         finally:
@@ -269,7 +265,7 @@ class Transfer:
                 destination.poison()
 
     def _bind(self, read: Mapping[str, torch.Tensor], into: Any | None) -> tuple[Origin, Destination]:
-        """This rank's memory, checked against the descriptions; fits the pool to its device."""
+        """This rank's memory of both states, checked against the descriptions. Fits the pool to their device."""
         plan, rank = self.plan, self._coordinator.rank
         origin = Origin(plan, rank, local_parts(read, self._read_parts, rank))
         filled = local_parts(_named(into), self._filled_parts, rank)
@@ -278,8 +274,8 @@ class Transfer:
         devices = origin.devices | destination.devices or {torch.device("cpu")}
         if len(devices) > 1 or (self._on_cpu_only and devices != {torch.device("cpu")}):
             raise CheckpointError(
-                "A transfer moves tensors of one device.",
-                expected="tensors on one device, and a group whose backend supports it (on a CPU: none is needed)",
+                "A transfer does not support these devices.",
+                expected="all tensors on the CPU, or all on one accelerator and a group whose backend supports it",
                 got=sorted(map(str, devices)),
                 where=f"rank {rank}",
                 todo="Transfer(..., group=dist.new_group(backend='nccl'))",
@@ -288,8 +284,9 @@ class Transfer:
         return origin, destination
 
     def _agreed_version(self, version: int | None, error: BaseException | None) -> int:
-        """The version that ranks give, from the first meeting; the same on all of them."""
+        """The version of the source, from the first collective: the same on all ranks."""
         last = -1 if self._version is None else self._version
+        # The maximum over ranks of both numbers gives the largest and the smallest version that any rank passes.
         given = [-_NO_VERSION, -_NO_VERSION] if version is None else [version, -version]
         most, minus_least, last = self._coordinator.raise_together(
             error, "starting a transfer", _UNTOUCHED, self._alike, [*given, last]
@@ -298,21 +295,21 @@ class Transfer:
             return last + 1
         if most != -minus_least:
             raise CheckpointError(
-                "Ranks send different versions.",
-                expected="the same version on all ranks that give one",
-                got=f"from {-minus_least} to {most}",
+                "Ranks pass different versions.",
+                expected="the same version on all ranks that pass one",
+                got=f"versions from {-minus_least} to {most}",
                 where=f"rank {self._coordinator.rank}",
-                todo=f"pass the same version on all ranks, when all have done the same steps; {_UNTOUCHED}",
+                todo=f"start the transfer when all ranks have done the same steps; {_UNTOUCHED}",
             )
         return most
 
     @contextmanager
     def _decided_together(self, version: int) -> Iterator[None]:
-        """A block that succeeds on all ranks or on none, also if a rank is lost in the meeting that ends it.
+        """A block that succeeds on all ranks or on none, also if a rank is lost in the collective that ends the block.
 
         Raises:
-            CheckpointError: also if the store is lost before this rank has read the decision. It gives the version that
-                this rank has, and the version that other ranks may have.
+            CheckpointError: also if the store is lost before this rank has read the decision. The error names the
+                version that this rank has, and the version that other ranks may have.
         """
         own, outcome = self._coordinator, _KEPT if self._keep_old else _POISONED
         is_ready = False
@@ -321,18 +318,18 @@ class Transfer:
                 yield
                 is_ready = True
         except BaseException:
-            # Other ranks may have completed the meeting before a rank was lost, but not if this rank was not ready.
+            # Other ranks may have completed the collective before a rank was lost; not if this rank was not ready.
             if not is_ready or self._decide(ABORT, version) != COMMIT:
                 raise
             _logger.warning(
-                "a rank was lost as a transfer ended; the other ranks have committed it, so this rank commits too"
+                "a rank was lost at the end of a transfer; other ranks have committed, so this rank commits too"
             )
         else:
             if self._decide(COMMIT, version) != COMMIT:
                 raise CheckpointError(
-                    "A rank was lost as a transfer ended.",
-                    expected="all ranks to meet",
-                    got="another rank whose meeting failed",
+                    "A rank was lost at the end of a transfer.",
+                    expected="a last collective that succeeds on all ranks",
+                    got="a failure of the collective on another rank",
                     where=f"rank {own.rank}",
                     todo=f"look at the errors of the other ranks; {outcome}",
                 )
@@ -340,18 +337,16 @@ class Transfer:
     def _decide(self, word: str, version: int) -> str:
         key, last_key = (f"transfer {self._name} {run}" for run in (self._num_runs, self._num_runs - 1))
         try:
-            # All ranks have read the last decision: they have met since. So its entry can be removed.
+            # All ranks have read the last decision, since they have taken part in collectives after it.
             return self._coordinator.decide(key, word, last_key)
         except CheckpointError as lost:
             own_version = "no version" if self._version is None else f"version {self._version}"
             if not self._keep_old:
                 own_version = "no usable weights"
             raise CheckpointError(
-                "The ranks' store was lost as a transfer ended.",
+                "The ranks' store was lost at the end of a transfer.",
                 expected=f"all ranks to read whether version {version} is committed",
                 got=lost.got,
-                where=f"rank {self._coordinator.rank}, which has {own_version}; ranks that could read it may have "
-                f"version {version}",
-                todo="compare Transfer.version between ranks; where it differs, make a Transfer among the ranks that "
-                "are left and send again",
+                where=f"rank {self._coordinator.rank}, which has {own_version}; others may have version {version}",
+                todo="compare Transfer.version of all ranks; if versions differ, make a new Transfer and send again",
             ) from lost

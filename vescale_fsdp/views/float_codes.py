@@ -90,9 +90,8 @@ class Fp8Encoding:
         sign = ((bits >> np.uint32(24)) & np.uint32(0x80)).astype(np.uint8)
         bits = bits & np.uint32(0x7FFFFFFF)
         # Below 2^-6 the sum with 2^14 has the code in its last bits, rounded to nearest even by float addition.
-        small = (bits.view(np.float32) + np.float32(2**14)).view(np.uint32) - np.float32(2**14).view(
-            np.uint32
-        )
+        shift = np.float32(2**14)
+        small = (bits.view(np.float32) + shift).view(np.uint32) - shift.view(np.uint32)
         odd = (bits >> np.uint32(20)) & np.uint32(1)
         large = ((bits + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32((127 - 7) << 3)
         codes = np.where(bits < np.uint32((127 - 6) << 23), small, large).astype(np.uint8)
@@ -156,22 +155,17 @@ def cast_array(raw: np.ndarray, source: DType, target: DType) -> np.ndarray:
 def cast_into(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> int:
     """`cast_array` into ``out`` of the same shape; returns the number of finite items that became infinite."""
     overflows = 0
-    cast = _by_torch if _torch_has(source, target) and raw.flags.writeable else _by_numpy
-    with np.errstate(
-        over="ignore", invalid="ignore"
-    ):  # values too large for the target become infinity, as in torch
+    # torch, if it is loaded, casts these two types to exactly the same bits; for float16 its NaNs differ.
+    torch_casts = "torch" in sys.modules and {source.name, target.name} == {"bfloat16", "float32"}
+    cast = _by_torch if torch_casts and raw.flags.writeable else _by_numpy
+    may_overflow = target.name in _NARROWER_THAN.get(source.name, ())
+    # Values too large for the target become infinity, as in torch: numpy must not warn.
+    with np.errstate(over="ignore", invalid="ignore"):
         for items, into in _blocks(raw, out):
             cast(items, source, into, target)
-            overflows += _new_infinities(items, source, into, target)
+            if may_overflow and (infinite := _is_infinite(into, target)).any():
+                overflows += int(np.count_nonzero(infinite & ~_is_infinite(items, source)))
     return overflows
-
-
-def _new_infinities(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> int:
-    """Number of finite items that are infinite in ``out``."""
-    if target.name not in _NARROWER_THAN.get(source.name, ()):
-        return 0
-    infinite = _is_infinite(out, target)
-    return int(np.count_nonzero(infinite & ~_is_infinite(raw, source))) if infinite.any() else 0
 
 
 def _is_infinite(raw: np.ndarray, dtype: DType) -> np.ndarray:
@@ -180,18 +174,16 @@ def _is_infinite(raw: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def _by_numpy(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> None:
-    values = _from_bf16(raw) if source.name == "bfloat16" else raw.view(_NUMPY[source.name])
+    if source.name == "bfloat16":
+        values = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        values = raw.view(_NUMPY[source.name])
     if target.name == "bfloat16":
         out[...] = _to_bf16(values.astype(np.float32, copy=False))
     elif target.name == "float16" and values.dtype == np.float32:
         out[...] = _to_f16(values)
     else:
         out.view(_NUMPY[target.name])[...] = values
-
-
-def _torch_has(source: DType, target: DType) -> bool:
-    """Whether torch is loaded and gives exactly the same bits; for float16 its NaNs differ."""
-    return "torch" in sys.modules and {source.name, target.name} == {"bfloat16", "float32"}
 
 
 def _by_torch(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> None:
@@ -214,10 +206,6 @@ def _blocks(raw: np.ndarray, out: np.ndarray) -> Iterator[tuple[np.ndarray, np.n
         yield items[start : start + _BLOCK_ITEMS], into[start : start + _BLOCK_ITEMS]
 
 
-def _from_bf16(raw: np.ndarray) -> np.ndarray:
-    return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
 def _to_bf16(values: np.ndarray) -> np.ndarray:
     """The upper half of each float32, rounded to nearest even; every NaN becomes torch's."""
     bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
@@ -238,9 +226,7 @@ def _to_f16(values: np.ndarray) -> np.ndarray:
     half = size >> np.uint32(13)
     half &= np.uint32(1)
     half += size
-    half += np.uint32(
-        0xC8000FFF
-    )  # (15 - 127) << 23, the change of bias, plus just under half of the last place
+    half += np.uint32(0xC8000FFF)  # (15 - 127) << 23, the change of bias, plus almost half of the last place
     half >>= np.uint32(13)
     # Below 2^-14 the spacing is constant: that of a float32 next to 0.5, so adding 0.5 rounds.
     small = size < 0x38800000

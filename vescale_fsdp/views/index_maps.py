@@ -62,11 +62,6 @@ def _replace(values: Shape, dim: int, *new: int) -> Shape:
     return (*values[:dim], *new, *values[dim + 1 :])
 
 
-def _along(box: Box, dim: int, start: int, size: int) -> Box:
-    """The box with another range in one dim."""
-    return Box(_replace(box.offsets, dim, start), _replace(box.sizes, dim, size))
-
-
 def _misfit_in_dim(
     shape: Shape, dim: int, fits: Callable[[int], bool], expected: str
 ) -> tuple[int, str] | None:
@@ -96,7 +91,7 @@ class Concat(IndexMap):
         for number, shape in enumerate(shapes):
             low, high = max(start, base), min(stop, base + shape[self.dim])
             if low < high:
-                part = _along(box, self.dim, low - base, high - low)
+                part = box.with_range(self.dim, low - base, high - low)
                 yield InputPiece(number, part, (low - start) * strides[self.dim], strides)
             base += shape[self.dim]
 
@@ -118,7 +113,7 @@ class Slice(IndexMap):
         return _replace(shapes[0], self.dim, self.size)
 
     def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
-        part = _along(box, self.dim, box.offsets[self.dim] + self.start, box.sizes[self.dim])
+        part = box.with_range(self.dim, box.offsets[self.dim] + self.start, box.sizes[self.dim])
         yield InputPiece(0, part, 0, contiguous_strides(box.sizes))
 
 
@@ -208,7 +203,7 @@ class Reshape(IndexMap):
             dim = next(d for d, size in enumerate(box.sizes) if size > 1)
             step = contiguous_strides(box.sizes)[dim]
             for index in range(box.sizes[dim]):
-                for piece in self.pieces(shapes, _along(box, dim, box.offsets[dim] + index, 1)):
+                for piece in self.pieces(shapes, box.with_range(dim, box.offsets[dim] + index, 1)):
                     yield piece._replace(offset=piece.offset + index * step)
             return
         position = 0
@@ -247,11 +242,11 @@ class Interleave(IndexMap):
         while position < stop:
             inside = position % group
             size = group - inside if inside or stop - position < group else (stop - position) // group * group
-            part = _along(box, self.dim, position, min(size, stop - position))
-            is_whole = part.sizes[self.dim] % group == 0
-            pieces = (
-                self._groups(part, group, strides) if is_whole else in_group(part, inside, group, strides)
-            )
+            part = box.with_range(self.dim, position, min(size, stop - position))
+            if part.sizes[self.dim] % group == 0:
+                pieces = self._groups(part, group, strides)
+            else:
+                pieces = in_group(part, inside, group, strides)
             for piece in pieces:
                 yield piece._replace(offset=piece.offset + (position - start) * strides[self.dim])
             position += part.sizes[self.dim]
@@ -272,7 +267,7 @@ class Interleave(IndexMap):
         for p in range(parts):
             first, last = -(-(low - p) // parts), -(-(high - p) // parts)
             if first < last:
-                inner = _along(box, dim, base + p * run + first, last - first)
+                inner = box.with_range(dim, base + p * run + first, last - first)
                 offset = (first * parts + p - low) * strides[dim]
                 yield InputPiece(0, inner, offset, _replace(strides, dim, parts * strides[dim]))
 
@@ -282,7 +277,7 @@ class Interleave(IndexMap):
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
         within_one = low // run == (high - 1) // run
         first, last = (low % run, (high - 1) % run + 1) if within_one else (0, run)
-        inner = _along(box, dim, base + first * parts, (last - first) * parts)
+        inner = box.with_range(dim, base + first * parts, (last - first) * parts)
         shape = _replace(box.sizes, dim, last - first, parts)
         for p in range(low // run, (high - 1) // run + 1):
             begin, end = max(low, p * run), min(high, (p + 1) * run)
@@ -310,5 +305,5 @@ class Pad(IndexMap):
     def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
         filled = min(box.sizes[self.dim], shapes[0][self.dim] - box.offsets[self.dim])
         if filled > 0:
-            part = _along(box, self.dim, box.offsets[self.dim], filled)
+            part = box.with_range(self.dim, box.offsets[self.dim], filled)
             yield InputPiece(0, part, 0, contiguous_strides(box.sizes))

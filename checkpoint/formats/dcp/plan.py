@@ -1,8 +1,8 @@
-"""Planning a stock torch.distributed.checkpoint folder, which FSDP2 and everything else on DCP loads.
+"""Planning a folder of stock torch.distributed.checkpoint, which every program that uses DCP can load.
 
-Tensors are cut along dim 0 into items of at most 64 MiB: DCP reads whole items even for a few rows, so
-small ones keep a resharding load cheap. ``.metadata`` comes last. The pickle names torch's records and
-holds plain data only.
+A conversion cuts tensors along dim 0 into items of at most 64 MiB: DCP reads whole items even for a few rows, so that
+small items make a load on other ranks cheap. A live save writes each rank's boxes as they are. ``.metadata`` is written
+last. Its pickle names torch's records and contains plain data only.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
 from vescale_fsdp.checkpoint.moves.plan import ClosingFile, Content, FilePlan, OutputPlan, TensorItems, whole
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
-from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path
+from vescale_fsdp.checkpoint.state.nesting import ListIndex
 from vescale_fsdp.layout.dtypes import DType
-from vescale_fsdp.layout.geometry import Box, whole_box
+from vescale_fsdp.layout.geometry import Box, run_start, whole_box
 from vescale_fsdp.views.index_maps import Slice
 
 _ITEM_BYTES = 64 * 2**20  # 64 MiB
@@ -37,6 +37,8 @@ _RECORDS = "torch.distributed.checkpoint.metadata"
 
 
 class _Item(NamedTuple):
+    """One archive: a box of a tensor, or a value, and its byte range in a file."""
+
     name: str
     offsets: tuple[int, ...] | None  # None for a value
     sizes: tuple[int, ...]
@@ -49,12 +51,12 @@ def plan_dcp(state: CarriedState, max_shard_bytes: int) -> OutputPlan:
     """Data files of about ``max_shard_bytes`` at most, and ``.metadata``.
 
     Raises:
-        ConversionError: for values that are no plain data, or types that torch lacks.
+        ConversionError: for values that are not plain data, or types that torch lacks.
     """
     files = _Files(max_shard_bytes)
     for name, view in state.views.items():
-        for first, rows in _row_chunks(view.info) if name not in state.aliases else ():
-            files.add_tensor(name, view, first, rows)
+        for box in _row_boxes(view.info) if name not in state.aliases else ():
+            files.add_tensor(name, view, box)
     for name, read in state.values.items():
         files.add_value(name, read())
     plans = files.finish()
@@ -74,20 +76,20 @@ def file_of_rank(rank: int, number: int = 0) -> str:
 def plan_dcp_by_rank(
     state: CarriedState, boxes: Callable[[int], Iterable[tuple[str, Box]]], world_size: int, rank: int
 ) -> OutputPlan:
-    """One data file per rank, of which one rank's is in the plan, and ``.metadata`` of all.
+    """The data file of ``rank``, and the ``.metadata`` of all ranks' files.
 
     Args:
-        boxes: by rank, the boxes of tensors that it writes; of a tensor with several names, those of its first.
+        boxes: gives (name, box) of all that a rank writes; a tensor with several names has its first one.
     """
 
     def of_rank(number: int) -> _Files:
         files = _Files(sys.maxsize, number)
         for name, box in boxes(number):
-            files.add_box(name, state.views[name], box)
+            files.add_tensor(name, state.views[name], box)
         if number == 0:
             for name, view in state.views.items():
-                if not view.info.numel:  # no rank has a part of it
-                    files.add_box(name, view, whole_box(view.info.shape))
+                if not view.info.numel:  # no rank stores a part of it
+                    files.add_tensor(name, view, whole_box(view.info.shape))
             for name, read in state.values.items():
                 files.add_value(name, read())
         return files
@@ -104,15 +106,15 @@ def _is_stale(name: str) -> bool:
     return name.endswith(".distcp") or name == METADATA_FILE
 
 
-def _row_chunks(info: TensorInfo) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of each item; one item for a tensor without rows."""
-    rows = info.shape[0] if info.shape else 1
-    if not info.numel:
-        yield 0, rows
+def _row_boxes(info: TensorInfo) -> Iterator[Box]:
+    """Boxes of whole rows, which tile a tensor; one box for a tensor without rows."""
+    if not info.shape or not info.numel:
+        yield whole_box(info.shape)
         return
+    rows, corner = info.shape[0], (0,) * (len(info.shape) - 1)
     step = max(1, _ITEM_BYTES // (info.nbytes // rows))
     for first in range(0, rows, step):
-        yield first, min(step, rows - first)
+        yield Box((first, *corner), (min(step, rows - first), *info.shape[1:]))
 
 
 @lru_cache(maxsize=256)
@@ -121,7 +123,7 @@ def _tensor_pickle(dtype: DType, sizes: tuple[int, ...]) -> bytes:
 
 
 class _Files:
-    """Archives put one after the other into files of a limited size."""
+    """Collects archives, one after another, into data files of a limited size."""
 
     def __init__(self, max_bytes: int, rank: int = 0) -> None:
         self.items: list[_Item] = []
@@ -134,23 +136,17 @@ class _Files:
     def _name(self) -> str:
         return file_of_rank(self._rank, len(self._done))
 
-    def add_box(self, name: str, view: TensorView, box: Box) -> None:
-        part = view
-        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            if size != part.info.shape[dim]:
-                part = MappedView(Slice(dim, offset, size), (part,))
-        pickle = _tensor_pickle(view.info.dtype, box.sizes)
-        self._add(name, box.offsets, box.sizes, pickle, [whole(part)])
-
-    def add_tensor(self, name: str, view: TensorView, first: int, rows: int) -> None:
-        info = view.info
-        sizes = (rows, *info.shape[1:]) if info.shape else ()
-        per_row = info.numel // info.shape[0] if info.shape and info.numel else 1
-        start = first * per_row if info.shape else 0
-        stop = start + (rows * per_row if info.numel else 0)
-        pickle = _tensor_pickle(info.dtype, sizes)
-        offsets = (first, *(0,) * (len(sizes) - 1)) if info.shape else ()
-        self._add(name, offsets, sizes, pickle, [TensorItems(view, start, stop)])
+    def add_tensor(self, name: str, view: TensorView, box: Box) -> None:
+        """Append a box of a tensor as one archive."""
+        start = run_start(view.info.shape, box)
+        if start is not None:
+            items = TensorItems(view, start, start + box.numel)
+        else:
+            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                if size != view.info.shape[dim]:
+                    view = MappedView(Slice(dim, offset, size), (view,))
+            items = whole(view)
+        self._add(name, box.offsets, box.sizes, _tensor_pickle(view.info.dtype, box.sizes), [items])
 
     def add_value(self, name: str, value: Any) -> None:
         self._add(name, None, (), dump_pickle(value, where=name), [])
@@ -182,10 +178,11 @@ class _Files:
 
 
 def _metadata(state: CarriedState, written: list[_Item]) -> New:
-    # Two names of the same bytes: stock DCP reads where it is told.
+    """The records that stock DCP pickles into ``.metadata``."""
     names: dict[str, list[str]] = {}
-    for twin, kept in state.aliases.items():
-        names.setdefault(kept, [kept]).append(twin)
+    for alias, first in state.aliases.items():
+        names.setdefault(first, [first]).append(alias)
+    # All names of a tensor refer to the same bytes: stock DCP allows it.
     items = [item._replace(name=name) for item in written for name in names.get(item.name, [item.name])]
     entries: dict[str, Any] = {}
     chunks: dict[str, list[New]] = {name: [] for name in state.views}
@@ -199,20 +196,29 @@ def _metadata(state: CarriedState, written: list[_Item]) -> New:
         else:
             entries[item.name] = New(Global(_RECORDS, "BytesStorageMetadata"), {})
         key = _Key(Global(_RECORDS, "MetadataIndex"), index)
-        place = {"relative_path": item.file, "offset": item.start, "length": item.nbytes}
-        storage[key] = New(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place)
+        byte_range = {"relative_path": item.file, "offset": item.start, "length": item.nbytes}
+        storage[key] = New(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), byte_range)
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = Call(Global(_RECORDS, "_MEM_FORMAT_ENCODING"), (0,))
     for name, view in state.views.items():
         info = view.info
+        # As the record pickles itself: dtype, layout, requires_grad, memory format, pinned.
+        properties = (torch_dtype(info.dtype), layout, False, contiguous, False)
         fields = {
-            "properties": New(Global(_RECORDS, "TensorProperties"), _properties(info)),
+            "properties": New(Global(_RECORDS, "TensorProperties"), properties),
             "size": torch_size(info.shape),
             "chunks": chunks[name],
         }
         entries[name] = New(Global(_RECORDS, "TensorStorageMetadata"), fields)
+    # DCP's paths: an int is an index of a list, a key of a dict is a string.
+    paths = {
+        name: tuple(int(part) if isinstance(part, ListIndex) else str(part) for part in state.path(name))
+        for name in entries
+    }
     meta: dict[str, Any] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
     fields = {
         "state_dict_metadata": entries,
-        "planner_data": {name: _plain(state.path(name)) for name in entries},
+        "planner_data": paths,
         "storage_data": storage,
         "storage_meta": New(Global(_RECORDS, "StorageMeta"), meta),
         "version": "1.0.0",
@@ -227,15 +233,3 @@ class _Key(New):
 
     def __eq__(self, other: object) -> bool:
         return self is other
-
-
-def _properties(info: TensorInfo) -> tuple[Any, ...]:
-    """(dtype, layout, requires_grad, memory format, pinned), as the record pickles itself."""
-    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = Call(Global(_RECORDS, "_MEM_FORMAT_ENCODING"), (0,))
-    return (torch_dtype(info.dtype), layout, False, contiguous, False)
-
-
-def _plain(path: Path) -> Path:
-    """A path as DCP writes it: ints are list indices, keys of dicts are strings."""
-    return tuple(int(part) if isinstance(part, ListIndex) else str(part) for part in path)

@@ -1,16 +1,16 @@
-"""torch's ``get_*_state_dict`` and ``set_*_state_dict`` with one gap closed: full state into any sharding.
+"""torch's ``get_*_state_dict`` and ``set_*_state_dict``, with setters that load a full state into any sharding.
 
-The getters are torch's own. torch's setters, given ``full_state_dict=True``, call its ``distribute_tensor``,
-which refuses foreign placements. Those here cut full tensors by this rank's own region first, tensor by
-tensor, and hand torch a state that is sharded already. Signatures are torch's.
+The getters are torch's own. torch's setters, given ``full_state_dict=True``, call its ``distribute_tensor``, which
+refuses placements of other libraries. The setters here first cut each full tensor to this rank's region, and then give
+torch a sharded state. Signatures are torch's.
 
-    options                                what each rank brings             what travels
+    options                                what each rank passes             what is sent between ranks
     full_state_dict                        the whole state                   nothing
     full_state_dict, broadcast_from_rank0  rank 0: the whole state           one tensor at a time
     neither                                a sharded state                   nothing
 
-A full state also fills a model on the meta device, as with torch's: what it names is made, in the model's dtypes, and
-the rest stays meta.
+A full state can also fill a model on the meta device, as with torch's setters: tensors that the state names are
+allocated, in the model's dtypes; the others stay on the meta device.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict as _tor
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as _torch_set_optimizer
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.checkpoint.manifest.state_tree import child_name
 from vescale_fsdp.checkpoint.state.live_objects import home_device
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.dtensor.ragged_dtensor import wrap_like
@@ -64,21 +65,18 @@ def set_model_state_dict(
 
 
 def _materialise(model: nn.Module, template: dict[str, Any], state: dict[str, Any]) -> None:
-    """Put what the state has in place of tensors on the meta device."""
-    missing = {fqn for fqn, held in template.items() if isinstance(held, torch.Tensor) and held.is_meta}
-    found = {}
+    """Replace the model's tensors on the meta device by those of the state."""
+    missing = {fqn for fqn, value in template.items() if isinstance(value, torch.Tensor) and value.is_meta}
+    values = {}
     for name in model.state_dict() if missing else ():
         fqn = fqn_of(model, name)
         if fqn in missing and fqn in state:
             value = state[fqn]
-            # A plain one is the caller's own.
-            found[name] = value if isinstance(value, DTensor) else _copy_at_home(template, fqn, value)
-    if found:
-        model.load_state_dict(found, strict=False, assign=True)
-
-
-def _copy_at_home(template: dict[str, Any], fqn: str, value: torch.Tensor) -> torch.Tensor:
-    return value.detach().to(home_device(template), template[fqn].dtype, copy=True)
+            if not isinstance(value, DTensor):  # the caller's own tensor, which the model must not share
+                value = value.detach().to(home_device(template), template[fqn].dtype, copy=True)
+            values[name] = value
+    if values:
+        model.load_state_dict(values, strict=False, assign=True)
 
 
 def set_optimizer_state_dict(
@@ -116,7 +114,7 @@ def set_state_dict(
     optim_state_dict: dict[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Load the state of a model and its optimizers; see the two functions above. An empty model state is no state.
+    """Load the state of a model and of its optimizers, as the two functions above do. An empty model state is skipped.
 
     Examples:
         >>> from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -127,7 +125,7 @@ def set_state_dict(
     """
     has_model = [bool(model_state_dict)]
     if options is not None and options.broadcast_from_rank0 and dist.is_initialized():
-        dist.broadcast_object_list(has_model, src=0)  # the others bring nothing
+        dist.broadcast_object_list(has_model, src=0)  # other ranks pass empty dicts
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     if has_model[0]:
         return set_model_state_dict(model, model_state_dict, options=options)
@@ -135,7 +133,7 @@ def set_state_dict(
 
 
 def _split_options(options: StateDictOptions | None) -> tuple[StateDictOptions, StateDictOptions | None]:
-    """Options for torch, told that the state is sharded; and the caller's, if the state is full."""
+    """(options for torch's setter, which gets a sharded state; the caller's options if its state is full)."""
     options = options if options is not None else StateDictOptions()
     if not (options.full_state_dict or options.broadcast_from_rank0):
         return options, None
@@ -144,25 +142,14 @@ def _split_options(options: StateDictOptions | None) -> tuple[StateDictOptions, 
 
 
 class _Stub(NamedTuple):
-    """A tensor of rank 0, before its values have come."""
+    """A tensor of rank 0 whose values are not sent yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def _cut(template: Any, full: Any, broadcast: bool) -> Any:
-    """The full state with every tensor cut as the template's is."""
-    describer = Describer()
-    home = home_device(template)
-    if not broadcast or not dist.is_initialized() or dist.get_world_size() == 1:
-        return _walk(describer, home, template, full, full, "", broadcast=False)
-    skeleton = [_stubs(full) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(skeleton, src=0)
-    values = full if dist.get_rank() == 0 else None
-    return _walk(describer, home, template, skeleton[0], values, "", broadcast=True)
-
-
 def _stubs(value: Any) -> Any:
+    """A state with a stub for each tensor."""
     if isinstance(value, torch.Tensor):
         return _Stub(tuple(value.shape), value.dtype)
     if isinstance(value, Mapping):
@@ -172,49 +159,50 @@ def _stubs(value: Any) -> Any:
     return value
 
 
-def _walk(
-    describer: Describer,
-    home: torch.device,
-    template: Any,
-    skeleton: Any,
-    full: Any,
-    name: str,
-    *,
-    broadcast: bool,
-) -> Any:
-    if isinstance(skeleton, Mapping):
-        known = template if isinstance(template, Mapping) else {}
-        return {
-            key: _walk(
-                describer,
-                home,
-                known.get(key),
-                item,
-                None if full is None else full[key],
-                f"{name}.{key}" if name else str(key),
-                broadcast=broadcast,
-            )
-            for key, item in skeleton.items()
-        }
-    if not isinstance(skeleton, (_Stub, torch.Tensor)):
-        return skeleton
+def _cut(template: Any, full: Any, broadcast: bool) -> Any:
+    """The full state, with each tensor sharded as in the template.
+
+    Args:
+        broadcast: only rank 0 has the full state.
+    """
+    describer, home = Describer(), home_device(template)
+    broadcast = broadcast and dist.is_initialized() and dist.get_world_size() > 1
+    skeleton = full
     if broadcast:
-        device = template.device if isinstance(template, torch.Tensor) else torch.device("cpu")
-        if device.type == "meta":
-            device = home
-        if device.type == "cpu" and dist.get_backend() == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
-        value = (
-            full.detach().to(device)
-            if full is not None
-            else torch.empty(skeleton.shape, dtype=skeleton.dtype, device=device)
-        )
-        value = value.contiguous()
-        dist.broadcast(value, src=0)
-    else:
-        value = full
-    if isinstance(template, DTensor) and not isinstance(value, DTensor):
-        return _cut_tensor(describer, home, template, value, name)
+        full = full if dist.get_rank() == 0 else None
+        from_rank_0 = [None if full is None else _stubs(full)]
+        dist.broadcast_object_list(from_rank_0, src=0)
+        skeleton = from_rank_0[0]
+
+    def cut(template: Any, skeleton: Any, value: Any, name: str) -> Any:
+        if isinstance(skeleton, Mapping):
+            known = template if isinstance(template, Mapping) else {}
+            return {
+                key: cut(known.get(key), item, None if value is None else value[key], child_name(name, key))
+                for key, item in skeleton.items()
+            }
+        if not isinstance(skeleton, (_Stub, torch.Tensor)):
+            return skeleton
+        if isinstance(skeleton, _Stub):
+            value = _broadcast(skeleton, value, template, home)
+        if isinstance(template, DTensor) and not isinstance(value, DTensor):
+            return _cut_tensor(describer, home, template, value, name)
+        return value
+
+    return cut(template, skeleton, full, "")
+
+
+def _broadcast(stub: _Stub, value: torch.Tensor | None, template: Any, home: torch.device) -> torch.Tensor:
+    """Send ``value`` from rank 0 to every rank, on the template's device; other ranks pass None."""
+    device = template.device if isinstance(template, torch.Tensor) else torch.device("cpu")
+    if device.type == "meta":
+        device = home
+    if device.type == "cpu" and dist.get_backend() == "nccl":  # which sends no tensors of the CPU
+        device = torch.device("cuda", torch.cuda.current_device())
+    if value is None:
+        value = torch.empty(stub.shape, dtype=stub.dtype, device=device)
+    value = value.detach().to(device).contiguous()
+    dist.broadcast(value, src=0)
     return value
 
 

@@ -1,11 +1,19 @@
-"""The native engine as a storage reader and writer of torch's DCP: the same files, through `dcp.save` and `dcp.load`.
+"""Native checkpoints through torch's DCP: `dcp.save` and `dcp.load` with a storage writer and a storage reader.
 
     dcp.save(state, storage_writer=RaggedWriter(path), planner=RaggedSavePlanner())
     dcp.load(state, storage_reader=RaggedReader(path), planner=RaggedLoadPlanner())
 
-With these planners DCP's own planning is empty: every rank hands in an empty plan, and the engine agrees on a digest
-and writes, or fills the state. The writer and the reader also work with DCP's default planners, whose planning then
-costs what it costs: the writer saves the planner's state, the reader offers every tensor as one chunk.
+With these planners every rank gives DCP an empty plan; the checkpoint's own engine saves or fills the state. With DCP's
+default planners, DCP plans as usual: the writer then saves the planner's state, and the reader offers each tensor as
+one chunk.
+
+DCP does not give its process group to a storage. It gives each rank its rank number, and the coordinator one plan for
+each rank. `_DcpRanks` compares both with the ranks that the storage was made for, so that no rank waits forever:
+
+    RaggedWriter(path), dcp.save(no_dist=True) on one rank      one plan: that rank saves alone
+    RaggedWriter(path, no_dist=True), dcp.save on all ranks     refused
+    two process groups                                          refused
+    use_collectives=False                                       refused: differs from no_dist=True, but looks the same
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,15 +35,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -45,8 +45,13 @@ from vescale_fsdp.checkpoint.load import Loader, Overwriting, Verify
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas, check_choice
-from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbours
-from vescale_fsdp.checkpoint.ranks.dcp_ranks import DcpRanks, wrong_partner
+from vescale_fsdp.checkpoint.ranks.coordinator import (
+    Coordinator,
+    SoloCoordinator,
+    coordinator_for,
+    num_neighbours,
+    solo_coordinator,
+)
 from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -55,44 +60,106 @@ from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.torch_private import flatten_state_dict, unflatten_state_dict
 
+_GROUP_USE = "dcp"  # DCP saves in a thread of its own, at the same time as other saves and loads
 
-class RaggedSavePlanner(SavePlanner):
-    """Plans nothing: the state goes to the engine as it is.
+
+class _DcpRanks:
+    """The ranks that a storage was made for, to compare with the ranks that DCP works with.
+
+    Args:
+        process_group: as passed to DCP; default: all ranks.
+        no_dist: this rank alone.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, no_dist: bool) -> None:
+        self._process_group = process_group
+        self._alone = self._no_dist = no_dist
+        self.coordinator()  # makes the gloo group now: all ranks make their storage at this point
+
+    def coordinator(self) -> Coordinator:
+        """The coordinator of the storage's ranks."""
+        return solo_coordinator() if self._alone else coordinator_for(self._process_group, use=_GROUP_USE)
+
+    def check_rank(self, is_coordinator: bool, options: Mapping[str, Any]) -> None:
+        """Compare this rank's number; ``options`` are the keyword arguments of DCP's set-up call.
+
+        Raises:
+            CheckpointError: if DCP works with other ranks, or without any collectives.
+        """
+        self._alone = self._no_dist
+        ours = self.coordinator()
+        if not options.get("use_collectives", True) and not isinstance(ours, SoloCoordinator):
+            raise CheckpointError(
+                "Ranks that save one checkpoint need collectives.",
+                expected="use_collectives=True: with RaggedSavePlanner no plan is gathered anyway",
+                got="use_collectives=False",
+                todo="leave it out; to save this rank alone, make the writer with no_dist=True too",
+            )
+        # DCP's coordinator has rank 0 with no_dist=True too: only `check_count` can tell the two apart.
+        if not is_coordinator and options.get("rank") != ours.rank:
+            raise _other_ranks(ours, f"rank {options.get('rank')}")
+
+    def check_count(self, num_plans: int) -> None:
+        """On DCP's coordinator: compare the number of ranks.
+
+        Raises:
+            CheckpointError: if it differs from the storage's.
+        """
+        ours = self.coordinator()
+        self._alone = num_plans == 1
+        if not self._alone and (ours.rank, ours.world_size) != (0, num_plans):
+            raise _other_ranks(ours, f"rank 0 of {num_plans}")
+
+
+def _other_ranks(ours: Coordinator, theirs: str) -> CheckpointError:
+    return CheckpointError(
+        "DCP and its storage were given different ranks.",
+        expected=f"rank {ours.rank} of {ours.world_size}, as RaggedWriter or RaggedReader was made",
+        got=f"{theirs}, as dcp.save or dcp.load was called",
+        todo="pass the same process_group and the same no_dist to both",
+    )
+
+
+def _wrong_storage(planner: str, storage: str) -> CheckpointError:
+    return CheckpointError(
+        f"{planner} works only with {storage}.",
+        expected=storage,
+        got="another storage",
+        todo=f"pass a {storage}(path), or leave the planner out",
+    )
+
+
+class RaggedSavePlanner(DefaultSavePlanner):
+    """Gives the state to `RaggedWriter` as it is; DCP plans nothing.
 
     Examples:
         >>> planner = RaggedSavePlanner()  # for dcp.save(storage_writer=RaggedWriter(..), planner=..)
     """
 
-    state: Any = None
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        self.state = state_dict
+        if storage_meta is not None:  # RaggedWriter has none; DCP's own writers would save an empty plan
+            raise _wrong_storage("RaggedSavePlanner", "RaggedWriter")
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return all_plans, Metadata({})
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        raise wrong_partner("RaggedSavePlanner", "RaggedWriter")
 
 
 class RaggedWriter(StorageWriter):
     """A DCP storage writer that writes native checkpoints.
 
-    Make it on every rank that saves: the first one makes a gloo group for the engine.
+    Make it on every rank that saves: making the first one is a collective, which makes a gloo group.
 
     Args:
         path: folder or fsspec URL.
         metadata: JSON stored with the state.
         overwrite: replace an existing checkpoint.
-        process_group: the ranks that save; the same that DCP gets.
+        process_group: the ranks that save; pass the same group to DCP.
         no_dist: this rank saves alone, as in ``dcp.save(no_dist=True)``, and may make the writer alone.
         check_replicas: as for `vescale_fsdp.checkpoint.save`.
 
@@ -120,7 +187,7 @@ class RaggedWriter(StorageWriter):
         self._storage = open_storage(path, neighbours=num_neighbours())
         self._metadata = metadata
         self._overwrite = overwrite
-        self._ranks = DcpRanks(process_group, no_dist)
+        self._ranks = _DcpRanks(process_group, no_dist)
         self._commit: Commit | None = None
         self._held = ExitStack()
 
@@ -131,18 +198,18 @@ class RaggedWriter(StorageWriter):
             self._storage = open_storage(checkpoint_id, neighbours=num_neighbours())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See that DCP saves with the ranks this writer was made for."""
-        self._ranks.meet(is_coordinator, kwargs)
+        """Check that DCP saves with the ranks that this writer was made for."""
+        self._ranks.check_rank(is_coordinator, kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._ranks.count(len(plans))
+        self._ranks.check_count(len(plans))
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Agree and write this rank's file; DCP then calls `finish` on its coordinator."""
+        """Write this rank's file, once all ranks have agreed on the state; DCP then calls `finish` on rank 0."""
         coordinator = self._ranks.coordinator()
         saver = Saver(
             self._storage, coordinator, overwrite=self._overwrite, check_replicas=self._check_replicas
@@ -168,68 +235,54 @@ class RaggedWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether DCP may take this for a checkpoint's place: any path or URL."""
+        """Whether DCP may use this as a path: any path or URL."""
         return bool(os.fspath(checkpoint_id))
 
 
 def _state_of(planner: SavePlanner) -> Any:
-    """The state a planner was set up with, nested as it was."""
-    if isinstance(planner, RaggedSavePlanner):
-        return planner.state
-    if isinstance(planner, DefaultSavePlanner):
-        if planner.flatten_state_dict:
-            return unflatten_state_dict(planner.state_dict, planner.mappings)
-        return planner.state_dict
-    raise CheckpointError(
-        "RaggedWriter cannot get the state from this planner.",
-        expected="RaggedSavePlanner, or DCP's DefaultSavePlanner",
-        got=type(planner).__qualname__,
-        todo="pass planner=RaggedSavePlanner()",
-    )
+    """The state that a planner was set up with, nested as it was."""
+    if not isinstance(planner, DefaultSavePlanner):
+        raise CheckpointError(
+            "RaggedWriter cannot get the state from this planner.",
+            expected="RaggedSavePlanner, or DCP's DefaultSavePlanner",
+            got=type(planner).__qualname__,
+            todo="pass planner=RaggedSavePlanner()",
+        )
+    if planner.flatten_state_dict:
+        return unflatten_state_dict(planner.state_dict, planner.mappings)
+    return planner.state_dict
 
 
-class RaggedLoadPlanner(LoadPlanner):
-    """Plans nothing: the engine fills the state.
+class RaggedLoadPlanner(DefaultLoadPlanner):
+    """Lets `RaggedReader` fill the state; DCP plans nothing.
 
-    The state says what to load, so a dict without keys asks for nothing: an optimizer before its first step has
-    one. Where the checkpoint holds something for it, a warning says so.
+    Only what the state has keys for is loaded. An optimizer before its first step has an empty dict in place of its
+    moments: they are left out, with a warning.
 
     Args:
-        strict: raise if the checkpoint lacks a leaf of the state (it may always hold more).
+        strict: raise if the checkpoint lacks a leaf of the state (it may always have more).
         verify: as for `vescale_fsdp.checkpoint.load`.
 
     Examples:
         >>> planner = RaggedLoadPlanner(strict=False, verify="before")  # for dcp.load(planner=..)
     """
 
-    state: Any = None
-
     def __init__(self, *, strict: bool = True, verify: Verify = "while") -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.strict = strict
         self.verify: Verify = verify
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self.state = state_dict
+        if (
+            metadata is not None and metadata.storage_data is not None
+        ):  # DCP's own readers would load an empty plan
+            raise _wrong_storage("RaggedLoadPlanner", "RaggedReader")
+        self.state_dict = state_dict  # not by the base class, which replaces tensors on the meta device
 
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise wrong_partner("RaggedLoadPlanner", "RaggedReader")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        raise wrong_partner("RaggedLoadPlanner", "RaggedReader")
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        raise wrong_partner("RaggedLoadPlanner", "RaggedReader")
 
 
 class RaggedReader(StorageReader):
@@ -237,7 +290,7 @@ class RaggedReader(StorageReader):
 
     Args:
         path: folder or fsspec URL.
-        process_group: the ranks that load; the same that DCP gets.
+        process_group: the ranks that load; pass the same group to DCP.
         no_dist: this rank loads alone, as in ``dcp.load(no_dist=True)``, and may make the reader alone.
 
     Examples:
@@ -258,7 +311,7 @@ class RaggedReader(StorageReader):
         no_dist: bool = False,
     ) -> None:
         self._storage = open_storage(path, neighbours=num_neighbours())
-        self._ranks = DcpRanks(process_group, no_dist)
+        self._ranks = _DcpRanks(process_group, no_dist)
         self._reader: CheckpointReader | None = None
         self._stored: dict[str, Any] = {}
 
@@ -269,11 +322,9 @@ class RaggedReader(StorageReader):
             self._storage = open_storage(checkpoint_id, neighbours=num_neighbours())
 
     def read_metadata(self, *args: Any, **unused: Any) -> Metadata:
-        """The checkpoint as DCP sees it: every tensor is one chunk, every other leaf is bytes.
-
-        DCP asks a ``**kwargs`` of that name once more after an error, for metadata of this rank alone, and if it
-        gets them goes on without the other ranks, who wait.
-        """
+        """The checkpoint as DCP sees it: every tensor is one chunk, every other leaf is bytes."""
+        # The keyword arguments are not named ``kwargs``: after an error DCP asks a reader with ``**kwargs`` again, for
+        # the metadata of one rank, and goes on with that rank while the others wait.
         self._reader = CheckpointReader(self._storage)
         tree = self._reader.tree()
         stubs: dict[int, CheckpointTensor] = {}
@@ -282,40 +333,55 @@ class RaggedReader(StorageReader):
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, value in flat.items():
             stored = stubs.get(id(value))
-            self._stored[name] = stored if stored is not None else value
-            described[name] = BytesStorageMetadata() if stored is None else _as_one_chunk(stored)
+            if stored is None:
+                self._stored[name], described[name] = value, BytesStorageMetadata()
+                continue
+            whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(stored.shape)), sizes=stored.shape)
+            properties = TensorProperties(dtype=stored.dtype)
+            self._stored[name] = stored
+            described[name] = TensorStorageMetadata(properties=properties, size=stored.shape, chunks=[whole])
         return Metadata(described, planner_data=mappings)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """See that DCP loads with the ranks this reader was made for."""
-        self._ranks.meet(is_coordinator, kwargs)
+        """Check that DCP loads with the ranks that this reader was made for."""
+        self._ranks.check_rank(is_coordinator, kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        self._ranks.count(len(plans))
+        self._ranks.check_count(len(plans))
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the planner's state, by the engine where the planner is ours, else item by item."""
+        """Fill the state: as one load with `RaggedLoadPlanner`, item by item with DCP's planners."""
         with torch.no_grad():
             if isinstance(planner, RaggedLoadPlanner):
-                loader = Loader(self._storage, self._ranks.coordinator(), planner.verify)
-                empty = tuple(_empty_dicts(planner.state, ""))
-                report = loader.load(
-                    planner.state, strict="missing" if planner.strict else False, include=None
-                )
-                left = [name for name in report.unexpected if name.startswith(empty)]
-                if left and loader.coordinator.rank == 0:
-                    _warn_of_empty(left)
+                self._load(planner)
             else:
                 self._read_items(plan, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _load(self, planner: RaggedLoadPlanner) -> None:
+        loader = Loader(self._storage, self._ranks.coordinator(), planner.verify)
+        empty_dicts = tuple(_empty_dicts(planner.state_dict, ""))
+        report = loader.load(planner.state_dict, strict="missing" if planner.strict else False, include=None)
+        left_out = [name for name in report.unexpected if name.startswith(empty_dicts)]
+        if left_out and loader.coordinator.rank == 0:
+            warnings.warn(
+                explain(
+                    f"{len(left_out)} leaves of the checkpoint were not loaded: the state has an empty dict for them.",
+                    expected="a state with a key for every value to load",
+                    got=f"an empty dict for {left_out[0]}" + (", .." if len(left_out) > 1 else ""),
+                    todo="an optimizer before its first step has no state yet: let vescale_fsdp.checkpoint.load fill "
+                    "it, with {'model': model, 'optimizer': optimizer}",
+                ),
+                stacklevel=2,
+            )
 
     def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         assert self._reader is not None
@@ -332,12 +398,18 @@ class RaggedReader(StorageReader):
                 tensor = planner.resolve_tensor(item).detach()
                 box = Box(tuple(item.storage_offsets), tuple(item.lengths))
                 if tensor.dtype != stored.dtype:
-                    raise _other_dtype(stored, tensor)
+                    raise CheckpointError(
+                        "A tensor has another dtype than in the checkpoint.",
+                        expected=stored.dtype,
+                        got=tensor.dtype,
+                        where=stored.name,
+                        todo="build the state as it was saved; cast after loading",
+                    )
                 region = Region(box, FlatRange(0, box.numel))
                 target = reads.ask(stored.index, region, tensor)
                 overwriting.add(item.storage_index.fqn, tensor, target)
                 targets.append((item, tensor, target))
-            with overwriting.together(num_ranks=1):  # DCP itself tells the other ranks
+            with overwriting.together(num_ranks=1):  # DCP reports errors to the other ranks
                 reads.run(verify=True)
                 for item, tensor, target in targets:
                     target.finish()
@@ -345,12 +417,12 @@ class RaggedReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether DCP may take this for a checkpoint's place: any path or URL."""
+        """Whether DCP may use this as a path: any path or URL."""
         return bool(os.fspath(checkpoint_id))
 
 
 def _empty_dicts(value: Any, name: str) -> Iterator[str]:
-    """What the names of leaves would start with that a state's empty dicts do not ask for."""
+    """The prefix that names of leaves inside each empty dict of a state would have."""
     if isinstance(value, Mapping) and not value:
         yield f"{name}." if name else ""
     if isinstance(value, (Mapping, list, tuple)):
@@ -358,31 +430,8 @@ def _empty_dicts(value: Any, name: str) -> Iterator[str]:
             yield from _empty_dicts(item, child_name(name, key))
 
 
-def _warn_of_empty(left: list[str]) -> None:
-    warnings.warn(
-        explain(
-            f"{len(left)} leaves of the checkpoint were not loaded: the state has an empty dict in their place.",
-            expected="a state with a key for everything that is to be loaded",
-            got=f"an empty dict for {left[0]}" + (", .." if len(left) > 1 else ""),
-            todo="an optimizer before its first step has no state yet: let vescale_fsdp.checkpoint.load fill it, with "
-            "{'model': model, 'optimizer': optimizer}",
-        ),
-        stacklevel=2,
-    )
-
-
-def _other_dtype(stored: CheckpointTensor, tensor: torch.Tensor) -> CheckpointError:
-    return CheckpointError(
-        "A tensor has another dtype than in the checkpoint.",
-        expected=stored.dtype,
-        got=tensor.dtype,
-        where=stored.name,
-        todo="build the state as it was saved; cast after loading",
-    )
-
-
 def _with_stubs(value: Any, stubs: dict[int, CheckpointTensor]) -> Any:
-    """The tree with tensors without values, which DCP's flattening takes for tensors."""
+    """The tree with a meta tensor for each stored one, which DCP's flattening treats as a tensor."""
     if isinstance(value, CheckpointTensor):
         stub = torch.empty(value.shape, dtype=value.dtype, device="meta")
         stubs[id(stub)] = value
@@ -392,9 +441,3 @@ def _with_stubs(value: Any, stubs: dict[int, CheckpointTensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_with_stubs(item, stubs) for item in value)
     return value
-
-
-def _as_one_chunk(stored: CheckpointTensor) -> TensorStorageMetadata:
-    chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(stored.shape)), sizes=stored.shape)
-    properties = TensorProperties(dtype=stored.dtype)
-    return TensorStorageMetadata(properties=properties, size=stored.shape, chunks=[chunk])

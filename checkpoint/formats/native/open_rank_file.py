@@ -1,6 +1,6 @@
-"""A rank's file opened for reading: checked against the manifest, then able to verify each of its stripes.
+"""A rank's file opened for reading: checked against the manifest, with the checksum of each stripe.
 
-Needs no torch, so that conversions and `verify` use it as a load does.
+Needs no torch, so that conversions and `verify` can use it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _GONE = (FileNotFoundError, NotADirectoryError)
 
 
 class OpenRankFile:
-    """A rank's file, open, with its size, header and checksum table checked against the manifest.
+    """An open rank's file, whose size, header and table of checksums fit the manifest.
 
     Raises:
-        CorruptCheckpointError: if the file is missing, or not the one the manifest describes.
+        CorruptCheckpointError: if the file is missing, or does not fit the manifest.
     """
 
     def __init__(self, storage: Storage, file: RankFile) -> None:
@@ -32,17 +32,17 @@ class OpenRankFile:
         except (*_GONE, ValueError) as error:
             raise self._unreadable(error) from error
         try:
-            self._table = self._check()  # as bytes: a large file has many
+            self._table = self._check()  # as bytes: ints would need four times the memory
         except BaseException as error:
             with noting(error):
                 self.reader.close()
             raise
 
     def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        """Fill writable buffers one after another from an offset on.
+        """Fill writable buffers one after another, starting at an offset.
 
         Raises:
-            CorruptCheckpointError: if the file ends before, or is gone.
+            CorruptCheckpointError: if the file is too short, or was removed.
         """
         try:
             self.reader.read_at(offset_bytes, buffers)
@@ -53,7 +53,7 @@ class OpenRankFile:
         """Bytes [start, stop), read-only, as `FileReader.view` gives them.
 
         Raises:
-            CorruptCheckpointError: if the file ends before, or is gone.
+            CorruptCheckpointError: if the file is too short, or was removed.
         """
         try:
             return self.reader.view(start_bytes, stop_bytes)
@@ -71,22 +71,22 @@ class OpenRankFile:
         )
 
     def _check(self) -> bytes:
-        """Compare size and header with what follows from the manifest; returns the table of stripes' checksums."""
+        """Compare size and header with those that the manifest implies; returns the table of stripes' checksums."""
         file, size = self.file, self.reader.size_bytes
         if size != file.total_bytes:
             lost = file.names_in(min(size, file.total_bytes), file.table_start)
             raise self.corrupt(
-                "A file of the checkpoint has another size than the manifest says.",
+                "A file of the checkpoint does not have the size that the manifest implies.",
                 f"{file.total_bytes} bytes",
                 f"{size} bytes" + (f"; lost: {some(lost)}" if size < file.total_bytes else ""),
             )
         header, table = bytearray(len(file.header)), bytearray((file.num_stripes + 1) * CHECKSUM_BYTES)
         self.read_at(0, [header])
         if header != file.header:
-            at = next(place for place, (a, b) in enumerate(zip(header, file.header, strict=True)) if a != b)
+            at = next(at for at, (a, b) in enumerate(zip(header, file.header, strict=True)) if a != b)
             around = slice(max(0, at - 60), at + 60)
             raise self.corrupt(
-                "A file's header differs from the one that follows from the manifest: it is damaged, or another "
+                "A file's header differs from the one that the manifest implies: it is damaged, or it is another "
                 "checkpoint's file.",
                 f".. {file.header[around]!r} ..",
                 f".. {bytes(header[around])!r} ..; from byte {at} on; has {some(self.file.tensor_names)}",
@@ -94,7 +94,9 @@ class OpenRankFile:
         self.read_at(file.table_start, [table])
         (own,) = struct.unpack_from("<Q", table, file.num_stripes * CHECKSUM_BYTES)
         if checksum_of(memoryview(table)[:-CHECKSUM_BYTES]) != own:
-            raise self.corrupt("A file's table of checksums is damaged.", f"{own:016x}", "another checksum")
+            raise self.corrupt(
+                "A file's table of checksums is damaged.", f"checksum {own:016x}", "another checksum"
+            )
         return bytes(table)
 
     @property
@@ -107,7 +109,7 @@ class OpenRankFile:
         """Bytes from the file's start that stripes cover."""
         return self.file.table_start
 
-    def prove_stripe(self, index: int, checksum: int) -> None:
+    def verify_stripe(self, index: int, checksum: int) -> None:
         """Compare a stripe's checksum with the table's.
 
         Raises:
@@ -117,7 +119,7 @@ class OpenRankFile:
         if checksum != saved:
             start, stop = self.file.stripe(index)
             raise self.corrupt(
-                f"Bytes [{start}, {stop}) are not those that were written.",
+                f"Bytes [{start}, {stop}) differ from what was saved.",
                 f"checksum {saved:016x}",
                 f"{checksum:016x}; in them: {some(self.file.names_in(start, stop))}",
             )

@@ -1,9 +1,9 @@
-"""Planning a native checkpoint, laid out for a number of ranks: a start on as many reads whole buffers.
+"""Planning a conversion to a native checkpoint, laid out for a number of ranks.
 
-Tensors of the model are grouped as ``fully_shard`` on every layer and the root groups them: by the
-container with the first number in its name (``model.layers.3.``) and by type. Optimizer state of a
-parameter's shape lies where the parameter lies; everything else is stored whole, its bytes spread over the
-ranks.
+The layout is that of ``fully_shard`` on every layer and on the root: tensors of the model are grouped by the container
+with the first number in their names (``model.layers.3.``) and by type, so that a load on as many ranks reads whole
+buffers. A parameter's optimizer state of the same shape is cut like the parameter. All other tensors are stored
+uncut, and the ranks' files share their bytes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, res
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
-_STRETCH_STRIPES = 64  # 64 MiB of a file by one thread; at the ends a stripe of the source is read twice
-_MAX_RANKS = 65_536  # each has a file, which is planned
+_STRIPES_PER_JOB = (
+    64  # 64 MiB of a file for one thread; at a job's ends, a stripe of the source is read twice
+)
+_MAX_RANKS = 65_536  # bounds the time of planning a file for each rank
 _UNIT = re.compile(r"(.*?\.\d+)\.")
 
 
@@ -45,8 +47,8 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
     """One file per rank, and the manifest.
 
     Raises:
-        ConversionError: for types that torch lacks, or more ranks than anybody starts.
-        LayoutError: if the granularity does not fit a tensor, or has a pattern that matches none.
+        ConversionError: for types that torch lacks, or more than `_MAX_RANKS` ranks.
+        LayoutError: if the granularity does not fit a tensor, or has a pattern that matches no tensor.
         CheckpointError: for values that the format cannot hold.
     """
     if not 1 <= num_ranks <= _MAX_RANKS:
@@ -54,7 +56,7 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
             "A checkpoint cannot be laid out for so many ranks.",
             expected=f"1 to {_MAX_RANKS:,} ranks",
             got=num_ranks,
-            todo="lay it out for the ranks that will load it; any other number reads it too",
+            todo="lay it out for the number of ranks that will load it; any other number can load it too",
         )
     layouts, slots = _plan_layouts(state.without(state.aliases), num_ranks, granularity)
     structure, views = _structure(state, num_ranks, layouts, slots)
@@ -62,7 +64,7 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
     by_name = {entry.name: view for entry, view in zip(structure.entries, views, strict=True)}
     tables: dict[str, _Stripes] = {}
     files = tuple(
-        _file(file, by_name, tables)
+        _file_plan(file, by_name, tables)
         for file in map(partial(RankFile, manifest), range(num_ranks), manifest.shares)
     )
 
@@ -81,7 +83,7 @@ def _is_stale(name: str) -> bool:
 def _plan_layouts(
     state: CarriedState, num_ranks: int, granularity: GranularityRule
 ) -> tuple[list[GroupLayout], dict[str, LayoutCut]]:
-    """Layouts of all units, and which slot each of the model's names has."""
+    """(layouts of all units, the slot of each of the model's tensors)."""
     groups: dict[tuple[Path, str, str], list[TensorSpec]] = {}
     names: dict[tuple[Path, str, str], list[str]] = {}
     for name, view in state.views.items():
@@ -91,8 +93,9 @@ def _plan_layouts(
         *container, last = state.path(name)
         fqn = str(last)
         unit = _UNIT.match(fqn)
-        key = (tuple(container), unit[1] if unit else "", info.dtype.name)  # models may share names
-        inside = fqn[unit.end() :] if unit else fqn  # as in training: equal layers have equal layouts
+        # With the container: several models of a state may have the same names.
+        key = (tuple(container), unit[1] if unit else "", info.dtype.name)
+        inside = fqn[unit.end() :] if unit else fqn  # without the layer's number: equal layers share a layout
         block_numel = resolve_granularity(granularity, inside, info).block_numel(info.shape)
         spec = TensorSpec(inside, info.shape, info.dtype.name, block_numel)
         groups.setdefault(key, []).append(spec)
@@ -103,7 +106,7 @@ def _plan_layouts(
     for key, specs in groups.items():
         layout = plan_group(specs, num_ranks)
         number = numbers.setdefault(layout, len(numbers))
-        order = {slot.fqn: place for place, slot in enumerate(layout.slots)}
+        order = {slot.fqn: index for index, slot in enumerate(layout.slots)}
         for name, spec in zip(names[key], specs, strict=True):
             slots[name] = LayoutCut(number, order[spec.fqn])
     return list(numbers), slots
@@ -112,13 +115,21 @@ def _plan_layouts(
 def _structure(
     state: CarriedState, num_ranks: int, layouts: list[GroupLayout], slots: Mapping[str, LayoutCut]
 ) -> tuple[Structure, list[TensorView]]:
-    """State tree and tensors in file order, with the view of each."""
+    """The structure, with the view of each of its tensors."""
     parameters = _Parameters((str(state.path(name)[-1]), slot) for name, slot in slots.items())
-    cuts: dict[str, tuple[LayoutCut | None, str]] = {
-        name: (slots[name], "") if name in slots else _cut_of(name, state, layouts, parameters)
-        for name in state.views
-        if name not in state.aliases
-    }
+    # By name: the tensor's slot (None for an uncut one), and its role, such as "optimizer.state.*.exp_avg".
+    cuts: dict[str, tuple[LayoutCut | None, str]] = {}
+    for name, view in state.views.items():
+        if name in slots:
+            cuts[name] = slots[name], ""
+        elif name not in state.aliases:
+            candidates = (
+                (cut, name.replace(fqn, "*", 1))
+                for fqn in parameters.named_in(state.path(name))
+                for cut in parameters.cuts[fqn]
+                if layouts[cut.layout].slots[cut.slot].shape == view.info.shape
+            )
+            cuts[name] = next(candidates, (None, name))
 
     def file_order(name: str) -> tuple[int, int, str, int]:
         cut, role = cuts[name]
@@ -137,7 +148,7 @@ def _structure(
 
 
 class _Parameters:
-    """The parameters that have slots, by name: several models may have one of the same name."""
+    """The slots of parameters by name; several models of a state may have a parameter of the same name."""
 
     def __init__(self, slots: Iterable[tuple[str, LayoutCut]]) -> None:
         self.cuts: dict[str, list[LayoutCut]] = {}
@@ -147,37 +158,27 @@ class _Parameters:
         self._first, self._last = {each[0] for each in words}, {each[-1] for each in words}
 
     def named_in(self, path: Path) -> Iterator[str]:
-        """Names of parameters that are runs of dotted words of a path's parts, the longest first."""
+        """Names of parameters that occur in a path, as whole dotted words; the longest first."""
         likely = max(map(str, path), key=len)
-        if likely in self.cuts:  # nearly always
+        if likely in self.cuts:  # nearly always, and much faster than the search below
             yield likely
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for words in [str(part).split(".") for part in path]:
             stops = [stop for stop, word in enumerate(words, 1) if word in self._last]
             for start in [start for start, word in enumerate(words) if word in self._first]:
                 runs = (".".join(words[start:stop]) for stop in stops if stop > start)
-                found |= {run: None for run in runs if run in self.cuts}
-        yield from sorted(found, key=len, reverse=True)  # the longest name is the right one
-
-
-def _cut_of(
-    name: str, state: CarriedState, layouts: list[GroupLayout], parameters: _Parameters
-) -> tuple[LayoutCut | None, str]:
-    """The slot of an optimizer's tensor, and what it is to its parameter; no slot for what is stored whole."""
-    shape = state.views[name].info.shape
-    for fqn in parameters.named_in(state.path(name)):
-        for cut in parameters.cuts[fqn]:
-            if layouts[cut.layout].slots[cut.slot].shape == shape:
-                return cut, name.replace(fqn, "*", 1)
-    return None, name
+                names |= {run: None for run in runs if run in self.cuts}
+        yield from sorted(names, key=len, reverse=True)
 
 
 class _Stripes(FileWriter):
-    """Passes bytes on and keeps the checksum of every stripe, of which each is written from front to back."""
+    """Writes a file, and computes the checksum of each stripe; the bytes of one stripe must come in order."""
 
     def __init__(self, out: FileWriter, stripe_bytes: int) -> None:
         self._out, self._stripe_bytes = out, stripe_bytes
-        self._hashes: dict[int, tuple[RunningChecksum, int]] = {}  # stripe -> hash so far, next byte
+        self._hashes: dict[
+            int, tuple[RunningChecksum, int]
+        ] = {}  # unfinished stripes: hash so far, next byte
         self._checksums: dict[int, int] = {}
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
@@ -197,11 +198,11 @@ class _Stripes(FileWriter):
         stop = offset_bytes + len(data)
         if stop % self._stripe_bytes:
             self._hashes[index] = state, stop
-        else:  # as ints: there are 1000 of them per GB
+        else:  # as an int, not an object: there are 1000 stripes per GB
             self._checksums[index] = state.intdigest()
 
     def table(self) -> bytes:
-        """Checksums of all bytes so far, and the checksum of those."""
+        """The table of the checksums of all stripes so far."""
         known = self._checksums | {index: state.intdigest() for index, (state, _) in self._hashes.items()}
         return pack_table([known[index] for index in range(len(known))])
 
@@ -212,11 +213,12 @@ class _Stripes(FileWriter):
         self._out.abort()
 
 
-def _file(file: RankFile, views: Mapping[str, TensorView], tables: dict[str, _Stripes]) -> FilePlan:
+def _file_plan(file: RankFile, views: Mapping[str, TensorView], tables: dict[str, _Stripes]) -> FilePlan:
+    """The plan of a rank's file; ``tables`` gets its checksums while it is written."""
     contents: list[Content] = [FixedBytes(file.header)]
-    for piece in file.pieces:  # every region here is a run of the whole tensor
+    for piece in file.pieces:  # every piece is a run of the whole tensor
         view = views[file.manifest.entries[piece.tensor_index].name]
         contents.append(TensorItems(view, piece.region.span.start, piece.region.span.stop))
-    name = file.name  # the file's pieces need not be kept
+    name = file.name  # a variable: the plan must not keep the file's pieces
     contents.append(ComputedBytes(file.total_bytes - file.table_start, lambda _: tables.pop(name).table()))
-    return FilePlan(name, tuple(contents), _STRETCH_STRIPES * file.manifest.stripe_bytes)
+    return FilePlan(name, tuple(contents), _STRIPES_PER_JOB * file.manifest.stripe_bytes)

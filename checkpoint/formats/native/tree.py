@@ -1,6 +1,6 @@
-"""The state tree of a native checkpoint, made from a state that is carried over.
+"""The state tree and the manifest of a conversion's native checkpoint.
 
-Plain kinds of values are written here, since the engine's own encoder needs torch; all other kinds go to it.
+Values of plain types are encoded here without torch; other values by the encoder of live saves, which imports it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum
 
 
 class _TensorLeaf(NamedTuple):
-    """Stands for a tensor while the tree is made."""
+    """A tensor, by its name in the state, in the place of its values."""
 
-    name: str  # in the state
+    name: str
 
 
 def native_tree(
     state: CarriedState, file_order: Callable[[str], Any], reserved: Iterable[str] = ()
 ) -> tuple[Json, list[tuple[str, str]]]:
-    """The tree, and (name in the format, name in the state) of every tensor in file order; tied ones are one.
+    """The tree, and (stored name, name in the state) of every tensor in file order; tied tensors are one.
 
     Args:
-        state: what is carried over.
-        file_order: sort key of a tensor, by its name in the state; equal ones stay in the order of the tree.
-        reserved: names that the format keeps for itself.
+        file_order: sort key of a tensor, by its name in the state; tensors with equal keys stay in the tree's order.
+        reserved: names that the format uses itself.
 
     Raises:
         ConversionError: if two tensors would have one name in the format.
@@ -42,34 +41,34 @@ def native_tree(
     """
     leaves: dict[Path, Any] = {state.path(name): _TensorLeaf(name) for name in state.views}
     leaves |= {state.path(name): read() for name, read in state.values.items()}
-    found: list[tuple[str, str]] = []
-    numbers: dict[str, int] = {}
+    tensors: list[tuple[str, str]] = []
+    index_of: dict[str, int] = {}  # by name in the state; of tied tensors the first one's
     nodes: list[dict[str, Any]] = []
     taken = set(reserved)
 
-    def number(name: str, leaf: _TensorLeaf) -> Json:
+    def tensor_node(stored_name: str, leaf: _TensorLeaf) -> Json:
         first = state.aliases.get(leaf.name, leaf.name)
-        if first not in numbers:
-            claim_name(name, taken)
-            taken.add(name)
-            numbers[first] = len(found)
-            found.append((name, leaf.name))
-        nodes.append({"$": "tensor", "i": numbers[first]})
+        if first not in index_of:
+            claim_name(stored_name, taken)
+            taken.add(stored_name)
+            index_of[first] = len(tensors)
+            tensors.append((stored_name, leaf.name))
+        nodes.append({"$": "tensor", "i": index_of[first]})
         return nodes[-1]
 
-    tree = _node(nest(leaves), "", number)
-    order = sorted(range(len(found)), key=lambda place: file_order(found[place][1]))
-    number_of = {old: new for new, old in enumerate(order)}
-    for node in nodes:  # in place: a copy of a large tree is large
-        node["i"] = number_of[node["i"]]
-    return tree, [found[place] for place in order]
+    tree = _node(nest(leaves), "", tensor_node)
+    order = sorted(range(len(tensors)), key=lambda index: file_order(tensors[index][1]))
+    new_index = {old: new for new, old in enumerate(order)}
+    for node in nodes:  # in place: a large tree is not copied
+        node["i"] = new_index[node["i"]]
+    return tree, [tensors[index] for index in order]
 
 
-def _node(value: Any, name: str, number: Callable[[str, _TensorLeaf], Json]) -> Json:
-    """The node of a value, as the engine's `encode` makes it; ``name`` is where it is, keys joined by ``/``."""
+def _node(value: Any, name: str, tensor_node: Callable[[str, _TensorLeaf], Json]) -> Json:
+    """The node of a value, as `capture.encode` makes it; ``name`` is the value's keys in the state, joined by ``/``."""
     kind = type(value)
     if kind is _TensorLeaf:
-        return number(name, value)
+        return tensor_node(name, value)
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
@@ -77,22 +76,18 @@ def _node(value: Any, name: str, number: Callable[[str, _TensorLeaf], Json]) -> 
     if kind is bytes:
         return {"$": "bytes", "v": base64.b64encode(value).decode()}
     if kind is list or kind is tuple:
-        items = [_node(item, join_name(name, place), number) for place, item in enumerate(value)]
+        items = [_node(item, join_name(name, index), tensor_node) for index, item in enumerate(value)]
         return items if kind is list else {"$": "tuple", "v": items}
     if isinstance(value, Mapping):
-        nodes = [(key, _node(item, join_name(name, key), number)) for key, item in value.items()]
+        nodes = [(key, _node(item, join_name(name, key), tensor_node)) for key, item in value.items()]
         if all(type(key) is str and not key.startswith("$") for key in value):
             return dict(nodes)
-        return {"$": "dict", "v": [[_node(key, f"{name} (a key)", number), item] for key, item in nodes]}
-    return _rare_node(value, name)
-
-
-def _rare_node(value: Any, name: str) -> Json:
-    from vescale_fsdp.checkpoint.state.capture import TreeSink, encode  # brings torch
+        return {"$": "dict", "v": [[_node(key, f"{name} (a key)", tensor_node), item] for key, item in nodes]}
+    from vescale_fsdp.checkpoint.state.capture import TreeSink, encode  # imports torch
 
     class NoLeaves(TreeSink):
         def tensor(self, name: str, tensor: object) -> NoReturn:
-            raise AssertionError(f"{name}: a tensor is no value")
+            raise AssertionError(f"{name}: a tensor is not a value")
 
         def per_rank(self, name: str, value: object) -> NoReturn:
             raise AssertionError(f"{name}: a source has no per-rank values")
@@ -101,7 +96,13 @@ def _rare_node(value: Any, name: str) -> Json:
 
 
 def native_manifest(form: str, structure: Structure, views: Iterable[TensorView], num_ranks: int) -> Manifest:
-    """The manifest of a result; the same input makes the same names, so that an interrupted run can go on."""
+    """The manifest of a conversion's output.
+
+    Its save id, and so all file names, follows from the input, so that an interrupted run can be resumed.
+
+    Args:
+        form: text that distinguishes outputs of different layouts.
+    """
     identity = RunningChecksum(form.encode())
     identity.update(structure.document)
     for view in views:

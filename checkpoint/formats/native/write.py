@@ -1,9 +1,9 @@
-"""Writing native checkpoints: each rank writes one file, then one rank publishes the manifest.
+"""Writing live states as native checkpoints: each rank writes one file, then one rank publishes the manifest.
 
-    write       every rank: stripes are hashed while they are in the cache, then written by several threads
+    write       every rank: hash stripes while they are in the cache, then write them by several threads
     commit      one rank: check that all files exist, sync the folder, publish ``manifest.json``, remove older data
 
-The zarr form (`formats.zarr.write`) shares the claim, the rank file and the commit.
+The zarr form (`formats.zarr.live`) uses the same claim, rank file and commit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError
-from vescale_fsdp.layout.geometry import boxes_of_range
+from vescale_fsdp.layout.geometry import boxes_of_range, round_up
 
 _RUN_BYTES = 4 << 20  # 4 MiB of stripes per unit of work
 _ALIGN_BYTES = 64
@@ -73,19 +73,54 @@ class NativeForm(Form):
         return self.commit_of(manifest, share)
 
     def commit_of(self, manifest: Manifest, share: RankShare) -> Commit:
-        """How one rank makes the written files a checkpoint."""
+        """The last step of the save, which makes the written files a checkpoint."""
         run = partial(
-            commit_manifest,
+            self.commit,
             share.storage,
             manifest,
-            form=self,
             replace=share.replace,
             check_files=not share.every_node,
         )
         return Commit(manifest.num_bytes, run, manifest.save_id)
 
+    def commit(
+        self, storage: Storage, manifest: Manifest, *, replace: bool, check_files: bool = True
+    ) -> None:
+        """Publish the manifest, and remove the data of older saves.
+
+        Args:
+            check_files: check that every rank's file exists.
+
+        Raises:
+            CheckpointError: if a file is missing, or a manifest exists that must not be replaced.
+        """
+        folder = f"data-{manifest.save_id}"
+        try:
+            if check_files:
+                _check_files(storage, manifest, folder)
+            self.finish(storage, manifest)
+            storage.sync_folder(folder)  # the names of all files
+            storage.sync_folder("")
+        except BaseException as error:
+            error.add_note(f"nothing was committed: {storage.where} is as it was before")
+            raise
+        _publish(storage, manifest.to_bytes(), replace)
+        try:
+            for name in storage.list_folder(""):
+                if name.startswith("data-") and name != folder:
+                    storage.remove(name)
+        except Exception as error:  # noqa: BLE001  the next save to this path tries again
+            warnings.warn(
+                f"{storage.where} is saved; data of an older save could not be removed: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+        except BaseException as error:
+            error.add_note(f"{storage.where} is saved and durable")
+            raise
+
     def finish(self, storage: Storage, manifest: Manifest) -> None:
-        """On one rank, when all have written: what must exist before the manifest does."""
+        """Write what must exist before the manifest does; called on one rank, when all ranks have written."""
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
         """Remove the attempt's own folder; older data stays."""
@@ -93,48 +128,14 @@ class NativeForm(Form):
             storage.remove(f"data-{save_id}")
 
 
-def commit_manifest(
-    storage: Storage, manifest: Manifest, *, form: NativeForm, replace: bool, check_files: bool = True
-) -> None:
-    """Check that every rank's file exists, publish the manifest, and remove the data of older saves.
-
-    Raises:
-        CheckpointError: if a file is missing, or a manifest exists that must not be replaced.
-    """
-    folder = f"data-{manifest.save_id}"
-    try:
-        if check_files:
-            _check_files(storage, manifest, folder)
-        form.finish(storage, manifest)
-        storage.sync_folder(folder)  # the names of all files
-        storage.sync_folder("")
-    except BaseException as error:
-        error.add_note(f"nothing was committed: {storage.where} is as it was before")
-        raise
-    _publish(storage, manifest.to_bytes(), replace)
-    try:
-        for name in storage.list_folder(""):
-            if name.startswith("data-") and name != folder:
-                storage.remove(name)
-    except Exception as error:  # noqa: BLE001  the next save to this path tries again
-        warnings.warn(
-            f"{storage.where} is saved; data of an older save could not be removed: "
-            f"{type(error).__name__}: {error}",
-            stacklevel=2,
-        )
-    except BaseException as error:
-        error.add_note(f"{storage.where} is saved and durable")
-        raise
-
-
 def _check_files(storage: Storage, manifest: Manifest, folder: str) -> None:
     listed = set(storage.list_folder(folder))
     names = [manifest.file_name(rank) for rank in range(manifest.world_size)]
-    # Some stores list a file late that they already give by name.
+    # Some object stores list a file later than they return it by name.
     missing = [name for name in names if name.rpartition("/")[2] not in listed and not storage.exists(name)]
     if missing:
         raise CheckpointError(
-            "A rank's file is not where it was written.",
+            "A file that a rank has written is missing.",
             expected=f"{manifest.world_size} files in {folder}",
             got=f"{len(missing)} missing, first {missing[0].rpartition('/')[2]}",
             where=storage.where,
@@ -143,7 +144,7 @@ def _check_files(storage: Storage, manifest: Manifest, folder: str) -> None:
 
 
 def _publish(storage: Storage, data: bytes, replace: bool) -> None:
-    """Commit the manifest. After an error, read back what is published, and say it with the error."""
+    """Commit the manifest. After an error, read the published manifest, so that the error says which one it is."""
     try:
         storage.commit(MANIFEST_NAME, data, replace=replace)
     except BaseException as error:
@@ -153,7 +154,7 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
         except Exception as unread:  # noqa: BLE001  the error of the commit is the one to raise
             published = unread
         if isinstance(error, Exception) and published == data:
-            # The answer was lost, or an NFS server had made the link before the request was repeated.
+            # The store's response was lost, or an NFS server had made the link before the request was repeated.
             if storage.visible_is_durable:
                 return
             if isinstance(error, FileExistsError):
@@ -161,38 +162,37 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
                 return
         if isinstance(error, FileExistsError) and published != data:
             raise CheckpointError(
-                "Another job has committed a checkpoint to this path meanwhile.",
+                "Another job has committed a checkpoint to this path during this save.",
                 expected="no manifest",
                 got=MANIFEST_NAME,
                 where=storage.where,
                 todo="save to another path",
             ) from error
-        outcome = _outcome(storage, published, data)
+        if published == data:
+            outcome = f"{storage.where} holds the new checkpoint"
+            if not storage.visible_is_durable:
+                outcome += (
+                    ", complete, but the disk did not confirm it: it may be lost after a loss of power. "
+                    "Save again to be sure"
+                )
+        elif isinstance(
+            published, bytes | FileNotFoundError | ValueError
+        ):  # ValueError: larger than this manifest
+            outcome = f"nothing was committed: {storage.where} is as it was before"
+        else:
+            unread_text = f"{type(published).__name__}: {published}"
+            outcome = f"whether {storage.where} holds the new checkpoint is unknown: {unread_text}"
         if isinstance(error, OSError) and error.errno and type(OSError(error.errno, "")) is type(error):
             raise OSError(error.errno, f"{error.strerror}; {outcome}") from error
         error.add_note(outcome)
         raise
 
 
-def _outcome(storage: Storage, published: bytes | Exception, data: bytes) -> str:
-    """What has become of the checkpoint, for the message of a failed commit."""
-    if published == data and storage.visible_is_durable:
-        return f"{storage.where} holds the new checkpoint"
-    if published == data:
-        return (
-            f"{storage.where} holds the new checkpoint, complete, but the disk did not confirm it: it may be lost "
-            "after a loss of power. Save again to be sure"
-        )
-    if isinstance(published, bytes | FileNotFoundError | ValueError):  # ValueError: larger than this manifest
-        return f"nothing was committed: {storage.where} is as it was before"
-    return f"whether {storage.where} holds the new checkpoint is unknown: {type(published).__name__}: {published}"
-
-
 def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: str | None = None) -> None:
     """Write a rank's file with its checksums; durable on return, removed after an error.
 
     Args:
-        name: a temporary name; default: its own.
+        name: a temporary name; default: the file's own.
 
     Raises:
         OSError: as the storage raises it.
@@ -211,7 +211,9 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
                 for index in range(first, min(first + step, file.num_stripes)):
                     start, stop = file.stripe(index)
                     buffers = image.buffers(start, stop)
-                    checksums.append(_checksum_of(buffers))
+                    # Most stripes are one buffer: one call is a tenth faster.
+                    one_call = len(buffers) == 1
+                    checksums.append(checksum_of(buffers[0]) if one_call else _joint_checksum(buffers))
                     writer.write_at(start, buffers)
                     meter.advance(stop - start)
                 return checksums
@@ -224,10 +226,8 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
     storage.retrying(write)
 
 
-def _checksum_of(buffers: Sequence[Buffer]) -> int:
+def _joint_checksum(buffers: Sequence[Buffer]) -> int:
     """xxh3-64 of the bytes of all buffers, in order."""
-    if len(buffers) == 1:  # most stripes: one call is a tenth faster
-        return checksum_of(buffers[0])
     digest = RunningChecksum()
     for buffer in buffers:
         digest.update(buffer)
@@ -235,7 +235,7 @@ def _checksum_of(buffers: Sequence[Buffer]) -> int:
 
 
 class _Copied(NamedTuple):
-    """A byte range of a tensor that must be copied, because no view of host memory has its bytes."""
+    """A byte range of a tensor on a device or with strides: no view of host memory has its bytes."""
 
     tensor: torch.Tensor
     start_bytes: int
@@ -249,12 +249,12 @@ class _Copied(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of a copy: whole elements, rounded up so that the next copy is aligned."""
+        """Size of the copy: whole elements, rounded up so that the next copy is aligned."""
         first, last = self.elements
-        return -(-(last - first) * self.tensor.dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+        return round_up((last - first) * self.tensor.dtype.itemsize, _ALIGN_BYTES)
 
     def copy(self, pinned: torch.Tensor | None) -> Buffer:
-        """The bytes in host memory; in ``pinned``, if given, by the current stream."""
+        """Copy to host memory: to ``pinned``, if given, on the current stream."""
         (first, last), tensor, itemsize = self.elements, self.tensor, self.tensor.dtype.itemsize
         if pinned is None:
             out = torch.empty(last - first, dtype=tensor.dtype, device="cpu")
@@ -270,11 +270,24 @@ class _Copied(NamedTuple):
         return out.view(torch.uint8).numpy()[skip : skip + self.stop_bytes - self.start_bytes]
 
 
+class _Part(NamedTuple):
+    """A byte range of a file.
+
+    Attributes:
+        source: has the bytes, from its byte ``skip`` on: host memory, or a tensor that must be copied.
+    """
+
+    start: int
+    stop: int
+    source: Buffer | torch.Tensor
+    skip: int
+
+
 class FileImage:
     """The content of a rank's file up to its checksums, taken from live memory piece by piece.
 
-    Contiguous tensors in CPU memory are not copied. Other tensors are copied range by range; tensors on a device
-    go through pinned memory of the calling thread, after the work that was queued on the device before.
+    Contiguous tensors in CPU memory are not copied. Other tensors are copied range by range; those on a device go
+    through pinned memory of the calling thread, after the work that was queued on the device before.
 
     Args:
         file: the layout.
@@ -291,33 +304,29 @@ class FileImage:
         chunk_table: bytes = b"",
     ) -> None:
         self.file = file
-        self._starts: list[int] = [0]
-        self._stops: list[int] = [len(file.header)]
-        self._parts: list[tuple[Buffer | torch.Tensor, int]] = [(file.header, 0)]
         devices = {tensor.device for tensor in locals_by_name.values()}
         streams = {device: copy_stream_of(device) for device in devices}
         self._streams = {device: stream for device, stream in streams.items() if stream is not None}
         self._slots = PinnedSlots()
         for stream in self._streams.values():
-            stream.wait_for_compute()  # here: threads that write have current streams of their own
+            stream.wait_for_compute()  # here: writing threads have their own current streams
+        self._parts = [_Part(0, len(file.header), file.header, 0)]
         for piece in file.pieces:
             entry = file.manifest.entries[piece.tensor_index]
             # Lazy conjugation and negation are flags of a view; the file has the values.
             tensor = locals_by_name[entry.name].detach().resolve_conj().resolve_neg()
             in_place = tensor.is_contiguous() and tensor.device not in self._streams
             source = bytes_of(tensor).numpy() if in_place else tensor.view(carrier_of(tensor.dtype))
-            self._add(piece.start_bytes, piece.stop_bytes, source, piece.local_start * entry.itemsize)
+            skip = piece.local_start * entry.itemsize
+            self._parts.append(_Part(piece.start_bytes, piece.stop_bytes, source, skip))
         if file.chunks:
-            self._add(len(file.header), file.blob_start, np.frombuffer(chunk_table, dtype=np.uint8), 0)
+            table = np.frombuffer(chunk_table, dtype=np.uint8)
+            self._parts.append(_Part(len(file.header), file.blob_start, table, 0))
         if file.manifest.blob_bytes:
             padded = np.zeros(file.manifest.blob_bytes, dtype=np.uint8)
             padded[: len(blob)] = np.frombuffer(blob, dtype=np.uint8)
-            self._add(file.blob_start, file.table_start, padded, 0)
-
-    def _add(self, start: int, stop: int, part: Buffer | torch.Tensor, skip: int) -> None:
-        self._starts.append(start)
-        self._stops.append(stop)
-        self._parts.append((part, skip))
+            self._parts.append(_Part(file.blob_start, file.table_start, padded, 0))
+        self._starts = [part.start for part in self._parts]
 
     def buffers(self, start: int, stop: int) -> list[Buffer]:
         """The bytes [start, stop) of the file; valid until the tensors change, or the thread's next call."""
@@ -325,27 +334,28 @@ class FileImage:
         copies: dict[int, _Copied] = {}  # by number of the buffer
         at = bisect_right(self._starts, start) - 1
         while start < stop:
-            part, skip = self._parts[at]
-            end = min(stop, self._stops[at])
-            first, last = start - self._starts[at] + skip, end - self._starts[at] + skip
-            if isinstance(part, torch.Tensor):
-                copies[len(buffers)] = _Copied(part, first, last)
-                buffers.append(b"")
+            part = self._parts[at]
+            end = min(stop, part.stop)
+            first, last = start - part.start + part.skip, end - part.start + part.skip
+            if isinstance(part.source, torch.Tensor):
+                copies[len(buffers)] = _Copied(part.source, first, last)
+                buffers.append(b"")  # replaced below
             else:
-                buffers.append(part[first:last])
+                buffers.append(part.source[first:last])
             start = end
             at += 1
-        sizes = [each.num_bytes if each.tensor.device in self._streams else 0 for each in copies.values()]
+        # All copies from devices of one call share one pinned buffer.
+        sizes = [copy.num_bytes if copy.tensor.device in self._streams else 0 for copy in copies.values()]
         pinned = self._slots.lend(sum(sizes)) if any(sizes) else None
         used: dict[CopyStream, None] = {}
-        for (number, each), size, end in zip(copies.items(), sizes, accumulate(sizes), strict=True):
+        for (number, copy), size, end in zip(copies.items(), sizes, accumulate(sizes), strict=True):
             if pinned is None or not size:
-                buffers[number] = each.copy(None)
+                buffers[number] = copy.copy(None)
                 continue
-            stream = self._streams[each.tensor.device]
+            stream = self._streams[copy.tensor.device]
             used[stream] = None
             with stream.on():
-                buffers[number] = each.copy(pinned[end - size : end])
+                buffers[number] = copy.copy(pinned[end - size : end])
         for stream in used:
             stream.record().synchronize()
         return buffers

@@ -31,15 +31,19 @@ from vescale_fsdp.layout.geometry import Box
 
 ReadRange = Callable[[int, int], bytes]  # (offset, nbytes) -> exactly those bytes
 
-_HEAD_BYTES = 4096  # holds the pickle of a one-tensor archive and the header of its data
+_HEAD_BYTES = 4096  # contains the pickle of an archive of one tensor, and the header of its data
 _READ_BYTES = 2**20  # 1 MiB
-_TAIL_BYTES = 4096  # holds the whole directory of a one-tensor archive; larger ones take a second read
-_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL_HEADER = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END = struct.Struct("<4sHHHHIIH")
-_END64 = struct.Struct("<4sQHHIIQQQQ")
-_END64_LOCATOR = struct.Struct("<4sIQI")
-_UNKNOWN_32 = 0xFFFFFFFF  # "see the zip64 field"
+_TAIL_BYTES = (
+    4096  # contains the directory of an archive of one tensor; larger directories take a second read
+)
+# Records of a zip archive: PKWARE's APPNOTE, sections 4.3.7 to 4.3.16. Each begins with its signature.
+LOCAL_HEADER, LOCAL_SIGNATURE = struct.Struct("<4sHHHHHIIIHH"), b"PK\x03\x04"
+CENTRAL_HEADER, CENTRAL_SIGNATURE = struct.Struct("<4sHHHHHHIIIHHHHHII"), b"PK\x01\x02"
+END, END_SIGNATURE = struct.Struct("<4sHHHHIIH"), b"PK\x05\x06"
+END64, END64_SIGNATURE = struct.Struct("<4sQHHIIQQQQ"), b"PK\x06\x06"
+END64_LOCATOR, END64_LOCATOR_SIGNATURE = struct.Struct("<4sIQI"), b"PK\x06\x07"
+MAX_32 = 0xFFFFFFFF  # in a 32-bit field: the value is in the zip64 field, since it is at least as large
+ZIP64_TAG = 1  # of the zip64 field among a record's extra fields
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class TorchArchive:
     ``stand_ins`` as in `load_tensor_pickle`.
 
     Raises:
-        CorruptCheckpointError: from any method, if the bytes are no such archive.
+        CorruptCheckpointError: from any method, if the bytes are not such an archive.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class TorchArchive:
         return self._record_bytes(f"{self._prefix}/data.pkl")
 
     def storage_range(self, key: str) -> tuple[int, int]:
-        """(offset, nbytes) of a storage's bytes, within the archive."""
+        """(offset, nbytes) of a storage's bytes in the archive."""
         record = self._storage(key)
         return self._data_offset(record), record.nbytes
 
@@ -91,10 +95,10 @@ class TorchArchive:
         return record
 
     def storage_crc(self, key: str) -> int | None:
-        """CRC-32 of a storage's bytes, as they were written; None in an archive without checksums.
+        """CRC-32 that the archive records for a storage; None in an archive without checksums.
 
-        ``torch.serialization.set_crc32_options(False)`` leaves a zero with every record, those that are never
-        empty too.
+        ``torch.serialization.set_crc32_options(False)`` writes zero for every record, even for records such as
+        ``data.pkl`` that are never empty.
         """
         return self._storage(key).crc if self._has_crcs else None
 
@@ -103,7 +107,7 @@ class TorchArchive:
         return any(record.crc for record in self._records.values())
 
     def find_crc(self, key: str) -> int:
-        """CRC-32 of a storage's bytes as they are now; reads them all."""
+        """CRC-32 of a storage's current bytes; reads them all."""
         start, nbytes = self.storage_range(key)
         crc = 0
         for at in range(start, start + nbytes, _READ_BYTES):
@@ -112,28 +116,29 @@ class TorchArchive:
         return crc
 
     def chunk(self, box: Box, file: str, start: int, ref: TensorRef, where: str) -> StoredChunk:
-        """A tensor's items and the checksum of their storage, if there is one, in the file whose bytes from
-        ``start`` on are the archive."""
+        """The place of a tensor's items, and the checksum of their storage if there is one.
+
+        Args:
+            box: the box of the whole tensor that the items are.
+            file, start: the archive begins at byte ``start`` of ``file``.
+            where: names the tensor in messages.
+        """
         offset, nbytes = self.storage_range(ref.storage_key)
         crc = self.storage_crc(ref.storage_key)
         checked = (
             None if crc is None else CheckedRange(file, start + offset, nbytes, CRC32, lambda: crc, where)
         )
-        first = start + offset + self._first_byte(ref, nbytes)
-        return StoredChunk(
-            box, file, first, box.numel * ref.dtype.itemsize, ref.strides, checked=checked, signs=ref.signs
-        )
-
-    def _first_byte(self, ref: TensorRef, nbytes: int) -> int:
-        """Of a tensor in its storage of so many bytes; checks that all its items are there."""
         if self._byteorder != "little":
             raise self._damaged("little-endian data", f"{self._byteorder}-endian data")
-        last = sum((n - 1) * s for n, s in zip(ref.shape, ref.strides, strict=True)) if ref.shape else 0
-        is_empty = 0 in ref.shape
-        stop = ref.storage_offset + (0 if is_empty else last + 1)
-        if ref.storage_offset < 0 or min(ref.strides, default=0) < 0 or stop * ref.dtype.itemsize > nbytes:
-            raise self._damaged(f"a storage of at least {stop * ref.dtype.itemsize} bytes", f"{nbytes} bytes")
-        return ref.storage_offset * ref.dtype.itemsize
+        itemsize = ref.dtype.itemsize
+        last = sum((n - 1) * s for n, s in zip(ref.shape, ref.strides, strict=True))
+        stop = ref.storage_offset + (0 if 0 in ref.shape else last + 1)
+        if ref.storage_offset < 0 or min(ref.strides, default=0) < 0 or stop * itemsize > nbytes:
+            raise self._damaged(f"a storage of at least {stop * itemsize} bytes", f"{nbytes} bytes")
+        first = start + offset + ref.storage_offset * itemsize
+        return StoredChunk(
+            box, file, first, box.numel * itemsize, ref.strides, checked=checked, signs=ref.signs
+        )
 
     @cached_property
     def _prefix(self) -> str:
@@ -170,10 +175,10 @@ class TorchArchive:
     def _data_offset(self, record: _ZipRecord) -> int:
         if not record.is_stored:
             raise self._damaged("stored (uncompressed) records", "a compressed one")
-        header = _LOCAL_HEADER.unpack(self._read(record.header_offset, _LOCAL_HEADER.size))
-        if header[0] != b"PK\x03\x04":
+        header = LOCAL_HEADER.unpack(self._read(record.header_offset, LOCAL_HEADER.size))
+        if header[0] != LOCAL_SIGNATURE:
             raise self._damaged("a record header", repr(header[0]))
-        start = record.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
+        start = record.header_offset + LOCAL_HEADER.size + header[9] + header[10]
         if start + record.nbytes > self.nbytes:
             raise self._damaged(f"records within its {self.nbytes} bytes", f"one to {start + record.nbytes}")
         return start
@@ -184,40 +189,41 @@ class TorchArchive:
         data = self._read(offset, nbytes)
         records: dict[str, _ZipRecord] = {}
         position = 0
-        while position + _CENTRAL_HEADER.size <= len(data):
-            head = _CENTRAL_HEADER.unpack_from(data, position)
-            if head[0] != b"PK\x01\x02":
+        while position + CENTRAL_HEADER.size <= len(data):
+            head = CENTRAL_HEADER.unpack_from(data, position)
+            if head[0] != CENTRAL_SIGNATURE:
                 raise self._damaged("a directory entry", repr(head[0]))
-            name_end = position + _CENTRAL_HEADER.size + head[10]
-            name = data[position + _CENTRAL_HEADER.size : name_end].decode("utf-8", "replace")
+            name_end = position + CENTRAL_HEADER.size + head[10]
+            name = data[position + CENTRAL_HEADER.size : name_end].decode("utf-8", "replace")
             extra = data[name_end : name_end + head[11]]
             records[name] = self._entry(head, extra)
             position = name_end + head[11] + head[12]
         return records
 
     def _entry(self, head: tuple[Any, ...], extra: bytes) -> _ZipRecord:
+        """A record, from its fixed fields in the directory and its extra fields."""
         nbytes, header_offset = head[9], head[16]
-        wide = [field == _UNKNOWN_32 for field in (head[9], head[8], header_offset)]
-        if any(wide):  # the zip64 field lists only the values that did not fit, in this order
+        is_wide = [field == MAX_32 for field in (head[9], head[8], header_offset)]
+        if any(is_wide):  # the zip64 field lists only the values that did not fit, in this order
             values = iter(_zip64_values(extra))
             try:
-                nbytes = next(values) if wide[0] else nbytes
-                _ = next(values) if wide[1] else None
-                header_offset = next(values) if wide[2] else header_offset
+                nbytes = next(values) if is_wide[0] else nbytes
+                _ = next(values) if is_wide[1] else None  # the compressed size
+                header_offset = next(values) if is_wide[2] else header_offset
             except StopIteration:
                 raise self._damaged("a complete zip64 field", repr(extra)) from None
         return _ZipRecord(header_offset, nbytes, head[7], head[4] == 0)
 
     def _directory_range(self) -> tuple[int, int]:
-        at = self._tail.rfind(b"PK\x05\x06")
-        if at < 0 or at + _END.size > len(self._tail):
+        at = self._tail.rfind(END_SIGNATURE)
+        if at < 0 or at + END.size > len(self._tail):
             raise self._damaged("a torch.save archive", "bytes without a zip directory at their end")
-        end = _END.unpack_from(self._tail, at)
+        end = END.unpack_from(self._tail, at)
         nbytes, offset = end[5], end[6]
-        locator_at = at - _END64_LOCATOR.size
-        if locator_at >= 0 and self._tail[locator_at : locator_at + 4] == b"PK\x06\x07":
-            end64_at = _END64_LOCATOR.unpack_from(self._tail, locator_at)[2]
-            end64 = _END64.unpack(self._read(end64_at, _END64.size))
+        locator_at = at - END64_LOCATOR.size
+        if locator_at >= 0 and self._tail[locator_at : locator_at + 4] == END64_LOCATOR_SIGNATURE:
+            end64_at = END64_LOCATOR.unpack_from(self._tail, locator_at)[2]
+            end64 = END64.unpack(self._read(end64_at, END64.size))
             nbytes, offset = end64[8], end64[9]
         return int(offset), int(nbytes)
 
@@ -232,10 +238,11 @@ class TorchArchive:
 
 
 def _zip64_values(extra: bytes) -> list[int]:
+    """The values in the zip64 field among a record's extra fields; empty if there is none."""
     position = 0
     while position + 4 <= len(extra):
         tag, size = struct.unpack_from("<HH", extra, position)
-        if tag == 1:
+        if tag == ZIP64_TAG:
             body = extra[position + 4 : position + 4 + size]
             return [v for (v,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
         position += 4 + size
@@ -243,16 +250,17 @@ def _zip64_values(extra: bytes) -> list[int]:
 
 
 def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
-    """The object in ``data``, a torch.save archive; ``weights_only`` unless trusted.
+    """The object in a torch.save archive of plain values; torch loads other objects, with ``weights_only`` unless
+    trusted.
 
     Raises:
-        ConversionError: if the archive is damaged or holds more than plain values.
+        ConversionError: if the archive is damaged, or contains objects that torch refuses.
     """
     try:
         archive = TorchArchive(lambda offset, nbytes: data[offset : offset + nbytes], len(data), where=where)
         return load_plain_pickle(archive.pickle, where=where)
     except (LookupError, CorruptCheckpointError):
-        pass  # torch knows more types and older forms, and judges what is damaged
+        pass  # torch reads more types and older formats, and reports what is damaged
     import torch
 
     try:

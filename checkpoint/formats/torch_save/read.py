@@ -18,11 +18,14 @@ ranks disagree about it or its pickle names more than tensors and plain values.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vescale_fsdp.checkpoint.formats.torch_save.archive_reader import TorchArchive
+from vescale_fsdp.checkpoint.formats.entries import Entries
+from vescale_fsdp.checkpoint.formats.torch_save.archive_reader import LOCAL_SIGNATURE, TorchArchive
 from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import (
     ArrayRef,
     PiecesRef,
@@ -31,21 +34,24 @@ from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import (
     is_plain,
 )
 from vescale_fsdp.checkpoint.manifest.distribution import shard_order
-from vescale_fsdp.checkpoint.moves.source import BoxReader, Source, StoredValue, constant
+from vescale_fsdp.checkpoint.moves.source import BoxReader, Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, whole_box
 
+if TYPE_CHECKING:
+    import numpy as np
 
-@dataclass(frozen=True)
-class HeldTensor:
-    """What one rank's file holds of a tensor."""
+_STEP_DTYPE = dtype_from_torch("float32")  # torch's optimizers count steps in float32
 
-    file: str
-    archive: TorchArchive
-    ref: Any  # a TensorRef, ShardRef, PiecesRef or ArrayRef
+
+def is_torch_file(store: Storage, file: str) -> bool:
+    """Whether a file begins like a torch.save archive (a zip)."""
+    size = store.size(file)
+    return size is not None and size >= 4 and store.read(file, 0, 4) == LOCAL_SIGNATURE
 
 
 def is_tensor_ref(value: Any) -> bool:
@@ -53,69 +59,240 @@ def is_tensor_ref(value: Any) -> bool:
     return isinstance(value, (TensorRef, ShardRef, PiecesRef, ArrayRef))
 
 
-def stored_tensor(name: str, held: Sequence[HeldTensor]) -> StoredTensor:
-    """The whole tensor of which ranks hold these parts.
+class FlatTensor(NamedTuple):
+    """A 1D tensor whose items are contiguous in a file.
+
+    Attributes:
+        chunk: where its items are.
+    """
+
+    dtype: DType
+    numel: int
+    chunk: StoredChunk
+
+    def part(self, box: Box, start: int) -> StoredChunk:
+        """The items from ``start`` on as a box of another tensor, row-major."""
+        size = self.dtype.itemsize
+        offset = self.chunk.offset + start * size
+        return replace(self.chunk, box=box, offset=offset, nbytes=box.numel * size, strides=None)
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """One torch.save file, read by range."""
+
+    store: Storage
+    file: str
+    archive: TorchArchive
+
+    @classmethod
+    def open(cls, store: Storage, file: str, *, trust: bool = False, stand_ins: bool = False) -> TorchFile:
+        """Open a file; its end is read. ``trust`` and ``stand_ins`` as in `load_tensor_pickle`.
+
+        Raises:
+            ConversionError: if it has the format from before zip archives.
+            CorruptCheckpointError: if it is not there.
+        """
+        where = f"{store.where}/{file}"
+        size = store.required_info(file).size_bytes
+        if not is_torch_file(store, file):
+            raise ConversionError(
+                "This torch.save file cannot be read by range.",
+                expected="the zip format that torch has written since 1.6",
+                got="another format",
+                where=where,
+                todo="load it with torch and save it again",
+            )
+        read = partial(store.read, file)
+        return cls(store, file, TorchArchive(read, size, where=where, trust=trust, stand_ins=stand_ins))
+
+    @property
+    def where(self) -> str:
+        """Path of the file, for messages."""
+        return f"{self.store.where}/{self.file}"
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """The dict in a trainer's file.
+
+        Raises:
+            CorruptCheckpointError: if the file contains something else.
+        """
+        content = self.archive.content
+        if not isinstance(content, Mapping):
+            raise self.damaged("a dict", type(content).__name__)
+        return content
+
+    def leaves(self) -> dict[Path, Any]:
+        """Leaves of the state dict in a user's file: tensors as `is_tensor_ref` knows them, other values as they are.
+
+        Raises:
+            ConversionError: if the file contains no dict, names more than tensors need, or parameters that FSDP1 has
+                flattened.
+            CorruptCheckpointError: if it is damaged.
+        """
+        content = self.archive.content
+        if not isinstance(content, Mapping):
+            raise ConversionError(
+                "The file contains no state dict.",
+                expected="a dict of tensors, nested or not",
+                got="a tensor" if is_tensor_ref(content) else type(content).__name__,
+                where=self.where,
+                todo="save model.state_dict() or a dict that contains it",
+            )
+        leaves = flatten(content, is_tensor_ref)
+        if flat := next((path for path in leaves if str(path[-1]).endswith("_flat_param")), None):
+            raise ConversionError(
+                "FSDP1 has flattened these parameters, and the file does not say how.",
+                expected="parameters under their own names",
+                got=name_of(flat),
+                where=self.where,
+                todo="load it into the model that saved it, and save with StateDictType.SHARDED_STATE_DICT",
+            )
+        return leaves
+
+    def tensor(self, path: Path, ref: Any) -> StoredTensor:
+        """A tensor that is whole in this file."""
+        return stored_tensor(name_of(path), [TensorPart(self, ref)])
+
+    def flat(self, ref: Any) -> FlatTensor:
+        """A flat tensor of this file.
+
+        Raises:
+            CorruptCheckpointError: if it is not 1D and contiguous.
+        """
+        if not isinstance(ref, TensorRef):
+            raise self.damaged("flat, contiguous tensors of parameters", type(ref).__name__)
+        if len(ref.shape) != 1 or (ref.shape[0] > 1 and ref.strides != (1,)):
+            got = f"shape {ref.shape}, strides {ref.strides}"
+            raise self.damaged("flat, contiguous tensors of parameters", got)
+        chunk = self.archive.chunk(whole_box(ref.shape), self.file, 0, ref, self.where)
+        return FlatTensor(ref.dtype, ref.shape[0], chunk)
+
+    def scalar(self, value: Any) -> object:
+        """A scalar in a form that can be compared: the bytes of a tensor, or the number."""
+        if not isinstance(value, TensorRef):
+            return value
+        chunk = self.archive.chunk(whole_box(()), self.file, 0, value, self.where)
+        return self.store.read(self.file, chunk.offset, chunk.nbytes)
+
+    def add_leaf(self, entries: Entries, path: Path, leaf: Any) -> None:
+        """Add a leaf of this file's state to ``entries``."""
+        if is_tensor_ref(leaf):
+            entries.add_tensor(path, self.tensor(path, leaf), _array_reader(leaf))
+        else:
+            entries.add_value(path, leaf)
+
+    def add_all(self, entries: Entries, path: Path, value: Any) -> None:
+        """Add the leaves inside a value to ``entries``; those that are neither tensors nor plain are omitted."""
+        for inner, leaf in flatten({path[-1]: value}, is_tensor_ref).items():
+            leaf_path = (*path[:-1], *inner)
+            if is_tensor_ref(leaf) or is_plain(leaf):
+                self.add_leaf(entries, leaf_path, leaf)
+            else:
+                entries.omitted.append(name_of(leaf_path))
+
+    def add_step(self, entries: Entries, path: Path, value: Any) -> None:
+        """Add a step that parameters share, as a scalar tensor of one parameter.
+
+        Its bytes are copied: if all parameters had one tensor, each parameter's update would count it up.
+        """
+        if isinstance(value, TensorRef):
+            tensor = self.tensor(path, value)
+            data = self.scalar(value)
+        else:
+            info = TensorInfo(name_of(path), (), _STEP_DTYPE)
+            tensor = StoredTensor(info, (StoredChunk(whole_box(()), "", 0, 0),))
+            data = struct.pack("<f", float(value))
+        assert isinstance(data, bytes)
+        entries.add_tensor(path, tensor, partial(_read_box_of, data, tensor.info))
+
+    def damaged(self, expected: str, got: object, todo: str | None = None) -> CorruptCheckpointError:
+        """The error for a file that does not contain what its format says."""
+        return CorruptCheckpointError(
+            "A file of this checkpoint does not contain the expected entries.",
+            expected=expected,
+            got=got,
+            where=self.where,
+            todo=todo or "copy the files of all ranks again, of one save",
+        )
+
+
+def _array_reader(ref: Any) -> BoxReader | None:
+    """Reads boxes of a numpy array, which is stored in the pickle itself; None for tensors, which have byte ranges."""
+    return ref.read if isinstance(ref, ArrayRef) else None
+
+
+def _read_box_of(data: bytes, info: TensorInfo, box: Box) -> np.ndarray:
+    import numpy as np
+
+    return np.frombuffer(data, info.dtype.raw).reshape(box.sizes)
+
+
+class TensorPart(NamedTuple):
+    """The part of a tensor that one file contains: all of it, or one rank's part.
+
+    Attributes:
+        ref: a `TensorRef`, `ShardRef`, `PiecesRef` or `ArrayRef`.
+    """
+
+    file: TorchFile
+    ref: Any
+
+
+def stored_tensor(name: str, parts: Sequence[TensorPart]) -> StoredTensor:
+    """The whole tensor that consists of the parts in ranks' files.
 
     Raises:
         ConversionError: for placements that do not say where a part belongs.
-        CorruptCheckpointError: if the parts do not tile it, or one has another shape than its place gives.
+        CorruptCheckpointError: if the parts do not tile it, or a part's shape differs from its box.
     """
-    first = held[0].ref
+    first = parts[0].ref
     if isinstance(first, ArrayRef):
         info, box = TensorInfo(name, first.shape, first.dtype), whole_box(first.shape)
         return StoredTensor(info, (StoredChunk(box, "", 0, info.nbytes),) * bool(box.numel))
     if isinstance(first, TensorRef):
-        box = whole_box(first.shape)
-        chunks = _chunks(name, held[0], first, box)
+        chunks = _chunks(name, parts[0].file, first, whole_box(first.shape))
         return StoredTensor(TensorInfo(name, first.shape, first.dtype), tuple(chunks))
-    parts: dict[Box, StoredChunk] = {}
-    for part in held:
-        for box, ref in _boxes(name, part, held):
-            for chunk in _chunks(name, part, ref, box):
-                parts.setdefault(box, chunk)  # replicas hold the same
+    chunk_of_box: dict[Box, StoredChunk] = {}
+    for file, part in parts:
+        if isinstance(part, PiecesRef):
+            boxes = [(Box(offsets, ref.shape), ref) for offsets, ref in part.pieces]
+        else:  # the mesh has as many ranks along an axis as the largest coordinate says
+            axes = [1 + max(p.ref.coordinates[i] for p in parts) for i in range(len(part.coordinates))]
+            boxes = [(_dtensor_box(name, file.file, part, axes), part.local)]
+        for box, ref in boxes:
+            for chunk in _chunks(name, file, ref, box):
+                chunk_of_box.setdefault(box, chunk)  # replicas have the same bytes
     dtype = first.local.dtype if isinstance(first, ShardRef) else first.dtype
-    return StoredTensor(TensorInfo(name, first.shape, dtype), tuple(parts.values()))
+    return StoredTensor(TensorInfo(name, first.shape, dtype), tuple(chunk_of_box.values()))
 
 
-def box_reader(ref: object) -> BoxReader | None:
-    """What reads a tensor whose bytes lie in no file as they are; None for all others."""
-    return ref.read if isinstance(ref, ArrayRef) else None
+def _chunks(name: str, file: TorchFile, ref: TensorRef, box: Box) -> Iterator[StoredChunk]:
+    if box.numel:  # empty tensors have no bytes
+        yield file.archive.chunk(box, file.file, 0, ref, f"tensor {name} in {file.file}")
 
 
-def differing_files(held: Sequence[HeldTensor]) -> tuple[str, ...]:
-    """Files whose copy of a whole tensor is not the first file's: other shape, type, flags or checksum."""
-    if not isinstance(held[0].ref, (TensorRef, ArrayRef)):
+def differing_files(parts: Sequence[TensorPart]) -> tuple[str, ...]:
+    """Files whose copy of a whole tensor differs from the first file's: in shape, type, flags or checksum."""
+    if not isinstance(parts[0].ref, (TensorRef, ArrayRef)):
         return ()
 
-    def content(part: HeldTensor) -> tuple[Any, ...]:
-        ref = part.ref
+    def content(part: TensorPart) -> tuple[Any, ...]:
+        ref, archive = part.ref, part.file.archive
         if not isinstance(ref, TensorRef):
             return (ref.shape, ref.dtype, ref.data) if isinstance(ref, ArrayRef) else ()
-        crc = 0 if 0 in ref.shape else part.archive.storage_crc(ref.storage_key)
-        if crc is None:
-            crc = part.archive.find_crc(ref.storage_key)
+        crc = 0 if 0 in ref.shape else archive.storage_crc(ref.storage_key)
+        if crc is None:  # an archive without checksums: read the bytes
+            crc = archive.find_crc(ref.storage_key)
         return (ref.shape, ref.dtype, ref.strides, ref.storage_offset, ref.signs, crc)
 
-    expected = content(held[0])
-    return tuple(part.file for part in held[1:] if content(part) != expected)
-
-
-def _chunks(name: str, part: HeldTensor, ref: TensorRef, box: Box) -> Iterator[StoredChunk]:
-    if box.numel:
-        yield part.archive.chunk(box, part.file, 0, ref, f"tensor {name} in {part.file}")
-
-
-def _boxes(name: str, part: HeldTensor, held: Sequence[HeldTensor]) -> Iterator[tuple[Box, TensorRef]]:
-    if isinstance(part.ref, PiecesRef):
-        for offsets, ref in part.ref.pieces:
-            yield Box(offsets, ref.shape), ref
-        return
-    axes = [1 + max(p.ref.coordinates[i] for p in held) for i in range(len(part.ref.coordinates))]
-    yield _dtensor_box(name, part.file, part.ref, axes), part.ref.local
+    expected = content(parts[0])
+    return tuple(part.file.file for part in parts[1:] if content(part) != expected)
 
 
 def _dtensor_box(name: str, file: str, part: ShardRef, axes: list[int]) -> Box:
-    """The rank's box: each mesh axis cuts what the ones before left, in chunks of the ceiling."""
+    """The rank's box: each mesh axis in turn cuts the box into chunks, whose size is rounded up."""
     box = whole_box(part.shape)
     for axis in _cutting_order(name, file, part, axes):
         box = box.chunk(part.placements[axis].dim, axes[axis], part.coordinates[axis])
@@ -158,97 +335,17 @@ def _unplaced(name: str, file: str, expected: str, got: object) -> ConversionErr
     )
 
 
-@dataclass(frozen=True)
-class StateFile:
-    """One torch.save file that holds a state dict."""
-
-    file: str
-    archive: TorchArchive
-    leaves: dict[Path, Any]  # tensors as what `is_tensor_ref` knows, everything else as itself
-
-
-def is_torch_file(store: Storage, file: str) -> bool:
-    """Whether a file begins like a torch.save archive (a zip)."""
-    size = store.size(file)
-    return size is not None and size >= 4 and store.read(file, 0, 4) == b"PK\x03\x04"
-
-
-def open_archive(store: Storage, file: str, *, trust: bool = False, stand_ins: bool = False) -> TorchArchive:
-    """A torch.save file, of which the end is read; ``trust`` and ``stand_ins`` as in `TorchArchive`.
-
-    Raises:
-        ConversionError: if it has the format from before zip archives.
-        CorruptCheckpointError: if it is not there.
-    """
-    where = f"{store.where}/{file}"
-    size = store.required_info(file).size_bytes
-    if not is_torch_file(store, file):
-        raise ConversionError(
-            "This torch.save file cannot be read by range.",
-            expected="the zip format that torch has written since 1.6",
-            got="another format",
-            where=where,
-            todo="load it with torch and save it again",
-        )
-    return TorchArchive(
-        lambda offset, nbytes: store.read(file, offset, nbytes),
-        size,
-        where=where,
-        trust=trust,
-        stand_ins=stand_ins,
-    )
-
-
-def open_state_file(store: Storage, file: str, *, trust: bool, stand_ins: bool = False) -> StateFile:
-    """Read the directory and the pickle of a torch.save file; ``trust`` and ``stand_ins`` as in `TorchArchive`.
-
-    Raises:
-        ConversionError: if it holds no dict, or its pickle names more than tensors need.
-        CorruptCheckpointError: if it is damaged.
-    """
-    where = f"{store.where}/{file}"
-    archive = open_archive(store, file, trust=trust, stand_ins=stand_ins)
-    content = archive.content
-    if not isinstance(content, Mapping):
-        raise ConversionError(
-            "The file holds no state dict.",
-            expected="a dict of tensors, nested or not",
-            got="a tensor" if is_tensor_ref(content) else type(content).__name__,
-            where=where,
-            todo="save model.state_dict() or a dict that contains it",
-        )
-    leaves = flatten(content, is_tensor_ref)
-    if flat := next((path for path in leaves if str(path[-1]).endswith("_flat_param")), None):
-        raise ConversionError(
-            "FSDP1 has flattened these parameters, and the file does not say how.",
-            expected="parameters under their own names",
-            got=name_of(flat),
-            where=where,
-            todo="load it into the model that saved it, and save with StateDictType.SHARDED_STATE_DICT",
-        )
-    return StateFile(file, archive, leaves)
-
-
 def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Source:
     """Open a torch.save file; reads its directory and its pickle only.
 
     Raises:
-        ConversionError: if it holds no dict, or its pickle names more than tensors need.
+        ConversionError: if it contains no dict, or its pickle names more than tensors need.
         CorruptCheckpointError: if it is damaged, or is one rank's file of several.
     """
-    state = open_state_file(store, file, trust=trust_pickle)
-    tensors: dict[str, StoredTensor] = {}
-    values: dict[str, StoredValue] = {}
-    readers: dict[str, BoxReader] = {}
-    paths = {name_of(path): path for path in state.leaves}
-    for name, leaf in zip(paths, state.leaves.values(), strict=True):
-        if not is_tensor_ref(leaf):
-            values[name] = constant(leaf)
-            continue
-        tensors[name] = stored_tensor(name, [HeldTensor(file, state.archive, leaf)])
-        if (reader := box_reader(leaf)) is not None:
-            readers[name] = reader
-    return Source("torch", store, tensors, values, paths, readers=readers, file=file)
+    torch_file, entries = TorchFile.open(store, file, trust=trust_pickle), Entries()
+    for path, leaf in torch_file.leaves().items():
+        torch_file.add_leaf(entries, path, leaf)
+    return entries.source("torch", store, file=file)
 
 
 _RANK_FILE = re.compile(r"(.+?)(?:_world_size_(\d+))?_rank_?(\d+)\.(?:bin|pt|pth)")
@@ -267,15 +364,15 @@ def rank_files(files: Iterable[str]) -> dict[str, list[str]]:
     Raises:
         CorruptCheckpointError: if ranks are missing.
     """
-    found: dict[str, dict[int, str]] = {}
+    by_state: dict[str, dict[int, str]] = {}
     worlds: dict[str, int] = {}
     for file in files:
         match = _RANK_FILE.fullmatch(file)
         if match and "/" not in file:
             name = _CONTAINERS.get(match[1], match[1])
-            found.setdefault(name, {})[int(match[3])] = file
+            by_state.setdefault(name, {})[int(match[3])] = file
             worlds[name] = max(worlds.get(name, 0), int(match[2] or 0), int(match[3]) + 1)
-    for name, ranks in found.items():
+    for name, ranks in by_state.items():
         if missing := sorted(set(range(worlds[name])) - set(ranks)):
             raise CorruptCheckpointError(
                 "Files of some ranks are missing.",
@@ -283,7 +380,7 @@ def rank_files(files: Iterable[str]) -> dict[str, list[str]]:
                 got=f"none for rank {', '.join(map(str, missing[:8]))}",
                 todo="copy the files of all ranks into one folder",
             )
-    return {name: [ranks[rank] for rank in sorted(ranks)] for name, ranks in sorted(found.items())}
+    return {name: [ranks[rank] for rank in sorted(ranks)] for name, ranks in sorted(by_state.items())}
 
 
 def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
@@ -294,104 +391,64 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
             plain tensors that differ between ranks though nothing says which part each is.
         CorruptCheckpointError: if a file is damaged, or the parts do not tile a tensor (a rank is missing).
     """
-    joined = _Joined()
+    entries = Entries()
     groups = rank_files(store.list_files())
-    for container, files in groups.items():
+    for container, names in groups.items():
         is_state = container in _STATES
         try:
-            states = [
-                open_state_file(store, file, trust=trust_pickle, stand_ins=not is_state) for file in files
+            files = [
+                TorchFile.open(store, name, trust=trust_pickle, stand_ins=not is_state) for name in names
             ]
-            joined.take(_Joined.of(container, states))
+            entries.update(_joined_state(container, files))
         except ConversionError as error:
-            # FSDP1's optimizers under flat parameters hold ranges that nothing names; the model is read without.
+            # FSDP1's optimizers of flat parameters have ranges without names; the model can be read alone.
             if container == "model" or (is_state and "model" not in groups):
                 raise
-            joined.omitted.append(container)
+            entries.omitted.append(container)
             problem = str(error).splitlines()[0]
-            joined.warnings.append(f"{container} is left out because of {files[0]}. {problem}")
+            entries.warnings.append(f"{container} is left out because of {names[0]}. {problem}")
     facts = {"rank files": ", ".join(f"{name}: {len(files)}" for name, files in groups.items())}
-    return Source(
-        "ranks",
-        store,
-        joined.tensors,
-        joined.values,
-        joined.paths,
-        facts,
-        joined.readers,
-        omitted=tuple(joined.omitted),
-        warnings=tuple(joined.warnings),
-    )
+    return entries.source("ranks", store, facts)
 
 
-class _Joined:
-    """The states of all ranks as one."""
+def _joined_state(container: str, files: Sequence[TorchFile]) -> Entries:
+    """One state, whose parts are in the files of all ranks.
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, StoredTensor] = {}
-        self.values: dict[str, StoredValue] = {}
-        self.readers: dict[str, BoxReader] = {}
-        self.paths: dict[str, Path] = {}
-        self.omitted: list[str] = []
-        self.warnings: list[str] = []
-
-    def take(self, other: _Joined) -> None:
-        """Add what another has."""
-        self.tensors |= other.tensors
-        self.values |= other.values
-        self.readers |= other.readers
-        self.paths |= other.paths
-        self.omitted += other.omitted
-        self.warnings += other.warnings
-
-    @classmethod
-    def of(cls, container: str, states: list[StateFile]) -> _Joined:
-        """One state of all ranks.
-
-        Raises:
-            ConversionError: if plain tensors of a model or an optimizer differ, and nothing says how they belong.
-        """
-        found = cls()
-        differing: list[tuple[str, str]] = []
-        is_sharded = False
-        for path in dict.fromkeys(path for state in states for path in state.leaves):
-            name = name_of((container, *path))
-            held = [HeldTensor(s.file, s.archive, s.leaves[path]) for s in states if path in s.leaves]
-            if not is_tensor_ref(held[0].ref):
-                found._add_value((container, *path), [part.ref for part in held])
-                continue
-            unlike = differing_files(held)[:1]
-            if unlike and container not in _STATES:
-                found.omitted.append(name)  # random states
-                continue
-            found.paths[name] = (container, *path)
-            found.tensors[name] = stored_tensor(name, held)
-            if (reader := box_reader(held[0].ref)) is not None:
-                found.readers[name] = reader
-            is_sharded |= isinstance(held[0].ref, (ShardRef, PiecesRef))
-            differing += [(name, file) for file in unlike]
-        if differing and not is_sharded:
-            raise _no_place(*differing[0], states[0].file)
-        found.warnings += [
-            f"{name} is not sharded but differs between ranks: taken from {states[0].file}"
-            for name, _ in differing
-        ]
-        return found
-
-    def _add_value(self, path: Path, said: list[Any]) -> None:
-        """A value, unless ranks disagree about it or it is none that can be carried."""
-        name = name_of(path)
-        if path[0] in _STATES or (is_plain(said[0]) and all(other == said[0] for other in said)):
-            self.values[name] = constant(said[0])
-            self.paths[name] = path
-        else:
-            self.omitted.append(name)
-
-
-def _no_place(name: str, file: str, first: str) -> ConversionError:
-    return ConversionError(
-        "The ranks hold plain tensors that differ, and nothing says how they fit together.",
-        expected="DTensors or ShardedTensors, or the same tensors on every rank",
-        got=f"another {name} in {file} than in {first}",
-        todo=f"save with torch.distributed.checkpoint; if {first} alone is the whole state, pass that file",
-    )
+    Raises:
+        ConversionError: if plain tensors of a model or an optimizer differ, and none is sharded.
+    """
+    entries = Entries()
+    differing: list[tuple[str, str]] = []
+    is_sharded = False
+    leaves = [file.leaves() for file in files]
+    for inner in dict.fromkeys(path for each in leaves for path in each):
+        path = (container, *inner)
+        parts = [TensorPart(f, each[inner]) for f, each in zip(files, leaves, strict=True) if inner in each]
+        first = parts[0].ref
+        if not is_tensor_ref(first):
+            if container in _STATES or (is_plain(first) and all(part.ref == first for part in parts)):
+                entries.add_value(path, first)
+            else:
+                entries.omitted.append(name_of(path))
+            continue
+        unlike = differing_files(parts)[:1]
+        if unlike and container not in _STATES:
+            entries.omitted.append(name_of(path))  # random states differ between ranks
+            continue
+        entries.add_tensor(path, stored_tensor(name_of(path), parts), _array_reader(first))
+        is_sharded |= isinstance(first, (ShardRef, PiecesRef))
+        differing += [(name_of(path), file) for file in unlike]
+    if differing and not is_sharded:
+        name, file = differing[0]
+        raise ConversionError(
+            "The ranks have plain tensors that differ, and nothing says how they fit together.",
+            expected="DTensors or ShardedTensors, or the same tensors on every rank",
+            got=f"another {name} in {file} than in {files[0].file}",
+            todo="save with torch.distributed.checkpoint; "
+            f"if {files[0].file} alone is the whole state, pass that file",
+        )
+    entries.warnings += [
+        f"{name} is not sharded but differs between ranks: taken from {files[0].file}"
+        for name, _ in differing
+    ]
+    return entries

@@ -1,7 +1,7 @@
-"""Chunks of zarr arrays, verified by the checksum in the chunk and by the one in its owner's file.
+"""Verified chunks of the zarr form.
 
-A chunk's own checksum shows that it is some intact chunk. The owner's table, which belongs to one save, shows that
-it is the right chunk of this save. Needs no torch, so that conversions and `verify` use it as a load does.
+The checksum at the end of a chunk shows that the chunk is intact. The table in its owner's file, which belongs to one
+save, shows that it is the right chunk of this save. Needs no torch, so that conversions and `verify` can use it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SCRATCH_BYTES = 1 << 20  # 1 MiB
 
 
 class ChunkTables:
-    """Checksums of chunks, from their owners' files; each file is read once. Safe from several threads."""
+    """Checksums of chunks, from their owners' files; each file is read once. Thread-safe."""
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self.storage = storage
@@ -35,7 +35,7 @@ class ChunkTables:
         self._tables: dict[int, dict[Chunk, int]] = {}
 
     def checksum(self, chunk: Chunk) -> int | None:
-        """The crc32c that a chunk was written with; None in checkpoints of version 1, which have no such table.
+        """The crc32c with which a chunk was saved; None in checkpoints of version 1, which have no such table.
 
         Raises:
             CorruptCheckpointError: if the owner's file is missing or damaged.
@@ -52,7 +52,7 @@ class ChunkTables:
         opened = OpenRankFile(self.storage, file)
         try:
             for index in range(-(-file.blob_start // opened.stripe_bytes)):
-                opened.prove_stripe(index, opened.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
+                opened.verify_stripe(index, opened.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
             table = bytearray(CRC_BYTES * len(file.chunks))
             opened.reader.read_at(len(file.header), [table])
         except EOFError as error:
@@ -66,7 +66,8 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
     """A chunk's bytes, verified.
 
     Raises:
-        CorruptCheckpointError: if it is missing, of another size, damaged, or another chunk's; names file and tensor.
+        CorruptCheckpointError: if the chunk is missing, damaged, of another size or of another save; names the file
+            and the tensor.
     """
     storage, manifest = tables.storage, tables.manifest
     entry = manifest.entries[chunk.tensor_index]
@@ -75,7 +76,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
 
     def corrupt(expected: str, got: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f"A chunk of tensor {entry.label} differs from what was written.",
+            f"A chunk of tensor {entry.label} differs from what was saved.",
             expected=expected,
             got=got,
             where=f"{storage.where}/{name}",
@@ -101,7 +102,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
     written = tables.checksum(chunk)
     if written is not None and actual != written:
         raise corrupt(
-            f"crc32c {written:08x}, as this save has written",
-            f"{actual:08x}: intact, but the chunk of another place or another save",
+            f"crc32c {written:08x}, from the rank's file of this save",
+            f"{actual:08x}: intact, but another chunk, or the chunk of another save",
         )
     return data

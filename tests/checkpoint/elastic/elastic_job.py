@@ -48,17 +48,17 @@ class Data:
         return torch.sin(order[:, None] * torch.arange(1.0, 6.0)) + 0.1 * noise
 
     def state_dict(self) -> dict[str, Any]:
-        """What a restart needs."""
+        """Cursor and generator."""
         return {"generator": self.generator.get_state(), "seen": self.seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved cursor and generator."""
         self.generator.set_state(state["generator"])
         self.seen = state["seen"]
 
 
 def train(root: Path, num_steps: int, ram_name: str | None) -> None:
-    """Train to the end from wherever the newest good step is. For all ranks."""
+    """Train to the end from the newest complete step. For all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     (root / "pids").mkdir(parents=True, exist_ok=True)
     (root / "pids" / str(rank)).write_text(str(os.getpid()))

@@ -53,7 +53,7 @@ CALLS = (
 
 
 class Death(NamedTuple):
-    """A rank gets a signal where it makes a call, or a moment later."""
+    """A rank gets a signal when it makes a call, or a moment later."""
 
     rank: int
     spot: str
@@ -96,7 +96,7 @@ class Spots:
                 os.kill(os.getpid(), death.signal)
 
     def count(self, name: str) -> None:
-        """The same for calls that nothing else tells apart: each has a number."""
+        """The same for calls without distinct names: each gets a number."""
         with self._lock:
             number = self._seen[name] = self._seen.get(name, 0) + 1
         self.pass_by(f"{name} {number}")
@@ -206,9 +206,9 @@ def _all_texts(error: BaseException) -> str:
 def launch(
     program: Program, folder: Path, num_ranks: int, death: Death | None = None, *, limit_s: float = 60
 ) -> dict[int, End]:
-    """Run a program on so many ranks; how each but the dead one ended. Nothing of it is left running.
+    """Run a program on some ranks. Returns how each rank but the killed one ended; no process is left running.
 
-    A stalled rank goes on when the others have ended, and has to end too.
+    A stalled rank continues when the others have ended, and must end too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
@@ -252,7 +252,7 @@ def _end(folder: Path, rank: int, process: BaseProcess) -> End:
 
 
 def spots_of(program: Program, folder: Path, num_ranks: int, rank: int) -> list[str]:
-    """The calls of a rank where nobody dies but whom the program kills."""
+    """The calls of a rank, if only the program itself kills ranks."""
     ends = launch(program, folder, num_ranks)
     assert ends[rank].exit_code == 0, ends
     return (folder / f"spots-{rank}").read_text().splitlines()

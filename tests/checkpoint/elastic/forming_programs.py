@@ -60,7 +60,7 @@ def _manager(folder: Path, node: int, num_ranks: int) -> CheckpointManager:
 
 
 def trains(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: Spots) -> Any:
-    """A job that dies with its ranks: groups, first step, first saves, restore."""
+    """A job that ends if a rank is lost: groups, first step, first saves, restore."""
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=TIMEOUT_S)
     )

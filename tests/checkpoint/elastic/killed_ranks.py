@@ -47,7 +47,7 @@ PLACES = ("forward", "backward", "optimizer", "save", "anywhere", "restore")
 
 
 class Death(NamedTuple):
-    """Where a rank dies: at a step, in a world of so many ranks."""
+    """When a rank is killed: at a step, in a world of this number of ranks."""
 
     rank: int
     step: int  # "restore": of the first one after this step
@@ -66,7 +66,7 @@ class Seen(NamedTuple):
 
 
 class _Reaper:
-    """Kills this process where a death says."""
+    """Kills this process at the points of its deaths."""
 
     def __init__(self, folder: Path, deaths: Sequence[Death]) -> None:
         self.folder, self.deaths = folder, deaths
@@ -74,7 +74,7 @@ class _Reaper:
         self.step = self.first_step = 0  # of all, and of this epoch
 
     def pass_by(self, place: str) -> None:
-        """Die if this is the place, for each death once, together with those who die at the same step."""
+        """Kill this process if a death is due here, once per death, together with other ranks of the same step."""
         for number, death in enumerate(self.deaths):
             here = self.job is not None and (death.rank, death.world) == (self.job.rank, self.job.num_ranks)
             if here and death.place == place and self._is_due(death) and self._is_first(number):
@@ -313,7 +313,7 @@ def _segment(folder: Path, start: int, stop: int, is_last: bool) -> tuple[list[s
 
 
 def prove_equal(folder: Path, num_steps: int) -> list[Seen]:
-    """Hold a job's losses and its end against those of one that is restarted at the same steps on as many ranks."""
+    """Compare a job's losses and final state with a job that is restarted at the same steps on as many ranks."""
     epochs = epochs_of(folder)
     end: list[str] = []
     for number, seen in enumerate(epochs):

@@ -25,7 +25,7 @@ _WRITE_S = 0.7
 
 
 class _Slow(LocalStorage):
-    """A disk on which every file takes its time; the first one is told of."""
+    """A slow disk; the first file is announced."""
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
         writer = super().create(name, size_bytes)
@@ -38,7 +38,7 @@ class _Slow(LocalStorage):
 
 
 def train(root: Path, *, behind: bool) -> None:
-    """Step on until all ranks have agreed to stop. For all ranks."""
+    """Train until all ranks have agreed to stop. For all ranks."""
     rank = dist.get_rank()
     for folder in ("pids", "ended"):
         (root / folder).mkdir(parents=True, exist_ok=True)

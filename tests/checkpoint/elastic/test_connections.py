@@ -1,4 +1,4 @@
-"""Closing gloo's connections wakes whoever waits for them, and touches no others."""
+"""Closing gloo's connections wakes ranks that wait for them, and leaves other connections open."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _leave() -> tuple[str, int, bytes, float]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which connections are gloo's")
 def test_leaving_wakes_the_others() -> None:
-    """Both collectives end in errors, long before the time-out of three minutes; a socket of ours works on."""
+    """Both collectives end in errors, long before the time-out of three minutes; another socket still works."""
     (said, _, got, waited_s), (_, num_closed, others, _) = run_ranks(2, _leave)
 
     assert said.count("Connection") == 2 and waited_s < 60

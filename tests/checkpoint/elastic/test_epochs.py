@@ -16,13 +16,14 @@ from torch.utils.data import DataLoader
 
 from tests.support.distributed import run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.checkpoint import CheckpointManager, ReshardableLoader, ReshardableSampler, Resharded
+from vescale_fsdp.checkpoint import CheckpointManager
+from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, Resharded
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.membership import Quorum
 
 
 class Scripted:
-    """Epochs of the first so many ranks, each over after so many steps; ranks that are not in one leave the job."""
+    """Epochs with given numbers of ranks and steps; ranks that are not in an epoch leave the job."""
 
     def __init__(self, rank: int, folder: Path, epochs: Sequence[tuple[int, int]]) -> None:
         self._rank, self._folder, self._epochs = rank, folder, list(epochs)
@@ -102,14 +103,14 @@ def test_data_goes_on_with_other_ranks(tmp_path: Path, kind: str) -> None:
 
 
 class Failing(dist.Store):
-    """A store over which no group can be made."""
+    """A store over which no group can be created."""
 
     def set(self, key: str, value: Any) -> None:
         raise RuntimeError("made to fail")
 
 
 def _forms_late(folder: Path) -> list[int]:
-    """Rank 0 is in an epoch whose group cannot be made, before both ranks are in one."""
+    """Rank 0 is in an epoch whose group cannot be created, before both ranks are in one."""
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
@@ -137,13 +138,13 @@ def _forms_late(folder: Path) -> list[int]:
 
 
 def test_a_group_that_could_not_be_made_changes_no_names(tmp_path: Path) -> None:
-    """Whoever was there when it failed meets those who were not."""
+    """Ranks that were in the failed epoch connect to ranks that were not."""
     assert run_ranks(2, _forms_late, tmp_path) == [[0], [0]]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists open files in /proc")
 def test_epochs_leave_no_files_or_threads(tmp_path: Path) -> None:
-    """There are as many as in the first epochs, however many there were."""
+    """Open files and threads do not grow with the number of epochs."""
     found = run_ranks(2, _run, tmp_path, [(2, 1)] * 20, "default")
 
     for _, kept in found:

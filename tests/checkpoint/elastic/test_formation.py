@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(7200 if _ALL else 300)
 
 
 def _others(ends: dict[int, End], death: Death) -> dict[int, End]:
-    """The ends of ranks that nothing was done to; proven to have ended, with no thread of ours left."""
+    """The results of the other ranks, which have ended without threads of this library."""
     found = {rank: end for rank, end in ends.items() if rank != death.rank}
     for rank, end in found.items():
         assert end.exit_code is not None, f"rank {rank} still waits after {death}:\n{end.text}"
@@ -36,7 +36,7 @@ def _others(ends: dict[int, End], death: Death) -> dict[int, End]:
 
 
 def _check_ends_with_its_ranks(folder: Path, death: Death) -> None:
-    """Each of the others ends with an error that says where, unless all was done before."""
+    """Each other rank ends with an error that names the place, unless all work was done before."""
     others = _others(launch(trains, folder, 3, death, limit_s=_LIMIT_S), death)
     for rank, end in others.items():
         is_torchs = end.error in ("DistStoreError", "RuntimeError", "DistNetworkError")
@@ -46,7 +46,7 @@ def _check_ends_with_its_ranks(folder: Path, death: Death) -> None:
 
 
 def _check_meets(folder: Path, death: Death) -> None:
-    """The others end with an error of ours; each serves one version, and all the same."""
+    """Other ranks end with an error of this library; all serve the same version."""
     ends = launch(meets, folder, 3, death, limit_s=_LIMIT_S)
     others = _others(ends, death)
     for rank, end in others.items():
@@ -69,7 +69,7 @@ def _in_memory(folder: Path, rank: int) -> list[Path]:
 
 
 def _check_goes_on(folder: Path, death: Death) -> None:
-    """Others finish, with every sample once, and never from the start once a step was saved.
+    """Other ranks finish, use every sample once, and never restart from the beginning after a saved step.
 
     Where a rank is lost before the first epoch has its members, there are too few for it: the others say so.
     """
@@ -123,7 +123,7 @@ def test_some_calls(tmp_path: Path, program: Program, death: Death) -> None:
 
 
 def test_one_of_two_nodes_is_lost(tmp_path: Path) -> None:
-    """The other goes on from its memory, which has copies of what was lost."""
+    """The other rank continues from its memory, which has copies of the lost files."""
     ends = launch(loses_a_node, tmp_path, 4, limit_s=_LIMIT_S)
 
     assert [end.exit_code for end in ends.values()] == [0, 0, -signal.SIGKILL, -signal.SIGKILL], ends
@@ -132,7 +132,7 @@ def test_one_of_two_nodes_is_lost(tmp_path: Path) -> None:
 
 
 def _thinned(spots: list[str]) -> list[str]:
-    """Every call of a store, every group made and every phase; of collectives, which are many, every fifth."""
+    """Every call of a store, every new group and every phase, and every fifth of the many collectives."""
     collectives = [spot for spot in spots if spot.startswith("dist.") and "group" not in spot]
     dropped = set(collectives) - set(collectives[_SEED % 5 :: 5])
     return [spot for spot in spots if spot not in dropped]
@@ -155,7 +155,7 @@ def test_every_call(tmp_path: Path, program: Program) -> None:
 
 @pytest.mark.skipif(not _ALL, reason="FAULTS=all: 60 moments around the end of a transfer")
 def test_moments_around_the_end_of_a_transfer(tmp_path: Path) -> None:
-    """A rank is killed within milliseconds of what it does last in a transfer."""
+    """A rank is killed within milliseconds of its last call in a transfer."""
     drawn = random.Random(_SEED)
     for number in range(60):
         run = drawn.choice((1, 2))

@@ -42,7 +42,7 @@ def _drawn() -> list[Death]:
 @pytest.mark.parametrize("deaths", [CHOSEN, *([_drawn()] if _ALL else [])], ids=len)
 @pytest.mark.timeout(3600 if _ALL else 300)
 def test_survivors_go_on(tmp_path: Path, deaths: list[Death]) -> None:
-    """Each is replaced once the others have gone on; from memory, and from the disk where a clique is lost."""
+    """Killed ranks are replaced after the others have continued: from memory, or from disk if a clique is lost."""
     steps = deaths[-1].step + 6
     assert launch(tmp_path, 4, steps, deaths, limit_s=3000) == len(deaths)
 

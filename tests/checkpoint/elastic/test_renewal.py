@@ -1,4 +1,4 @@
-"""A model and its optimizer, put on other ranks in place, are what they would be in a process of their own."""
+"""A model and its optimizer that are moved to other ranks are as they would be in a new process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import MixedPrecisionPolicy, PaddingPolicy, Rows, fully_shard
-from vescale_fsdp.checkpoint import get_state_dict
+from vescale_fsdp.checkpoint.state_dict import get_state_dict
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.elastic.renewal import check_renewable, renew_model, renew_optimizer
 from vescale_fsdp.errors import UnsupportedOpError
@@ -90,7 +90,7 @@ def _fresh(
 
 
 def _renew_all() -> int:
-    """On 4 ranks: trained there, then on 3 of them, then on all again; each time equal to a model made there."""
+    """Trained on 4 ranks, then on 3 of them, then on all: each time equal to a model made on these ranks."""
     meshes = [cpu_mesh(), DeviceMesh("cpu", [0, 1, 2]), cpu_mesh()]
     num_cut = 0
     for make, options in CASES:
@@ -203,13 +203,13 @@ def _settings_renewed() -> None:
 
 
 def test_settings_are_taken_over_whole() -> None:
-    """What was set on one unit holds there on other ranks, and on no other unit."""
+    """Settings of one unit stay on that unit, and on no other, after a move to other ranks."""
     assert CHANGES.keys() == {each.name for each in fields(GroupSettings)}
     run_ranks(2, _settings_renewed)
 
 
 def _refused() -> list[str]:
-    """Models that cannot be renewed, and what is said of them."""
+    """Models that cannot be moved, and their errors."""
     mesh = cpu_mesh(2, 2, names=("dp", "tp"))
     cut = models.TensorParallelLayer()
     parallelize_module(cut, mesh["tp"], {"up": ColwiseParallel()})
@@ -218,7 +218,7 @@ def _refused() -> list[str]:
     said = []
     in_parts = models.shard(models.build(1), cpu_mesh(), reshard_after_forward=2)
     for model, given in ((cut, mesh["dp"]), (elsewhere, mesh["dp"]), (in_parts, cpu_mesh())):
-        with pytest.raises(UnsupportedOpError, match="cannot be put on other ranks in place") as caught:
+        with pytest.raises(UnsupportedOpError) as caught:
             check_renewable(model, given)
         said.append(str(caught.value))
     return said
@@ -227,6 +227,6 @@ def _refused() -> list[str]:
 def test_what_cannot_be_renewed_is_refused_at_once() -> None:
     """When the model is built, not when a rank is lost."""
     for cut, elsewhere, in_parts in run_ranks(4, _refused):
-        assert "tensor or expert parallelism has cut it" in cut
+        assert "tensor or expert parallelism" in cut
         assert "it is sharded over" in elsewhere
         assert "reshard_after_forward=2" in in_parts

@@ -1,4 +1,4 @@
-"""Rounds over a store: who is in, in which order, and who is not waited for."""
+"""Rounds in a store: members, their order, and processes that are not waited for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, bound_store, within
-from vescale_fsdp.elastic import presence
+from vescale_fsdp.elastic import store_membership
 from vescale_fsdp.elastic.membership import Quorum
-from vescale_fsdp.elastic.presence import Presence, is_present
-from vescale_fsdp.elastic.store_membership import StoreMembership
+from vescale_fsdp.elastic.store_membership import Presence, StoreMembership, is_present
 from vescale_fsdp.errors import LifecycleError, PlacementError
 
 
@@ -28,7 +27,7 @@ def _member(store: dist.Store, num_first: int, **options: float) -> StoreMembers
 
 
 def _together(*members: StoreMembership) -> list[Quorum]:
-    """What each is told when all wait at once; proven to be the same."""
+    """The quorum that all processes get when they wait at the same time."""
     with ThreadPoolExecutor(len(members)) as pool:
         found = list(pool.map(lambda member: member.wait(), members))
     assert len({(quorum.epoch, quorum.members) for quorum in found}) == 1
@@ -37,7 +36,7 @@ def _together(*members: StoreMembership) -> list[Quorum]:
 
 
 def test_epochs_of_a_job() -> None:
-    """The first ones, a loss, one that joins, and another loss while they meet; ranks keep their order."""
+    """First processes, a loss, a new process, and another loss during a round; ranks keep their order."""
     store = dist.HashStore()
     members = [_member(store, 4) for _ in range(4)]
     first = _together(*members)[0]
@@ -66,7 +65,7 @@ def test_epochs_of_a_job() -> None:
 
 
 def test_rounds_that_are_signed() -> None:
-    """Processes with one secret meet; one with another, or none, is refused, and the others do not hear of it."""
+    """Processes with one secret agree; a process with another secret, or none, is refused without disturbing them."""
     store = dist.HashStore()
     members = [StoreMembership(store, num_first=2, host="127.0.0.1", secret="x") for _ in range(2)]
     _together(*members)
@@ -99,7 +98,7 @@ def _serve(port: Connection) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_store_that_answers_no_more(how: signal.Signals) -> None:
-    """Whatever is asked of it ends in an error, also where its process is stalled, not dead."""
+    """Every call ends in an error, also if the store's process is stalled and not dead."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     server = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -137,7 +136,7 @@ def test_a_store_that_answers_no_more(how: signal.Signals) -> None:
 
 
 def test_a_key_that_does_not_come() -> None:
-    """It is waited for as long as was said, and what a store raises itself comes through."""
+    """Calls wait as long as the time-out, and errors of the store itself are raised."""
     store = BoundedStore(dist.HashStore(), 0.1)
     with pytest.raises(dist.DistStoreError):
         store.get("k")
@@ -154,8 +153,8 @@ def test_a_key_that_does_not_come() -> None:
 
 
 def test_an_answer_that_comes_in_drops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody who answers a byte at a time holds nobody up."""
-    monkeypatch.setattr(presence, "ANSWER_S", 0.4)
+    """A process that answers a byte at a time does not delay others."""
+    monkeypatch.setattr(store_membership, "ANSWER_S", 0.4)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(is_present, f"127.0.0.1:{listener.getsockname()[1]}/x")
         with listener.accept()[0] as connection, contextlib.suppress(OSError):
@@ -166,7 +165,7 @@ def test_an_answer_that_comes_in_drops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:
-    """Then the others go on; when it comes it is in the round after."""
+    """Other members continue; a late process is in the next round."""
     store = dist.HashStore()
     members = [_member(store, 3, timeout_s=1.0) for _ in range(3)]
     _together(*members)
@@ -206,7 +205,7 @@ def test_too_few_are_told() -> None:
 
 
 def test_presence() -> None:
-    """Who has ended is not there, nor is a stranger who got the port; the host is found by the store."""
+    """A process that has ended is not present, nor is another process at its port; the host is that of the store."""
     here = Presence("127.0.0.1")
     assert is_present(here.name)
     assert not is_present(here.name[:-1] + "x")

@@ -20,7 +20,7 @@ from vescale_fsdp.errors import LifecycleError
 
 
 class _Lighthouse:
-    """Answers when all that live have asked; a new number where members change or one has failed."""
+    """Answers when all live processes have asked; with a new number if members change or one has failed."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -58,7 +58,7 @@ class _Lighthouse:
 
 @pytest.fixture
 def lighthouse(monkeypatch: pytest.MonkeyPatch) -> _Lighthouse:
-    """One that `torchft.coordination` leads to."""
+    """A lighthouse behind `torchft.coordination`."""
     light = _Lighthouse()
 
     class ManagerServer:
@@ -130,7 +130,7 @@ def _changed(*members: TorchftMembership) -> set[bool]:
 
 
 def test_epochs_of_a_job(lighthouse: _Lighthouse) -> None:
-    """The first three; one lost, found between steps and by an error; one that joins; an error that loses nobody."""
+    """First three processes, a loss seen between steps and by an error, a new process, an error without a loss."""
     one, two, three = _member(), _member(), _member()
     first = _together(one, two, three)[0]
     assert _changed(one, two, three) == {False}
@@ -155,7 +155,7 @@ def test_epochs_of_a_job(lighthouse: _Lighthouse) -> None:
 
 
 def test_too_few_are_told(lighthouse: _Lighthouse) -> None:
-    """As in the other one: not for ever."""
+    """A wait for too few processes ends."""
     with pytest.raises(LifecycleError, match="Too few processes"):
         _member(num_first=2, timeout_s=0.2).wait()
     assert lighthouse.num_answered > 0

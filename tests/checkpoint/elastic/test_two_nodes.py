@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def _node(rank: int, port: int, folder: Path) -> dict[str, Any]:
-    """What a node does: an elastic job, weights to another job, and a meeting with a wrong secret."""
+    """The work of a node: an elastic job, weights to another job, and a connection with a wrong secret."""
 
     def build(mesh: Any) -> TrainingState:
         model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
@@ -96,7 +96,7 @@ def _on(node: str, *arguments: str, secret: str = "s") -> subprocess.Popen[str]:
 
 @pytest.mark.timeout(300)
 def test_nodes_that_share_a_secret(nodes: tuple[str, str], tmp_path: Path) -> None:
-    """They train, and one sends the other weights, over their network; without a secret nothing listens there."""
+    """Two nodes train and send weights over their network; without a secret no process listens there."""
     with _on(nodes[0], "vescale_fsdp.elastic.store_server", "--host", HOSTS[0], secret="") as refused:
         assert refused.wait(60) != 0
 

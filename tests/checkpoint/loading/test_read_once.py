@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager, load
 from vescale_fsdp.checkpoint.formats.native import read as native_read
-from vescale_fsdp.checkpoint.formats.native.shared_stripes import StripeRun, plan_shared
+from vescale_fsdp.checkpoint.formats.native.read import StripeRun, plan_shared
 from vescale_fsdp.checkpoint.load import Read, Verify
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.ranks.exchange import waves_of

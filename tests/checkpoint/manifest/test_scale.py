@@ -162,7 +162,6 @@ def _write_as(path: Path, structure: Structure, world: int) -> None:
     from vescale_fsdp.checkpoint.formats.native.write import (
         FileImage,
         NativeForm,
-        commit_manifest,
         write_rank_file,
     )
     from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -175,7 +174,7 @@ def _write_as(path: Path, structure: Structure, world: int) -> None:
     whole = torch.arange(1800).reshape(600, 3)
     for rank in range(world):
         write_rank_file(storage, FileImage(RankFile(manifest, rank), {"x": whole}, b""), Meter())
-    commit_manifest(storage, manifest, form=NativeForm(), replace=False)
+    NativeForm().commit(storage, manifest, replace=False)
 
 
 def test_tensors_and_files_beyond_four_gigabytes(tmp_path: Path) -> None:

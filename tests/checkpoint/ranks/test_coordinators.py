@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import async_save, load, save
 from vescale_fsdp.checkpoint.async_save import _group_savers, _saver_for
-from vescale_fsdp.checkpoint.formats.zarr import write as zarr_writing
+from vescale_fsdp.checkpoint.formats.zarr import live as zarr_form
 from vescale_fsdp.checkpoint.ranks import coordinator as agreement
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, GroupCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.save import Saver
@@ -168,7 +168,7 @@ def test_ranks_that_meet_different_things_decide_alike() -> None:
     assert "rank 0: OSError" in third[2] and "rank 1: MemoryError" in third[2]
 
 
-_PLACES = ("overlaps", "_pack", "_unpack", "ArrayWriter._put_chunk", "_put", "held_chunks")
+_PLACES = ("overlaps", "_pack", "_unpack", "ArrayWriter._put_chunk", "Storage.put", "held_chunks")
 
 
 def _zarr_fails(folder: Path, cases: list[tuple[str, str, int]]) -> list[str]:
@@ -184,7 +184,7 @@ def _zarr_fails(folder: Path, cases: list[tuple[str, str, int]]) -> list[str]:
         storage = LocalStorage(folder / f"{number}")
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == bad_rank:
-                patch.setattr(f"{zarr_writing.__name__}.{place}", partial(_raise, kind))
+                patch.setattr(f"{zarr_form.__name__}.{place}", partial(_raise, kind))
             try:
                 Saver(storage, coordinator_for(), format="zarr").save(state)
                 found.append("saved")

@@ -125,7 +125,7 @@ class _Elsewhere(LocalStorage):
 
 def test_files_that_do_not_arrive_are_missed(tmp_path: Path) -> None:
     """Before the commit every rank's file is looked for."""
-    with pytest.raises(CheckpointError, match="not where it was written"):
+    with pytest.raises(CheckpointError, match="has written is missing"):
         Saver(_Elsewhere(tmp_path / "c"), SoloCoordinator()).save(_state(1.0))
     assert not (tmp_path / "c" / "manifest.json").exists()
 

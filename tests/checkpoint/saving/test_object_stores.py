@@ -11,11 +11,12 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.registry import _registry
+from fsspec.registry import _registry, known_implementations
 
 from tests.support.s3_server import Weather, s3_server
 from vescale_fsdp import conversion
 from vescale_fsdp.checkpoint import CheckpointManager, load, save, verify
+from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.checkpoint.storage.remote import PART_BYTES, MultipartWriter, RemoteStorage
 
 # botocore still asks for naive UTC times, moto parses with deprecated calls.
@@ -134,3 +135,17 @@ def test_other_protocols(late: str) -> None:
     source = conversion.open_source(f"{late}/hf")
     assert list(source.tensors) == ["w"]
     assert {name.rpartition("/")[2] for name in _Late.store if "/hf/" in name} >= {"model.safetensors"}
+
+
+@pytest.mark.parametrize(("protocol", "reason"), [("nope", "not known"), ("missing", "no_such_package")])
+def test_protocols_that_cannot_be_opened(protocol: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown protocol, and one whose package is not installed: an error of this library, which names both."""
+    known = {"class": "no_such_package.FileSystem", "err": "Install no_such_package to access it"}
+    monkeypatch.setitem(known_implementations, "missing", known)
+    for call in (save, load):
+        with pytest.raises(StorageError) as raised:
+            call(f"{protocol}://bucket/step", _state(0))
+        assert raised.value.where == f"{protocol}://bucket/step"
+        assert protocol in raised.value.problem and reason in str(raised.value.got)
+    with pytest.raises(StorageError, match=f"{protocol}://"):
+        conversion.open_source(f"{protocol}://bucket/step")

@@ -262,3 +262,16 @@ def test_an_optimizer_before_its_first_step(tmp_path: Path) -> None:
     assert assert_equal(saved, state["o"]) == 2 * (6 + 2) + 2
     fill("named", {"other": {}} | state)  # an empty dict for which nothing was saved
     fill("named", {"o": {"state": {"weight": state["o"]["state"]["weight"]}}})  # a part, by its keys
+
+
+@pytest.mark.filterwarnings("ignore")  # DCP logs every exception it passes on
+def test_planners_refuse_the_storages_of_dcp(tmp_path: Path) -> None:
+    """Their plans are empty: with DCP's own storages nothing would be saved, or loaded."""
+    state = {"w": torch.ones(3)}
+    writer = dcp.FileSystemWriter(tmp_path / "theirs")
+    with pytest.raises(dcp.CheckpointException, match="works only with RaggedWriter"):
+        dcp.save(state, storage_writer=writer, planner=RaggedSavePlanner(), no_dist=True)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    reader = dcp.FileSystemReader(tmp_path / "theirs")
+    with pytest.raises(dcp.CheckpointException, match="works only with RaggedReader"):
+        dcp.load(state, storage_reader=reader, planner=RaggedLoadPlanner(), no_dist=True)

@@ -82,7 +82,7 @@ def distributions(draw: st.DrawFn, shape: Shape, mesh: Ranks, layouts: list[Grou
 
 @st.composite
 def layout_cuts(draw: st.DrawFn, shape: Shape, num_shards: int, layouts: list[GroupLayout]) -> LayoutCut:
-    """The tensor in a group with others before and behind it."""
+    """The tensor in a group, between two other tensors."""
     row = max(numel_of(shape[1:]), 1)
     specs = [
         TensorSpec("before", (draw(st.integers(1, 9)),), "float32", 1),
@@ -96,7 +96,7 @@ def layout_cuts(draw: st.DrawFn, shape: Shape, num_shards: int, layouts: list[Gr
 
 @st.composite
 def unit_cuts(draw: st.DrawFn, shape: Shape, num_ranks: int) -> UnitsCut:
-    """Flat pieces of any size, none at all among them."""
+    """Flat pieces of any size, empty ones included."""
     numel = numel_of(shape)
     edges = sorted(draw(st.lists(st.integers(0, numel), min_size=num_ranks - 1, max_size=num_ranks - 1)))
     placement = RaggedShard.from_piece_numels(shape, [b - a for a, b in pairwise((0, *edges, numel))])
@@ -107,7 +107,7 @@ def unit_cuts(draw: st.DrawFn, shape: Shape, num_ranks: int) -> UnitsCut:
 def descriptions(
     draw: st.DrawFn, tensors: Sequence[tuple[str, str, Shape]], world_size: int
 ) -> StateDescription:
-    """Who holds these tensors: each on one of two meshes of the world."""
+    """A description of these tensors, each on one of two meshes of the world."""
     choice = [draw(meshes(world_size)), draw(meshes(world_size))]
     layouts: list[GroupLayout] = []
     held = []
@@ -119,7 +119,7 @@ def descriptions(
 
 
 def region_of(description: StateDescription, place: int, rank: int) -> Region | None:
-    """What a rank holds of a tensor."""
+    """The part of a tensor that a rank stores; None if it stores none."""
     position = description.holders_of(place).position(rank)
     if position is None:
         return None
@@ -136,7 +136,7 @@ def part_of(full: torch.Tensor, region: Region) -> torch.Tensor:
 def moved(
     plan: TransferPlan, full: dict[str, torch.Tensor], world_size: int
 ) -> dict[int, dict[int, torch.Tensor]]:
-    """What each rank has of each tensor of the target after a transfer; -1 where nothing came.
+    """Each rank's part of each tensor of the target after a transfer; -1 where no item was received.
 
     Both ends of every stream find it on their own; they must agree, message by message.
     """
@@ -151,7 +151,7 @@ def moved(
 
     def copy(share: Share, sender: int, taker: int) -> None:
         placed = plan.leaves[share.leaf]
-        held = region_of(plan.source, placed.source.place, sender)
+        held = region_of(plan.source, placed.source.number, sender)
         assert held is not None
         source = part_of(full[placed.source.name], held)
         box = source.as_strided(share.sizes, share.source_strides, share.source)

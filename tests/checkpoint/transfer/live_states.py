@@ -24,7 +24,7 @@ MESHES = ([0, 1, 2, 3], [[0, 1], [2, 3]], [[0, 2], [1, 3]], [0, 1], [2, 3], [1, 
 
 
 class Placed(NamedTuple):
-    """Where a tensor lies: a mesh by number, None for a plain tensor on some ranks, and its placements."""
+    """Mesh and placements of a tensor: the mesh by number, or None for a plain tensor on some ranks."""
 
     mesh: int | None
     placements: tuple[Placement, ...] = ()
@@ -33,7 +33,7 @@ class Placed(NamedTuple):
 
 @st.composite
 def placed(draw: st.DrawFn, shape: Shape) -> Placed:
-    """Any way of holding a tensor of this shape."""
+    """Any distribution of a tensor of this shape."""
     if draw(st.integers(0, 4)) == 0:
         return Placed(None, (), tuple(draw(st.sets(st.integers(0, 3), min_size=1))))
     mesh = draw(st.integers(0, len(MESHES) - 1))
@@ -50,7 +50,7 @@ def placed(draw: st.DrawFn, shape: Shape) -> Placed:
 
 @st.composite
 def ragged(draw: st.DrawFn, shape: Shape, num_ranks: int) -> RaggedShard:
-    """Pieces of any size, or those that a planner gives a tensor between others."""
+    """Pieces of any size, or as planned for a tensor between other tensors."""
     numel = numel_of(shape)
     if draw(st.booleans()) and numel:
         specs = [
@@ -64,12 +64,12 @@ def ragged(draw: st.DrawFn, shape: Shape, num_ranks: int) -> RaggedShard:
 
 
 def all_meshes() -> list[DeviceMesh]:
-    """The meshes, made by all ranks together."""
+    """The meshes; a collective of all ranks."""
     return [DeviceMesh("cpu", ranks) for ranks in MESHES]
 
 
 def held(full: torch.Tensor, how: Placed, meshes: list[DeviceMesh]) -> torch.Tensor | None:
-    """This rank's tensor; None if it has none of it."""
+    """This rank's tensor; None if this rank stores no part."""
     rank = dist.get_rank()
     if how.mesh is None:
         return full.clone() if rank in how.ranks else None
@@ -84,6 +84,6 @@ def held(full: torch.Tensor, how: Placed, meshes: list[DeviceMesh]) -> torch.Ten
 def state_of(
     fulls: dict[str, torch.Tensor], hows: dict[str, Placed], meshes: list[DeviceMesh]
 ) -> dict[str, torch.Tensor]:
-    """What this rank holds of some tensors."""
+    """This rank's part of some tensors."""
     found = {name: held(full, hows[name], meshes) for name, full in fulls.items()}
     return {name: tensor for name, tensor in found.items() if tensor is not None}

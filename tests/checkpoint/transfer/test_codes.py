@@ -1,4 +1,4 @@
-"""Codes on their way: those of the whole tensor, wherever it is cut; and what they would be if nobody agreed."""
+"""Codes in transfers are those of the whole tensor, wherever it is cut, and would not be without the agreement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8, quantize
+from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8
 from vescale_fsdp.torch_private import local_of
 from vescale_fsdp.transfer.description import describe_states
 from vescale_fsdp.transfer.links import codes, scales
@@ -30,7 +30,7 @@ def moved(codec: BlockCodec, first: int) -> tuple[bool, int]:
     mesh = cpu_mesh()
     # Each row is larger than the one before: what one rank knows of a cut block is not what the other knows.
     full = (torch.randn(ROWS, COLS) * torch.linspace(1, 60, ROWS)[:, None]).bfloat16()
-    wanted = quantize(full.float(), codec)
+    wanted = codec.quantize(full.float())
     cut = RaggedShard.from_piece_numels(full.shape, [first, full.numel() - first])
     state = {"w": distribute_tensor(full, mesh, [cut])}
     parts = {"c": wanted.codes, "s": wanted.scales}
@@ -50,7 +50,7 @@ def moved(codec: BlockCodec, first: int) -> tuple[bool, int]:
 
 
 def all_cuts() -> dict[str, tuple[bool, int, bool]]:
-    """For each codec and cut: same codes, blocks that are cut, and same codes if nobody agrees."""
+    """For each codec and cut: same codes, number of cut blocks, and same codes without the agreement."""
     real = CutBlocks.agree
     found = {}
     for name, codec in CODECS.items():
@@ -67,7 +67,7 @@ def all_cuts() -> dict[str, tuple[bool, int, bool]]:
 
 
 def test_codes_are_those_of_the_whole_tensor() -> None:
-    """FP8 by 128 x 128, MXFP8 and int8 rows; blocks that are cut need what both ranks know, whole ones nothing."""
+    """FP8 by 128 x 128, MXFP8 and int8 rows. Cut blocks need the magnitudes of both ranks, whole blocks do not."""
     for found in run_ranks(2, all_cuts, timeout_s=120):
         assert all(same for same, _, _ in found.values()), found
         for where, (_, total, alone) in found.items():
@@ -76,5 +76,5 @@ def test_codes_are_those_of_the_whole_tensor() -> None:
             assert (total > 0) is is_cut, (where, total)
             if not is_cut:
                 assert alone, where
-    # A block that is cut and not agreed on has other codes on some rank.
+    # A cut block without an agreement has wrong codes on some rank.
     assert not all(found[where][2] for where in ("fp8 inside a block", "int8 inside a row"))

@@ -1,4 +1,4 @@
-"""Transfers that go wrong: all ranks hear of it, and the target is whole or plainly unusable, never mixed."""
+"""Transfers that fail: all ranks raise, and the target is complete or clearly unusable, never mixed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def pair() -> tuple[TransferPlan, Pair]:
 
 
 def met(work: Callable[[], object]) -> BaseException | None:
-    """What was raised."""
+    """The raised error, if any."""
     try:
         work()
     except Exception as error:  # noqa: BLE001  the caller looks at it
@@ -62,18 +62,18 @@ def met(work: Callable[[], object]) -> BaseException | None:
 
 
 def is_old(into: dict[str, Any] | None) -> bool:
-    """Whether a target has the weights it began with."""
+    """Whether a target has its old weights."""
     return into is None or all((local_of(tensor) == 7).all() for tensor in into.values())
 
 
 def is_unusable(into: dict[str, Any] | None) -> bool:
-    """Whether no item of a target can be taken for a weight."""
+    """Whether no item of a target can be mistaken for a weight."""
     locals_ = [] if into is None else [local_of(tensor) for tensor in into.values()]
     return all((local.isnan() if local.is_floating_point() else local == -1).all() for local in locals_)
 
 
 def fails_at(kind: type, method: str, calls: int) -> None:
-    """Make a method fail after so many calls, on this rank."""
+    """Make a method fail on this rank after this number of calls."""
     real: Any = getattr(kind, method)
     seen: list[int] = []
 
@@ -87,7 +87,7 @@ def fails_at(kind: type, method: str, calls: int) -> None:
 
 
 def one_rank_fails() -> None:
-    """A rank that cannot pack, or cannot unpack: each way of filling."""
+    """A rank that cannot pack or unpack, with and without `keep_old`."""
     plan, (state, into) = pair()
     rank = dist.get_rank()
     for kind, method, where in ((Origin, "pack", 1), (Destination, "unpack", 2)):
@@ -110,7 +110,7 @@ def one_rank_fails() -> None:
 
 
 def bits_flip() -> None:
-    """A message that arrives changed is found if one asks, on all ranks; else nobody knows."""
+    """With `verify` a message that was changed is an error on all ranks; without it, the change is not detected."""
     plan, (state, into) = pair()
     real = Destination.unpack
 
@@ -132,7 +132,7 @@ def bits_flip() -> None:
 
 
 def trainer_steps() -> None:
-    """A source that changes while it is sent is refused; a snapshot of it goes as it was."""
+    """A source that changes during a transfer is an error; a snapshot is sent as it was."""
     plan, (state, into) = pair()
     transfer = Transfer(plan, keep_old=True)
     real = Exchange.run
@@ -160,7 +160,7 @@ def trainer_steps() -> None:
 
 
 def misuse() -> None:
-    """Other states than those planned for, plans that differ, two runs at once, one memory on both sides."""
+    """States that differ from their descriptions, different plans, two runs at once, shared memory."""
     plan, (state, into) = pair()
     transfer = Transfer(plan)
     wrong = None if state is None else {**state, "w0": state["w1"].to(torch.float64)}
@@ -171,7 +171,7 @@ def misuse() -> None:
     assert isinstance(error, CheckpointError) and "no such tensor" in str(error) and is_old(into)
     error = met(lambda: Transfer(plan, verify=dist.get_rank() == 0))
     assert isinstance(error, CheckpointError) and "verify" in str(error)
-    transfer._claim()
+    transfer._claim(None)
     error = met(lambda: transfer.run(state, into))
     assert isinstance(error, LifecycleError)
     transfer._busy.release()
@@ -184,7 +184,7 @@ def misuse() -> None:
 
 
 def plans_once() -> None:
-    """A second transfer asks nothing of the plan, and takes no more memory for messages."""
+    """A second transfer plans nothing, and allocates no memory for messages."""
     plan, (state, into) = pair()
     transfer = Transfer(plan)
     transfer.run(state, into)
@@ -209,7 +209,7 @@ def plans_once() -> None:
 
 
 def ranks_are_lost_as_they_meet() -> None:
-    """One rank finds the last meeting broken, others do not: all commit or none, and all know the version."""
+    """The last collective fails on one rank only: all ranks commit or none does, and all have the same version."""
     plan, (state, into) = pair()
     real = GroupCoordinator._max
     for keep_old in (True, False):
@@ -253,7 +253,7 @@ class LostStore:
 
 
 def the_store_is_lost_before_all_have_read() -> None:
-    """A rank that cannot read the decision raises, names both versions, and keeps its own; the others commit."""
+    """A rank that cannot read the decision raises, names both versions and keeps its own; other ranks commit."""
     plan, (state, into) = pair()
     for keep_old in (True, False):
         transfer = Transfer(plan, keep_old=keep_old)
@@ -283,7 +283,7 @@ def the_store_is_lost_before_all_have_read() -> None:
 
 
 def versions_differ() -> None:
-    """Ranks of different steps are refused before anything moves."""
+    """Different versions are an error before any data is sent."""
     plan, (state, into) = pair()
     transfer = Transfer(plan)
     error = met(lambda: transfer.run(state, into, version=dist.get_rank() if state else None))
@@ -309,7 +309,7 @@ class NoClone(torch.Tensor):
 
 
 def all_faults() -> None:
-    """What can be told from within."""
+    """All checks that need no killed process."""
     for check in (one_rank_fails, bits_flip, trainer_steps, misuse, plans_once):
         torch.manual_seed(0)
         check()
@@ -323,12 +323,12 @@ def all_faults() -> None:
 
 
 def test_faults_are_heard_of_on_all_ranks() -> None:
-    """Failures of one rank, changed bits, a trainer that steps, wrong states: refused on all ranks, nothing mixed."""
+    """Failures of one rank, changed bits, a trainer that steps, wrong states: an error on all ranks, no mixture."""
     run_ranks(4, all_faults, timeout_s=120)
 
 
 def dies(folder: str, victim: int, keep_old: bool) -> None:
-    """A rank dies in the middle; the others write down what they see."""
+    """A rank is killed during a transfer; other ranks write their errors to files."""
     plan, (state, into) = pair()
     transfer = Transfer(plan, keep_old=keep_old)
     if dist.get_rank() == victim:
@@ -351,7 +351,7 @@ def dies(folder: str, victim: int, keep_old: bool) -> None:
 
 
 class Late(SoloCoordinator):
-    """Ranks that come to the first meeting when they are let."""
+    """A coordinator whose first collective waits for an event."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ class Late(SoloCoordinator):
 
 
 class RawSGD(torch.optim.SGD):
-    """Writes past autograd, so that torch does not count it; some fused optimizers do."""
+    """Writes that torch does not count, as those of some fused optimizers."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -374,7 +374,7 @@ class RawSGD(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, RawSGD])
 def test_a_step_behind_start_is_refused(kind: type[torch.optim.SGD]) -> None:
-    """However late the transfer begins to read, and whether torch counts the write; another optimizer may step."""
+    """However late the transfer reads, and whether or not torch counts the write. Other optimizers may step."""
     weights = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
     optimizers = [kind([weight], lr=1.0) for weight in weights]
     state, into = {"w": weights[0].detach()}, {"w": torch.zeros(8)}
@@ -398,7 +398,7 @@ def test_a_step_behind_start_is_refused(kind: type[torch.optim.SGD]) -> None:
 
 @pytest.mark.parametrize(("victim", "keep_old"), [(0, True), (1, False), (3, False)])
 def test_a_rank_dies(tmp_path: Path, victim: int, keep_old: bool) -> None:
-    """SIGKILL of a sender or a receiver: the others raise, and no target is mixed."""
+    """SIGKILL of a sender or a receiver: other ranks raise, and no target is mixed."""
     with pytest.raises(RankError, match="died"):
         run_ranks(4, dies, str(tmp_path), victim, keep_old, timeout_s=60)
 

@@ -1,4 +1,4 @@
-"""Two jobs that share no process group: they meet in a file or over TCP, and one sends the other its weights."""
+"""Two jobs that share no process group connect by a file or TCP, and one sends its weights to the other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from vescale_fsdp.transfer.transfer import Transfer
 
 
 def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
-    """Of three ranks the first two become one job and the third another; both number their ranks from 0."""
+    """The first two of three ranks are one job, the third is another; both number their ranks from 0."""
     rank = dist.get_rank()
     is_trainer = rank < 2
     dist.barrier()  # all have come, so none finds the others gone
@@ -79,7 +79,7 @@ def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
     GroupCoordinator.decide = real  # type: ignore[method-assign]
     for name, pickler in picklers.items():
         setattr(dist, name, pickler)
-    with pytest.raises(PlacementError, match="not among those"):
+    with pytest.raises(PlacementError, match="exceed the ranks"):
         joint_ranks(rendezvous[0], first_rank=2, num_ranks=2)
     with pytest.raises(PlacementError, match="not a rendezvous"):
         joint_ranks("http://here", first_rank=0, num_ranks=2)
@@ -94,7 +94,7 @@ def test_weights_between_two_jobs(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """Something that runs code when it is unpickled."""
+    """A value that runs code when it is unpickled."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -104,7 +104,7 @@ class Bomb:
 
 
 def met(work: Callable[[], object]) -> str:
-    """The type of what was raised, "" if nothing was."""
+    """The type of the raised error, "" if none."""
     try:
         work()
     except Exception as error:  # noqa: BLE001  the caller looks at it
@@ -114,7 +114,7 @@ def met(work: Callable[[], object]) -> str:
 
 @mock.patch.object(coordinator, "_DOCUMENT_BYTES", 1000)
 def meets_a_stranger(folder: str) -> dict[str, str]:
-    """Rank 1 sends what is no message of it; what each rank raises, by kind."""
+    """Rank 1 sends forged messages. Returns the errors of each rank, by kind of message."""
     with pytest.raises(PlacementError):  # not this machine alone, and no secret
         joint_ranks("tcp://192.0.2.1:29600", first_rank=0, num_ranks=2, timeout_s=5)
     rank = dist.get_rank()
@@ -164,7 +164,7 @@ def meets_a_stranger(folder: str) -> dict[str, str]:
 
 
 def meets_one_without(folder: str, secrets: tuple[str | None, str | None], where: str) -> str:
-    """Ranks that do not have the same secret; what this one raises, long before the time-out."""
+    """Ranks with different secrets. Returns the error of this rank, which comes long before the time-out."""
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
@@ -183,7 +183,7 @@ def free_port() -> int:
 
 
 def test_strangers_are_not_believed(tmp_path: Path) -> None:
-    """Neither a pickle nor a message that was cut, is too long, or was sent before: with a secret and without."""
+    """Pickles, truncated, too long and replayed messages are refused, with a secret and without."""
     ours, theirs = run_ranks(2, meets_a_stranger, str(tmp_path))
 
     assert not (tmp_path / "executed").exists()
@@ -199,13 +199,13 @@ def test_strangers_are_not_believed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("secrets", [("a", "b"), ("a", ""), ("", "a")])
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_ranks_of_different_secrets_are_all_told(tmp_path: Path, secrets: tuple[str, str], kind: str) -> None:
-    """On both sides, also where one has none."""
+    """Both ranks raise, also if one has no secret."""
     where = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else ""
     assert run_ranks(2, meets_one_without, str(tmp_path), secrets, where) == ["PlacementError"] * 2
 
 
 def waits_for_one_that_does_not_come(folder: str) -> str:
-    """What rank 0 of three is told, when rank 2 does not come."""
+    """The error of rank 0 of three if rank 2 does not come."""
     dist.barrier()
     rank = dist.get_rank()
     dist.destroy_process_group()
@@ -218,12 +218,12 @@ def waits_for_one_that_does_not_come(folder: str) -> str:
 
 
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
-    """When the time is over."""
+    """The error after the time-out lists them."""
     assert all("[2]" in got for got in run_ranks(2, waits_for_one_that_does_not_come, str(tmp_path)))
 
 
 def meets_often(folder: str) -> list[tuple[int, int]]:
-    """Open files and threads after each meeting."""
+    """Numbers of open files and threads after each connection."""
     found = []
     for number in range(6):
         with joint_ranks(
@@ -236,14 +236,14 @@ def meets_often(folder: str) -> list[tuple[int, int]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists files and threads in /proc")
 def test_a_meeting_leaves_nothing(tmp_path: Path) -> None:
-    """Files and threads are as many after six meetings as after one."""
+    """Six connections leave no more files and threads than one."""
     for found in run_ranks(2, meets_often, str(tmp_path)):
         files, threads = zip(*found, strict=True)
         assert len(found) == 6 and max(files) <= files[0] + 1 and max(threads) <= threads[0] + 1, found
 
 
 def test_stores_that_are_signed() -> None:
-    """Values come back; one that was changed, moved to another key or signed with another secret is refused."""
+    """Values are read back; a value that was changed, moved to another key or signed with another secret is refused."""
     inner = dist.HashStore()
     store = SignedStore(inner, b"x")
     store.set("a", b"\xff\x00")

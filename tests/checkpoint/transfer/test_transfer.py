@@ -12,11 +12,10 @@ from torch.distributed.tensor import distribute_tensor as distribute_stock
 from tests.checkpoint.transfer.live_states import Placed, all_meshes, placed, state_of
 from tests.dtensor.test_properties import search_together
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp.quantize import Fp8Blocks, Int8Rows, Mxfp8, quantize
+from vescale_fsdp.quantize import Fp8Blocks, Int8Rows, Mxfp8
 from vescale_fsdp.torch_private import StridedShard, local_of
-from vescale_fsdp.transfer import codes, concatenate, index, permute, scales, slice, stack
 from vescale_fsdp.transfer.description import describe_states
-from vescale_fsdp.transfer.links import Link
+from vescale_fsdp.transfer.links import Link, codes, concatenate, index, permute, scales, slice, stack
 from vescale_fsdp.transfer.plan import plan_transfer
 from vescale_fsdp.transfer.transfer import Transfer
 
@@ -25,7 +24,7 @@ CODECS = (Fp8Blocks(3, 4), Fp8Blocks(4, 2), Mxfp8(1, 4), Int8Rows())
 
 
 class Case(NamedTuple):
-    """Tensors of a source and of a target, where they lie, and what the target's are made of."""
+    """Tensors of a source and a target, their distributions, and the links between them."""
 
     shapes: dict[str, tuple[int, ...]]
     source: dict[str, Placed]
@@ -36,10 +35,10 @@ class Case(NamedTuple):
     verify: bool
 
 
-def made_of(a: torch.Tensor, b: torch.Tensor, codec: Any) -> dict[str, tuple[Link | str, torch.Tensor]]:
-    """All that a target may want of two source tensors of one shape, and what it must get."""
-    quantized = quantize(a.float(), codec) if a.dim() == 2 else None
-    found: dict[str, tuple[Link | str, torch.Tensor]] = {"same": ("a", a), "cast": ("a", a.bfloat16())}
+def made_of(a: torch.Tensor, b: torch.Tensor, codec: Any) -> dict[str, tuple[Link, torch.Tensor]]:
+    """Links to two source tensors of one shape, each with the expected tensor."""
+    quantized = codec.quantize(a.float()) if a.dim() == 2 else None
+    found: dict[str, tuple[Link, torch.Tensor]] = {"same": ("a", a), "cast": ("a", a.bfloat16())}
     found["wide"] = ("half", a.bfloat16().float())
     if a.dim():
         found["fused"] = (concatenate("a", "b", dim=a.dim() - 1), torch.cat([a, b], a.dim() - 1))
@@ -55,7 +54,7 @@ def made_of(a: torch.Tensor, b: torch.Tensor, codec: Any) -> dict[str, tuple[Lin
     if quantized is not None and a.numel():
         found["codes"] = (codes("a", codec), quantized.codes)
         found["scales"] = (scales("a", codec), quantized.scales)
-        both = torch.stack([quantized.codes, quantize(b.float(), codec).codes])
+        both = torch.stack([quantized.codes, codec.quantize(b.float()).codes])
         found["experts"] = (stack(codes("a", codec), codes("b", codec)), both)
         found["turned codes"] = (permute(codes("a", codec)), quantized.codes.t().contiguous())
     return found
@@ -63,7 +62,7 @@ def made_of(a: torch.Tensor, b: torch.Tensor, codec: Any) -> dict[str, tuple[Lin
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any case."""
+    """Any distributions and links."""
     shape = draw(st.sampled_from(SHAPES))
     codec = draw(st.integers(0, len(CODECS) - 1))
     known = made_of(torch.zeros(shape), torch.zeros(shape), CODECS[codec])
@@ -78,7 +77,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def search() -> dict[str, int]:
-    """The search; what it has met."""
+    """The search; counts of what the cases contained."""
     meshes = all_meshes()
     seen: dict[str, int] = {}
 
@@ -115,7 +114,7 @@ def search() -> dict[str, int]:
 
 
 def test_any_state_to_any_other() -> None:
-    """Whatever the source and the target are and what is between: every rank gets its part, a second time too."""
+    """For any source, target and links every rank gets its part, also in a second transfer."""
     seen = run_ranks(4, search, timeout_s=300)
 
     met = {name: sum(found.get(name, 0) for found in seen) for found in seen for name in found}
@@ -127,7 +126,7 @@ def test_any_state_to_any_other() -> None:
 
 
 def strided() -> bool:
-    """Rows that were cut by the second axis of a mesh first, to columns and back."""
+    """Strided shards of rows, to columns and back."""
     mesh = cpu_mesh(2, 2)
     outer, inner = mesh.get_coordinate() or (0, 0)
     full = torch.arange(24.0).view(8, 3)
@@ -144,5 +143,5 @@ def strided() -> bool:
 
 
 def test_strided_shards() -> None:
-    """What FSDP2 beside tensor parallelism makes, as a source and as a target."""
+    """Strided shards, as FSDP2 with tensor parallelism makes them, as a source and as a target."""
     assert all(run_ranks(4, strided))

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,7 @@ from tests.conversion.foreign.zero_folders import ZeroState, some_state, write_u
 from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp.checkpoint import load, verify
 from vescale_fsdp.conversion import ConvertOptions, convert, diff, open_source
-from vescale_fsdp.conversion.formats.deepspeed.zero_shards import runs_of_groups, runs_of_parameters
+from vescale_fsdp.conversion.formats.deepspeed_zero import runs_of_groups, runs_of_parameters
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError
 
 FORMS = [(1, 1), (1, 3), (2, 2), (3, 1), (3, 2), (3, 4)]  # stage, ranks
@@ -286,6 +287,15 @@ def test_values_that_differ_between_ranks(tmp_path: Path) -> None:
     edit(folder / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda content: content.update(epoch=8))
     source = open_source(str(folder))
     assert source.omitted == ("epoch",) and source.values["global_steps"]() == 3
+
+
+def test_numpy_arrays_of_the_user(tmp_path: Path) -> None:
+    """A numpy array among the user's state is stored in the pickle itself, and read from there."""
+    folder = write_zero(tmp_path / "run", some_state(), stage=1, ranks=2)
+    array = np.arange(6, dtype=np.int64).reshape(2, 3)
+    edit(folder / "mp_rank_00_model_states.pt", lambda content: content.update(seen=array))
+    found = restored(str(folder), tmp_path / "out.pt")
+    assert torch.equal(found["seen"], torch.from_numpy(array))
 
 
 def test_a_flipped_bit_stops_a_conversion(tmp_path: Path) -> None:

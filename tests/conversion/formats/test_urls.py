@@ -23,6 +23,7 @@ from safetensors.torch import load, load_file, save_file
 
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
 from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
@@ -340,6 +341,7 @@ def test_a_web_server_without_ranges_says_so(tmp_path: Path, monkeypatch: pytest
 
 
 def test_unknown_protocols_say_so() -> None:
-    """A URL nobody knows is an error that names it."""
-    with pytest.raises(ConversionError, match="nonsense://x"):
+    """A URL of a protocol that fsspec does not know is a StorageError that names the URL."""
+    with pytest.raises(StorageError) as failure:
         open_source("nonsense://x/y")
+    assert failure.value.where == "nonsense://x/y"

@@ -38,7 +38,7 @@ class _Stripes:
     def hash_stripe(self, index: int, scratch: bytearray) -> int:
         raise AssertionError
 
-    def prove_stripe(self, index: int, checksum: int) -> None:
+    def verify_stripe(self, index: int, checksum: int) -> None:
         raise AssertionError
 
 
@@ -181,7 +181,7 @@ def test_a_native_source_is_proven_while_it_is_read(
 
     good = run(native, "good")
     _flip(bad, 0.95)  # in the last stripe, which holds the end of b
-    with pytest.raises(CorruptCheckpointError, match=r"are not those that were written(.|\n)*\bb\b"):
+    with pytest.raises(CorruptCheckpointError, match=r"differ from what was saved(.|\n)*\bb\b"):
         run(bad, "all")
     assert not (tmp_path / "all").exists()
     assert torch.equal(run(bad, "a", include=("a",))["a"], good["a"]) and good["a"].shape == (1500, 1000)

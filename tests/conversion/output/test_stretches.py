@@ -41,7 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 MiB, so that files of some MB have several."""
-    monkeypatch.setattr(plan, "_STRETCH_STRIPES", 8)
+    monkeypatch.setattr(plan, "_STRIPES_PER_JOB", 8)
 
 
 def _written(source: Path, target: str, **options: Any) -> None:
@@ -120,7 +120,7 @@ def test_damage_in_any_stripe_is_found(source: Path, tmp_path: Path) -> None:
     for start in starts:
         file.write_bytes(sound[: start + 70_000] + b"?!" + sound[start + 70_002 :])
         try:
-            with pytest.raises(CorruptCheckpointError, match="not those that were written"):
+            with pytest.raises(CorruptCheckpointError, match="differ from what was saved"):
                 _written(source, str(tmp_path / "out"), ranks=2)
         finally:
             file.write_bytes(sound)

@@ -61,7 +61,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         "part.result()": SAVE,
         "self._parts[number - 1 - _IN_FLIGHT].result()": SAVE,
     },
-    "checkpoint/formats/huggingface/write.py": {"job.result()": THREAD, "self._rooms.get()": THREAD},
+    "checkpoint/formats/huggingface/write.py": {"job.result()": THREAD, "self._buffers.get()": THREAD},
     "checkpoint/moves/threads.py": {"ended.wait()": THREAD},
     "vescale_fsdp/collectives.py": {"work.wait()": GROUP},
     "vescale_fsdp/dtensor/ragged_dtensor.py": {
@@ -70,7 +70,7 @@ BOUNDS: dict[str, dict[str, str]] = {
     },
     "vescale_fsdp/dtensor/redistribute.py": {"start_redistribution(local, source, target).wait()": GROUP},
     "vescale_fsdp/elastic/job.py": {"self._manager.wait()": SAVE, "self._membership.wait()": MEMBERS},
-    "vescale_fsdp/elastic/presence.py": {
+    "vescale_fsdp/elastic/store_membership.py": {
         "connection.recv(nbytes - len(data))": CLOCK,
         "self._listener.accept()": IDLE,
     },

@@ -234,11 +234,11 @@ def refusals() -> None:
     refused("only Shard and Replicate", placements=[Replicate(), Partial()])
     refused(r"one of the axes \('dp', 'tp'\)", dp_mesh_dims=DataParallelMeshDims(shard="cp"))
     refused("each once", dp_mesh_dims=DataParallelMeshDims(shard="dp", replicate="dp"))
-    refused("made with mesh_dim_names", mesh=cpu_mesh(2, 2))
+    refused("created with mesh_dim_names", mesh=cpu_mesh(2, 2))
     refused("cannot be a number", NotImplementedError, reshard_after_forward=2)
     refused("bool, int or None", reshard_after_forward="yes")
     only = DataParallelMeshDims(replicate="dp")
-    refused("an axis that shards", dp_mesh_dims=only, shard_placement_fn=lambda p: None)
+    refused("axis that shards", dp_mesh_dims=only, shard_placement_fn=lambda p: None)
     twice = fully_shard(build(mesh).layers[0], mesh=mesh, dp_mesh_dims=dims)
     with pytest.raises(PlacementError, match="sharded already"):
         fully_shard(nn.Sequential(twice.up), mesh=mesh, dp_mesh_dims=dims)

@@ -229,5 +229,5 @@ def test_meshes_that_do_not_go_together() -> None:
     """A DTensor on the sharded axis, on an unnamed mesh or sharded already is refused with the way out."""
     texts = run_ranks(4, misuse)[0]
 
-    assert ["an axis that it is to be" in texts[0], "need names" in texts[1]] == [True, True]
+    assert ["over an axis of mesh=" in texts[0], "need names" in texts[1]] == [True, True]
     assert len(texts) == 3 and "sharded already" in texts[2]

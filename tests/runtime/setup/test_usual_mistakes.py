@@ -34,7 +34,7 @@ from vescale_fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from vescale_fsdp.checkpoint import set_model_state_dict
+from vescale_fsdp.checkpoint.state_dict import set_model_state_dict
 from vescale_fsdp.errors import LayoutError, LifecycleError, MisuseError, PlacementError, UnsupportedOpError
 
 
@@ -72,7 +72,7 @@ def methods() -> None:
         model.encode(x)
     with pytest.raises(UnsupportedOpError, match=r"register_fsdp_forward_method"):
         model.generate_step(hidden)
-    with pytest.raises(LifecycleError, match=r"register_fsdp_forward_method\(model, name\)"):
+    with pytest.raises(LifecycleError, match=r"register_fsdp_forward_method"):
         model(x)  # the blocks have run before, in the method that has failed
     model = sharded()
     model.unshard()
@@ -189,11 +189,11 @@ def arguments() -> None:
 def taken_twice() -> None:
     mesh = cpu_mesh()
     root_first = fully_shard(models.build(), mesh=mesh)
-    with pytest.raises(PlacementError, match="shard the blocks first and the root last"):
+    with pytest.raises(PlacementError, match="the blocks first and the root last"):
         fully_shard(root_first.blocks[0], mesh=mesh)
     root_first.unshard()
     around = nn.Sequential(root_first)
-    with pytest.raises(MisuseError, match="A module is sharded once"):
+    with pytest.raises(MisuseError, match="The module is sharded already"):
         fully_shard(root_first, mesh=mesh)
     root_first.reshard()
     fully_shard(around, mesh=mesh)  # one around it is fine

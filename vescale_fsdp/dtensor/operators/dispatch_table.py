@@ -14,7 +14,7 @@ import torch
 
 from vescale_fsdp.dtensor.operators import elementwise, reductions, whole_tensors
 from vescale_fsdp.dtensor.operators import random_values as random
-from vescale_fsdp.dtensor.operators.arguments import first_ragged, has_out, name_of, refuse
+from vescale_fsdp.dtensor.operators.arguments import first_ragged, has_out, refuse
 from vescale_fsdp.dtensor.ragged_dtensor import Rule, set_rules
 from vescale_fsdp.torch_private import operator_names
 
@@ -32,8 +32,7 @@ def _decomposed(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
 def _on_local(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A query about storage, answered for the piece."""
-    tensor, *rest = args
-    return func(tensor._local_tensor, *rest, **kwargs)
+    return func(args[0]._local_tensor, *args[1:], **kwargs)
 
 
 class Family(NamedTuple):
@@ -139,18 +138,15 @@ _OPEN = (elementwise.flat_view, whole_tensors.gathered, whole_tensors.written_ba
 _FOREACH_OF_WHOLES = ("_foreach_mm", "_foreach_powsum")
 
 
-def _is_elementwise(func: torch._ops.OpOverload) -> bool:
-    """Whether torch tags it, or the functional form of an in-place operator, as pointwise."""
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        return False
+def _is_pointwise(func: torch._ops.OpOverload, name: str) -> bool:
+    """Whether torch tags an operator as pointwise, or the functional form of an in-place operator."""
     if torch.Tag.pointwise in func.tags:
         return True
-    name = name_of(func)
     if not name.endswith("_") or name.endswith("__"):
         return False
     packet = getattr(aten, name.removesuffix("_"), None)
-    overload = getattr(packet, func._overloadname, None) if packet is not None else None
-    return overload is not None and torch.Tag.pointwise in overload.tags
+    functional = getattr(packet, func._overloadname, None)
+    return functional is not None and torch.Tag.pointwise in functional.tags
 
 
 @cache
@@ -167,15 +163,14 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
         return rule if elementwise_out else _unsupported
     if name.startswith("_foreach_") and name not in _FOREACH_OF_WHOLES and not has_out(func):
         return elementwise.foreach
-    return elementwise.elementwise if _is_elementwise(func) else _open_rule(func)
-
-
-def _open_rule(func: torch._ops.OpOverload) -> Rule:
-    """The rule of an operator that is not named, from its schema."""
+    # Operators without a row of their own: the rule follows from torch's tags and the schema.
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    if _is_pointwise(func, name) and not is_random:
+        return elementwise.elementwise
     arguments = func._schema.arguments
     if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd):
         return _decomposed
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if is_random:
         return _unsupported  # it would draw from each rank's own generator
     if func.is_view:
         single = sum("Tensor" in str(argument.type) for argument in arguments) == 1

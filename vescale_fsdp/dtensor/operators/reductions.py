@@ -67,7 +67,7 @@ def _call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def along_dims(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Softmax, cumulative sums, sorting and the like, along one dim."""
+    """Operators along one dim, such as softmax, cumulative sums and sorting."""
     call = _call_of(func, args, kwargs)
     if call.tensor.numel() == 0 or not _are_whole_from(call.tensor, call.dims[0]):
         return whole_tensors.gathered(func, args, kwargs)
@@ -95,7 +95,7 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _needs_whole_tensor(call: _Call, name: str) -> bool:
-    """Whether the answers for the pieces do not determine the answer for the tensor."""
+    """Whether the results of the pieces do not determine the result of the tensor."""
     if name in ("argmax", "argmin"):  # where another mesh axis cuts too, flat positions are not known
         return inner_box(call.tensor._spec).sizes != tuple(call.tensor.shape)
     if name in ("linalg_vector_norm", "norm"):

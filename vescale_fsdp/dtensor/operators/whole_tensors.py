@@ -86,15 +86,13 @@ def rewritten(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     return REWRITTEN[name_of(func)](*args, **kwargs)
 
 
-def _mse_loss(values: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
-    squares = (values - target).square()
-    return (lambda x: x, torch.mean, torch.sum)[reduction](squares)
-
-
 REWRITTEN: dict[str, Callable[..., Any]] = {
     "_foreach_max": lambda tensors: [tensor.max() for tensor in tensors],
     "dist": lambda left, right, p=2: torch.linalg.vector_norm(left - right, p),
     "dot": lambda left, right: (left * right).sum(),
-    "mse_loss": _mse_loss,
+    # torch's numbers of reductions: 0 none, 1 mean, 2 sum
+    "mse_loss": lambda values, target, reduction=1: (lambda x: x, torch.mean, torch.sum)[reduction](
+        (values - target).square()
+    ),
     "vdot": lambda left, right: (left.conj() * right).sum(),
 }

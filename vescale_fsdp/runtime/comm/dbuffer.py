@@ -1,15 +1,15 @@
-"""DBuffer: one flat allocation of a group's global size, a view per tensor, collectives in place.
+"""DBuffer: one flat allocation of a group's global size, with a view per tensor and collectives in place.
 
 The buffer *is* the storage of its tensors: an all-gather writes full parameters where the matmuls read them, and a
-reduce-scatter reads gradients from where they were written. Nothing is copied in or out (on gloo, which works on one
-buffer, a rank copies its own slice into it).
+reduce-scatter reads gradients from where they were written. Nothing is copied in or out, except that on gloo a rank
+copies its own slice into the buffer, because gloo's all-gather reads and writes one buffer.
 
     storage      freed: the tensors exist, their memory does not     allocated: both exist
     allocate()   freed -> allocated (contents undefined)
     free()       allocated -> freed (views keep their identity, autograd may have saved them)
 
-A scattered tensor is the exception: its pieces are apart in the buffer, so its full form is a small tensor of its own,
-filled from the pieces when a gather ends. Writing needs no such copy: `places` returns the view for each piece.
+A scattered tensor is an exception: its pieces are not adjacent in the buffer, so the full tensor has its own storage,
+which is filled from the pieces when a gather ends. Writing needs no such copy: `places` returns a view of each piece.
 
 Tensor objects are made once. Only their storage is freed and allocated (``resize_``), so a view that autograd saved in
 the forward is valid again once the buffer is gathered for the backward.
@@ -37,9 +37,9 @@ class DBuffer:
 
     Args:
         layout: the offset of each tensor.
-        flat: 1-D [layout.numel], the memory. It is never freed if its storage cannot be resized (a communication
-            library's own memory).
-        pool: entered at each allocation.
+        flat: 1-D [layout.numel], the memory. It is never freed if its storage cannot be resized, as the memory of a
+            communication library.
+        pool: context that is entered around each allocation.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class DBuffer:
         self.flat = flat
         self._pool = pool
         self._views: dict[str, torch.Tensor] = {}
-        self._copies: dict[str, torch.Tensor] = {}  # scattered tensors by name: 1-D, full, with own storage
+        self._copies: dict[
+            str, torch.Tensor
+        ] = {}  # scattered tensors by name: 1-D, full, with their own storage
         self._padding: list[torch.Tensor] | None = None  # made at the first use
         self._work: Work | None = None
         self._version = version_of(flat)
@@ -69,7 +71,7 @@ class DBuffer:
 
     def free(self) -> None:
         """Free the storage. The caller ensures that no stream still uses it."""
-        if self._storage.resizable():
+        if self._storage.resizable():  # a communication library's memory may not be
             self._storage.resize_(0)
         for copy in self._copies.values():
             copy.untyped_storage().resize_(0)
@@ -77,7 +79,7 @@ class DBuffer:
     def view(self, slot: TensorSlot) -> torch.Tensor:
         """The full tensor of a slot, the same object each time: an n-d view of the buffer.
 
-        Of a scattered slot: a tensor of its own, filled from the pieces now and after every gather.
+        For a scattered slot, a tensor with its own storage, filled from the pieces now and after every gather.
         """
         view = self._views.get(slot.fqn)
         if view is None:
@@ -93,7 +95,7 @@ class DBuffer:
     def pieces(self, slot: TensorSlot) -> list[torch.Tensor]:
         """Views of the buffer that together have all elements of a slot, in tensor order.
 
-        One n-d view of a contiguous slot; for each run of a scattered one a 2-D view [ranks, piece_numel].
+        A contiguous slot has one n-d view; a scattered slot has a 2-D view [ranks, piece_numel] for each of its runs.
         """
         if not slot.is_scattered:
             return [self.view(slot)]
@@ -128,7 +130,7 @@ class DBuffer:
     def places(
         self, given: Sequence[tuple[TensorSlot, torch.Tensor]]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views of the buffer for the values of full tensors, and the values: pairs of equal shapes."""
+        """Views of the buffer to which full tensors are written, and the tensors' values, cut to the views' shapes."""
         targets: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
         for slot, values in given:
@@ -139,7 +141,7 @@ class DBuffer:
 
     def put(self, slot: TensorSlot, values: torch.Tensor) -> None:
         """Write the values of a full tensor."""
-        if not slot.is_scattered:  # the fast path: on the CPU it runs for every gradient of a step
+        if not slot.is_scattered:  # a fast path, because on the CPU this runs for every gradient
             self.view(slot).copy_(values)
             return
         for piece, part in zip(*self.places([(slot, values)]), strict=True):
@@ -155,9 +157,9 @@ class DBuffer:
 
         Args:
             own: 1-D, this rank's contribution.
-            gather: the collective, as ``gather(full, own)``.
+            gather: the collective, called as ``gather(full, own)``.
             copy_to: the range of the buffer into which the contribution is first copied, because its dtype or device
-                differs from the buffer's; None: the gather reads it in place, and nothing is copied.
+                differs from the buffer's; None: the collective reads the contribution in place.
         """
         with without_grad():
             if copy_to is not None:
@@ -167,21 +169,19 @@ class DBuffer:
             self._work = gather(self.flat, own)
 
     def wait_gather(self) -> None:
-        """Wait until the buffer is full.
-
-        Autograd may have saved views of the buffer. Refilling it with the same values is not a modification, so its
-        version counter is reset to the value at the start; some backends increment it only here.
-        """
+        """Wait until the buffer is filled."""
         if self._work is not None:
             self._work.wait()
             self._work = None
+        # Autograd may have saved views of the buffer, and raises if their version changes. The gather has written the
+        # same values again, so the version is reset; here, because some backends increment it only in the wait.
         restore_version(self.flat, self._version)
         for fqn, copy in self._copies.items():
             self._copy_out(self.layout.slot(fqn), copy)
 
     @torch.no_grad()
     def _copy_out(self, slot: TensorSlot, copy: torch.Tensor) -> None:
-        """Fill a scattered tensor from its pieces, with its version counter restored as above."""
+        """Fill a scattered tensor from its pieces, and reset its version as in `wait_gather`."""
         version = version_of(copy)
         pieces = self.pieces(slot)
         for piece, part in zip(pieces, _split(copy, pieces), strict=True):

@@ -1,25 +1,25 @@
-"""Gradients of a group from autograd to a reduced shard, and the flags of parameters that any rank has used.
+"""Gradients of a group from autograd to a reduced shard, and flags of the parameters that ranks have used.
 
 Unsharded gradients since the last reduction (`UnshardedGrads`):
 
-    kept      as autograd computed them, on an accelerator
-    buffer    1-D [m*S] DBuffer, once there is one: the sum of the gradients written into it; the reduction reads it
+    kept      on an accelerator: the gradients as autograd computed them
+    buffer    1-D [m*S] DBuffer, if allocated: the sum of the gradients written into it, which the reduction reads
 
-On an accelerator gradients are kept until the unit's backward has ended. Then its full parameters are freed, and so is
-the buffer that was reduced before; only now the buffer is allocated, and filled with one fused copy. So a memory peak
-contains gradients or a buffer, not both next to full parameters, and the buffer belongs to the stream that starts the
-reduction, whichever streams computed the gradients. On the CPU each gradient is written as it appears, and dropped: the
-CPU allocates memory by the page, and the buffer of the layer before is available with its pages.
+On an accelerator gradients are kept until the unit's backward has ended. Then the unit's full parameters and the
+previous reduction's buffer are freed, and only then the buffer is allocated, and filled with one fused copy. So at the
+memory peak there are full parameters with gradients, or gradients with a buffer, but never all three. The buffer's
+memory belongs to the stream that starts the reduction, whichever streams computed the gradients. On the CPU each
+gradient is written into the buffer at once, and dropped: the previous layer's buffer is reused with its memory pages.
 
 Every rank reduces all parameters of a unit, unused ones as zeros, so that no rank waits for another one. But a gradient
-of zeros is not the same as none: Adam's momentum and weight decay would change the weight. So all ranks exchange flags
+of zeros differs from no gradient: Adam's momentum and weight decay would change the weight. So all ranks exchange flags
 (`UsedFlags`), one small message per mesh after the last reduction of a backward:
 
-    a parameter was used    on this rank     its gradient is set with the reduction, without reading the message
-                            elsewhere        its gradient, from other ranks, is set once the message is read
-                            nowhere          its ``.grad`` stays as it was, None after zero_grad
+    used on this rank          the gradient is set with the reduction, without reading the message
+    used on other ranks only   the gradient, computed by other ranks, is set once the message is read
+    used on no rank            ``.grad`` is not changed (None after zero_grad)
 
-The message is always sent, but only a rank with an unused parameter reads it: on an accelerator the host waits for it.
+The message is always sent, but only ranks with unused parameters read it: on an accelerator the host waits for it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class UnshardedGrads:
     """Unsharded gradients of a group.
 
     Args:
-        layout: of the group.
+        layout: the group's layout.
         new_buffer: makes a buffer of a dtype.
         dtype: returns the dtype of the next buffer.
     """
@@ -57,11 +57,11 @@ class UnshardedGrads:
         self.layout = layout
         self.buffer: DBuffer | None = None
         self.spare: dict[torch.dtype, list[DBuffer]] = {}  # unused buffers
-        # Called before a buffer is allocated.
+        # Returns a spare buffer or None. `CommContext` replaces it by a method that also waits for reductions.
         self.take_spare: Callable[[list[DBuffer]], DBuffer | None] = lambda spares: (
             spares.pop() if spares else None
         )
-        self.streams: Streams | None = None  # of the accelerator, where gradients are kept
+        self.streams: Streams | None = None  # None on the CPU, where gradients are not kept
         self._new_buffer, self._dtype = new_buffer, dtype
         self._written: set[str] = set()  # parameters whose gradients are in the buffer
         self._kept: dict[str, torch.Tensor] = {}
@@ -75,13 +75,13 @@ class UnshardedGrads:
         """Take a gradient from autograd.
 
         Args:
-            slot: of its parameter.
-            grad: full, dense, of any dtype; the caller drops it.
+            slot: slot of the parameter.
+            grad: full, dense, of any dtype. The caller keeps no reference to it.
         """
         if self.streams is None:
             self._write(slot, grad)
             return
-        if slot.fqn in self._kept:  # a second one before the reduction: the buffer sums them
+        if slot.fqn in self._kept:  # a second gradient before the reduction: only the buffer can sum them
             self.write_kept()
         self._kept[slot.fqn] = grad
         self._made_on[self.streams.current()] = None
@@ -92,40 +92,34 @@ class UnshardedGrads:
             return
         here = self.streams.current()
         others = [stream for stream in self._made_on if stream != here]
-        for stream in others:
+        for stream in others:  # these streams compute the gradients
             here.wait_stream(stream)
-        self._write_all([(self.layout.slot(fqn), grad) for fqn, grad in self._kept.items()])
+        buffer = self._allocated()
+        kept = [(self.layout.slot(fqn), grad) for fqn, grad in self._kept.items()]
+        new = [each for each in kept if each[0].fqn not in self._written]
+        if new:
+            foreach_copy_(*buffer.places(new))
+        for slot, grad in kept:
+            if slot.fqn in self._written:
+                buffer.add(slot, grad)
+        self._written.update(slot.fqn for slot, _ in new)
         self._kept, self._made_on = {}, {}
-        for stream in others:  # they own the memory of the kept gradients
+        for stream in others:  # these streams own the memory of the gradients, which is freed now
             stream.wait_stream(here)
 
     def _write(self, slot: TensorSlot, grad: torch.Tensor) -> None:
-        """Write a gradient, or add it to an earlier one: the only pass over it."""
-        buffer = self._filled()
+        """Write a gradient into the buffer, or add it to an earlier one."""
+        buffer = self._allocated()
         if slot.fqn in self._written:
             buffer.add(slot, grad)
         else:
             buffer.put(slot, grad)
             self._written.add(slot.fqn)
 
-    def _write_all(self, given: Sequence[tuple[TensorSlot, torch.Tensor]]) -> None:
-        """The same for many, the new ones in one kernel."""
-        buffer = self._filled()
-        new = [each for each in given if each[0].fqn not in self._written]
-        if new:
-            foreach_copy_(*buffer.places(new))
-        for slot, grad in given:
-            if slot.fqn in self._written:
-                buffer.add(slot, grad)
-        self._written.update(slot.fqn for slot, _ in new)
-
     def complete(self) -> DBuffer:
-        """The buffer with all gradients; zeros where a parameter has none.
-
-        So ranks that left some parameters unused still send the same bytes as the others.
-        """
+        """The buffer with all gradients, and zeros for parameters without one: all ranks reduce all parameters."""
         self.write_kept()
-        buffer = self._filled()
+        buffer = self._allocated()
         missing = [
             piece
             for slot in self.layout.slots
@@ -137,18 +131,18 @@ class UnshardedGrads:
         return buffer
 
     def hand_over(self) -> frozenset[str]:
-        """Leave the buffer to the reduction; returns the names of parameters that have a gradient in it."""
+        """Give up the buffer, which the reduction reads; returns the names of parameters with a gradient in it."""
         used, self._written = frozenset(self._written), set()
-        self.buffer = None  # a late gradient must not change the buffer that is being reduced
+        self.buffer = None  # a late gradient must not be written into the buffer that is being reduced
         return used
 
     def drop(self) -> None:
-        """Drop all gradients (after an exception)."""
+        """After an exception: drop all gradients."""
         self.buffer = None
         self._written, self._kept, self._made_on = set(), {}, {}
 
-    def _filled(self) -> DBuffer:
-        """The buffer that is being filled."""
+    def _allocated(self) -> DBuffer:
+        """The buffer of the next reduction, allocated."""
         if self.buffer is None:
             dtype = self._dtype()
             buffer = self.take_spare(self.spare.setdefault(dtype, []))
@@ -163,42 +157,43 @@ class ReducedShard(NamedTuple):
     shard: torch.Tensor  # 1-D [S], reduce dtype
     source: DBuffer  # kept until the reduction has read it
     work: Work | None
-    used: frozenset[str]  # parameters that have a gradient on this rank
+    used: frozenset[str]  # names of parameters that have a gradient on this rank
 
     def wait(self) -> None:
-        """Wait until ``shard`` is written and ``source`` read (on an accelerator: the current stream waits)."""
+        """Wait until ``shard`` is written and ``source`` is read. On an accelerator the current stream waits."""
         if self.work is not None:
             self.work.wait()
 
 
 class UsedFlags:
-    """A message in flight: which parameters ranks have used. Its construction is a collective of the mesh's ranks.
+    """A message in flight with flags of used parameters. The constructor is a collective of the mesh's ranks.
 
     Args:
         mesh: the ranks that exchange flags.
-        used: whether this rank has used each parameter, in an order that all ranks share.
-        device: where the collective runs.
+        used: whether this rank has used each parameter, in the same order on all ranks.
+        device: device of the collective.
     """
 
     def __init__(self, mesh: DeviceMesh, used: Sequence[bool], device: torch.device) -> None:
         self._used = used
-        with outside_modes():
+        with outside_modes():  # a backward under torch.func must not wrap this tensor
             self._flags = torch.ones(len(used), dtype=torch.uint8, device=device)
             unused = [index for index, flag in enumerate(used) if not flag]
-            if unused:
+            if unused:  # usually none is, and then nothing is copied to the device
                 self._flags[unused] = 0
             self._work: Work | None = None
             for axis in range(mesh.ndim):
-                if mesh.size(axis) > 1:
+                if mesh.size(axis) > 1:  # MAX over one axis after the other is MAX over the mesh
                     wait_for(self._work)
                     self._work = all_reduce_in_place(self._flags, dist.ReduceOp.MAX, mesh.get_group(axis))
 
     def wait(self) -> None:
-        """Wait for the message (on an accelerator: the current stream waits)."""
+        """Wait for the message. On an accelerator the current stream waits."""
         wait_for(self._work)
         self._work = None
 
     def anywhere(self) -> list[bool]:
         """Whether any rank has used each parameter; the host waits for the message."""
         self.wait()
+        # A FakeTensor has no values: assume that other ranks have used the same parameters.
         return list(map(bool, self._used if is_fake(self._flags) else self._flags.tolist()))

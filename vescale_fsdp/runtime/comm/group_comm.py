@@ -1,22 +1,22 @@
-"""GroupComm: the ranks of a group, users' settings for it, its collectives, and the memory of their buffers.
+"""GroupComm: the ranks of a group, the user's settings, its collectives, and the memory of their buffers.
 
     mesh            1-D (shard) or 2-D (replicate, shard); axis ``shard_axis`` shards one copy of the parameters
     gather          all-gather over the sharding axis, or a user's object in its place
-    reduce_scatter  over the sharding axis, on a communicator of its own if asked
-    all_reduce      over the replicating axis (HSDP)
+    reduce_scatter  reduction over the sharding axis, on a communicator of its own if the user asks for it
+    all_reduce      reduction over the replicating axis (HSDP)
 
-The divisor of a reduction (as in torch 2.13's FSDP2): fp32 and bf16 average in the collective. A user's factor, forced
-sums and fp16 use SUM and divide here. fp16 also divides *before* summing, by a power of two near the root of the number
-of ranks, so that the sum does not overflow.
+The divisor of a reduction, as in torch 2.13's FSDP2: fp32 and bf16 use AVG, so the collective divides. A user's factor,
+forced sums and fp16 use SUM, and are divided afterwards. fp16 is also divided *before* the sum, by a power of two near
+the square root of the number of ranks, so that the sum does not overflow.
 
-A communication library may want buffers in memory of its own, registered with it or symmetric:
+Communication libraries avoid copies if buffers are in their own memory:
 
-    process group    the pool of the backend's own allocator (NCCL's), whose memory is registered with it
-    symmetric        torch's pool of symmetric memory; the ranks meet over a buffer before a collective uses it
+    process group    the pool of the backend's allocator (NCCL's), whose memory is registered with the library
+    symmetric        torch's pool of symmetric memory; all ranks register a buffer before a collective uses it
 
 Buffers free their memory and allocate it again (`vescale_fsdp.runtime.comm.dbuffer`), so the library's pool is entered
-around every allocation. Then the gathered parameters themselves are in the library's memory, and no collective copies
-them in or out. Neither kind has run on a GPU. A user's own collectives may bring a pool (`PooledComm`).
+around every allocation. Then the full parameters themselves are in the library's memory, and no collective copies
+them. Neither kind has run on a GPU. A user's own collectives may bring a pool (`PooledComm`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -50,60 +50,61 @@ from vescale_fsdp.torch_private import groups_with_timeout_of
 
 @runtime_checkable
 class PooledComm(Protocol):
-    """A user's collective with a pool of its own."""
+    """A user's collective with a memory pool of its own."""
 
     def memory_pool(self) -> AbstractContextManager[Any]:
-        """Entered whenever a buffer takes memory, at the first gather and at all later ones."""
+        """A context that is entered around every allocation of a buffer's memory."""
 
 
-class CommMemory:
-    """Memory of a communication library for the buffers of collectives: one `torch.cuda.MemPool`."""
+class ProcessGroupMemory:
+    """Memory of the process group's allocator: one `torch.cuda.MemPool`, registered with the library.
 
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
+    Args:
+        group: the ranks of the collectives.
+        device: device of their buffers.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._pool = self._new_pool(group, device)
+
+    def _new_pool(self, group: dist.ProcessGroup, device: torch.device) -> Any:
+        return process_group_pool(group, device)
 
     def memory_pool(self) -> AbstractContextManager[Any]:
-        """Memory that is allocated inside belongs to the library."""
+        """A context in which allocated memory belongs to the library."""
         return torch.cuda.use_mem_pool(self._pool)
 
     def prepare(self, buffer: torch.Tensor) -> None:
         """Called before a collective reads or writes a buffer."""
 
 
-class ProcessGroupMemory(CommMemory):
-    """Memory of the backend's allocator, registered as it is allocated. Args: the group, the device of its buffers."""
+class SymmetricMemory(ProcessGroupMemory):
+    """Symmetric memory of a group's ranks. Arguments as of `ProcessGroupMemory`."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(process_group_pool(group, device))
-
-
-class SymmetricMemory(CommMemory):
-    """Symmetric memory of a group's ranks. Args: as of `ProcessGroupMemory`."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(symmetric_pool(group, device))
-        self._group = group
+    def _new_pool(self, group: dist.ProcessGroup, device: torch.device) -> Any:
+        return symmetric_pool(group, device)
 
     def prepare(self, buffer: torch.Tensor) -> None:
-        """The ranks meet over the buffer."""
+        """Register the buffer: a collective of the group's ranks."""
         meet_over(buffer, self._group)
 
 
-MemoryKind = Callable[[dist.ProcessGroup, torch.device], CommMemory]
+MemoryKind = type[ProcessGroupMemory]
 
 
 def pool_of(comm: object) -> Callable[[], AbstractContextManager[Any]]:
-    """The context to enter around allocations for a collective, the user's or ours."""
+    """The context to enter around allocations for a collective, which may be a user's."""
     if comm is None:  # called at every allocation, and isinstance of a protocol is slow
         return nullcontext
     return comm.memory_pool if isinstance(comm, PooledComm) else nullcontext
 
 
 class AllGather(Protocol):
-    """A user's all-gather (torch's ``AllGather``): where buffers come from, and the collective."""
+    """A user's all-gather, with the methods of torch's ``AllGather``."""
 
     def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer of this size that the collective can use."""
+        """A new buffer of this size for the collective."""
 
     def __call__(
         self,
@@ -116,10 +117,10 @@ class AllGather(Protocol):
 
 
 class ReduceScatter(Protocol):
-    """A user's reduce-scatter (torch's ``ReduceScatter``)."""
+    """A user's reduce-scatter, with the methods of torch's ``ReduceScatter``."""
 
     def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer of this size that the collective can use."""
+        """A new buffer of this size for the collective."""
 
     def __call__(
         self,
@@ -129,84 +130,82 @@ class ReduceScatter(Protocol):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> Work | None:
-        """Reduce ``input_tensor`` over the ranks, this rank's part into ``output_tensor``."""
-
-
-def _set_by(method: str, shown: Callable[[Any], object] = lambda value: value) -> dict[str, Any]:
-    """The method of `FSDPModule` that sets a field, and the form of its value that ranks compare."""
-    return {"method": method, "shown": shown}
-
-
-def _type_name(value: object) -> str | None:
-    return None if value is None else type(value).__name__
-
-
-def _name(value: Any) -> str | None:
-    return None if value is None else value.__name__
-
-
-def _is_there(value: object) -> bool:
-    return value is not None
+        """Reduce ``input_tensor`` over the ranks, and write this rank's part into ``output_tensor``."""
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """The user's settings of one group, as one value; the methods of `FSDPModule` that set them document them.
+    """The user's settings of one group. The methods of `FSDPModule` that set them document them.
 
-    Ranks compare all fields at a model's first use (`vescale_fsdp.runtime.consensus`). A group that is put on other
-    ranks takes the value over (`vescale_fsdp.elastic.renewal`); communicators and memory pools, which belong to ranks,
-    are made again from it.
+    Ranks compare all fields at a model's first use (`vescale_fsdp.runtime.consensus`). When a model continues on other
+    ranks, its new groups get the same settings (`vescale_fsdp.elastic.renewal`), and make communicators and memory
+    pools from them.
     """
 
-    divide_factor: float | None = field(default=None, metadata=_set_by("set_gradient_divide_factor"))
-    force_sum: bool = field(default=False, metadata=_set_by("set_force_sum_reduction_for_comms"))
-    narrow: bool = field(default=True, metadata=_set_by("set_narrow_reduction"))
-    custom_all_gather: AllGather | None = field(
-        default=None, metadata=_set_by("set_custom_all_gather", _type_name)
-    )
-    custom_reduce_scatter: ReduceScatter | None = field(
-        default=None, metadata=_set_by("set_custom_reduce_scatter", _type_name)
-    )
-    memory: MemoryKind | None = field(
-        default=None, metadata=_set_by("set_allocate_memory_from_process_group_for_comm", _name)
-    )
-    separate_reductions: bool = field(default=False, metadata=_set_by("set_separate_reduce_scatter_group"))
-    requires_all_reduce: bool = field(default=True, metadata=_set_by("set_requires_all_reduce"))
-    all_reduce_hook: Callable[[torch.Tensor], None] | None = field(
-        default=None, metadata=_set_by("set_all_reduce_hook", _is_there)
-    )
-    on_delivery: Callable[[list[nn.Parameter]], None] | None = field(
-        default=None, metadata=_set_by("step_in_backward", _is_there)
-    )
-    zeros_unused: bool = field(default=False, metadata=_set_by("set_reduce_scatter_unused_params"))
-    keeps_full: bool = field(default=False, metadata=_set_by("set_keep_unsharded_storage"))
+    divide_factor: float | None = None
+    force_sum: bool = False
+    narrow: bool = True
+    custom_all_gather: AllGather | None = None
+    custom_reduce_scatter: ReduceScatter | None = None
+    memory: MemoryKind | None = None
+    separate_reductions: bool = False
+    requires_all_reduce: bool = True
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    on_delivery: Callable[[list[nn.Parameter]], None] | None = None
+    zeros_unused: bool = False
+    keeps_full: bool = False
 
     def __str__(self) -> str:
-        """The form that ranks compare."""
+        """The text of all settings, which ranks compare."""
         return ", ".join(self._shown(each) for each in fields(self))
 
     @property
     def changes(self) -> str:
-        """The same for the fields that were set, each after a comma."""
+        """The text of the settings that were changed, each after a comma."""
         changed = [each for each in fields(self) if getattr(self, each.name) != each.default]
         return "".join(f", {self._shown(each)}" for each in changed)
 
     def _shown(self, each: Field[Any]) -> str:
-        return f"{each.metadata['method']} {each.metadata['shown'](getattr(self, each.name))}"
+        value = getattr(self, each.name)
+        # Objects of ranks are never equal. Of a hook, ranks compare the presence; of other objects, the class.
+        if each.name in ("all_reduce_hook", "on_delivery"):
+            value = value is not None
+        elif isinstance(value, type):
+            value = value.__name__
+        elif value is not None and not isinstance(value, (bool, int, float)):
+            value = type(value).__name__
+        return f"{SETTERS[each.name]} {value}"
+
+
+# The method that sets each field, which errors name.
+SETTERS = {
+    "divide_factor": "set_gradient_divide_factor",
+    "force_sum": "set_force_sum_reduction_for_comms",
+    "narrow": "set_narrow_reduction",
+    "custom_all_gather": "set_custom_all_gather",
+    "custom_reduce_scatter": "set_custom_reduce_scatter",
+    "memory": "set_allocate_memory_from_process_group_for_comm",
+    "separate_reductions": "set_separate_reduce_scatter_group",
+    "requires_all_reduce": "set_requires_all_reduce",
+    "all_reduce_hook": "set_all_reduce_hook",
+    "on_delivery": "step_in_backward",
+    "zeros_unused": "set_reduce_scatter_unused_params",
+    "keeps_full": "set_keep_unsharded_storage",
+}
 
 
 Pool = Callable[[], AbstractContextManager[Any]]
 Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
-"""``gather(full, shard)``: start to fill 1-D ``full`` with all ranks' shards; the work ends when it is filled."""
+"""``gather(full, shard)`` starts to fill 1-D ``full`` with all ranks' shards; the work is done when it is filled."""
 
 
 @dataclass(frozen=True)
 class GatherPolicy(MixedPrecisionPolicy, ABC):
-    """A mixed precision policy with a gather of its own, which may send weights in fewer bits."""
+    """A mixed precision policy that replaces the all-gather, for example to send weights in fewer bits."""
 
     @abstractmethod
     def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> Gather | None:
-        """The gather of one group, from shards of any dtype to a full buffer of ``dtype``; None: the usual one."""
+        """The gather of one group, from shards of any dtype to a full buffer of ``dtype``; None: an all-gather."""
 
 
 class GroupComm:
@@ -214,13 +213,13 @@ class GroupComm:
 
     Args:
         mesh: 1-D (shard) or 2-D (replicate, shard).
-        part_size: ranks of the smaller groups over which full parameters are kept between forward and backward, or
-            None. Divides the sharding axis.
+        part_size: number of ranks that together keep one copy of the full parameters between forward and backward; a
+            divisor of the number of shards. None: they are not kept.
 
     Attributes:
         shard_axis: index of the axis that shards, the last one.
-        num_shards: ranks along it.
-        rank: this rank's index along it.
+        num_shards: number of ranks along this axis.
+        rank: this rank's index along this axis.
         shard_group: ranks that share one copy of the parameters.
         replicate_group: ranks with the same shard, or None without replication.
     """
@@ -228,43 +227,38 @@ class GroupComm:
     def __init__(self, mesh: DeviceMesh, part_size: int | None = None) -> None:
         self.mesh = mesh
         self.part_size = part_size
-        # Read several times per step and unit, and slow to read from a mesh.
+        # Stored, because every step reads these several times per unit, and reading them from a mesh is slow.
         self.shard_axis = mesh.ndim - 1
         self.num_shards = mesh.size(self.shard_axis)
         self.rank = mesh.get_local_rank(self.shard_axis)
         self.shard_group = mesh.get_group(self.shard_axis)
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self.settings = GroupSettings()
-        self.watch: OrderWatch | None = None  # of the order in which ranks start collectives
-        self.memory: CommMemory | None = None  # the communication library's own
-        # (full, shard) of gathers that the caller will start together
+        self.watch: OrderWatch | None = None
+        self.memory: ProcessGroupMemory | None = None  # None: the caching allocator's
+        # If a list: `all_gather` adds (full, shard) to it, and the caller starts all gathers of the list together.
         self.noted: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        self.reduce_group: dist.ProcessGroup | None = None  # reductions' own communicator
-        self._part_mesh: DeviceMesh | None = None
+        self.reduce_group: dist.ProcessGroup | None = None  # communicator of reductions; None: the gathers'
+        self._part_group: dist.ProcessGroup | None = None  # the ``part_size`` ranks
+        self.part_rank = 0  # this rank's index among them
         if part_size is not None:
             with groups_with_timeout_of(self.shard_group), outside_fake_mode():
-                self._part_mesh = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
+                parts = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
+            self._part_group, self.part_rank = parts.get_group(1), parts.get_local_rank(1)
 
     def change(self, **settings: Any) -> None:
-        """Change some of the settings."""
+        """Change these settings."""
         self.settings = replace(self.settings, **settings)
 
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """All process groups of its collectives."""
-        parts = None if self._part_mesh is None else self._part_mesh.get_group(1)
-        used = (self.shard_group, self.replicate_group, self.reduce_group, parts)
+        """All process groups of this group's collectives."""
+        used = (self.shard_group, self.replicate_group, self.reduce_group, self._part_group)
         return [group for group in used if group is not None]
-
-    @property
-    def part_rank(self) -> int:
-        """This rank's index in its smaller group."""
-        assert self._part_mesh is not None
-        return self._part_mesh.get_local_rank(1)
 
     # -- collectives ----------------------------------------------------------------------------------
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
-        """Start the all-gather of shards; ``shard`` may be a view of ``full`` (1-D both)."""
+        """Start the all-gather of 1-D shards into 1-D ``full``; ``shard`` may be a view of ``full``."""
         if self.memory is not None:
             self.memory.prepare(full)
         if self.settings.custom_all_gather is not None:
@@ -274,19 +268,19 @@ class GroupComm:
         return self.all_gather(full, shard)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
-        """The same without the user's object; or note it, where the caller starts several gathers together."""
+        """Start an all-gather without the user's object, or add it to ``noted``."""
         if self.noted is None:
             return all_gather_into(full, shard, self.shard_group)
         self.noted.append((full, shard))
         return None
 
     def gather_parts(self, full: torch.Tensor, part: torch.Tensor) -> Work | None:
-        """Start the all-gather of the parts that the smaller group kept between forward and backward."""
-        assert self._part_mesh is not None
-        return all_gather_into(full, part, self._part_mesh.get_group(1))
+        """Start the all-gather of the parts that ``part_size`` ranks kept between forward and backward."""
+        assert self._part_group is not None
+        return all_gather_into(full, part, self._part_group)
 
     def allocate_full(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The buffer that gathers fill (1-D [numel])."""
+        """A new buffer that gathers fill (1-D [numel])."""
         if self.settings.custom_all_gather is not None:
             return self.settings.custom_all_gather.allocate([numel], dtype=dtype, device=device)
         with self.full_pool():
@@ -294,23 +288,23 @@ class GroupComm:
 
     @property
     def full_pool(self) -> Pool:
-        """The pool of buffers that gathers fill, entered at each gather."""
+        """The pool of buffers that gathers fill."""
         return pool_of(self.settings.custom_all_gather or self.memory)
 
     @property
     def grads_pool(self) -> Pool:
-        """The pool of buffers of reductions."""
+        """The pool of buffers that reductions read or write."""
         return pool_of(self.settings.custom_reduce_scatter or self.memory)
 
     def allocate_grads(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer that reductions read or write (1-D [numel])."""
+        """A new buffer that reductions read or write (1-D [numel])."""
         if self.settings.custom_reduce_scatter is not None:
             return self.settings.custom_reduce_scatter.allocate([numel], dtype=dtype, device=device)
         with self.grads_pool():
             return torch.empty(numel, dtype=dtype, device=device)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work | None:
-        """Start the reduction of ``full`` (1-D, divided in place where fp16 asks) into ``shard``, in its dtype."""
+        """Start the reduction of 1-D ``full`` into ``shard``, in the shard's dtype. For fp16, ``full`` is divided."""
         before = self._divide_before(shard.dtype)
         if before != 1:
             full.div_(before)
@@ -326,13 +320,13 @@ class GroupComm:
         return reduce_scatter_into(shard, full, op, group)
 
     def sums_in_wider(self, device: torch.device) -> bool:
-        """Whether ``full`` may be of a narrower dtype than ``shard`` in a reduction; the same on all ranks."""
+        """Whether a reduction supports a ``full`` of a narrower dtype than ``shard``. The same on all ranks."""
         if not self.settings.narrow or self.settings.custom_reduce_scatter is not None:
             return False
         return sums_in_wider(self.reduce_group or self.shard_group, device.type)
 
     def all_reduce(self, shard: torch.Tensor) -> None:
-        """Reduce over the replicating axis, in place (nothing without one)."""
+        """Reduce over the replicating axis, in place; a no-op without one."""
         if self.replicate_group is not None:
             all_reduce_at_once(shard, self._op(shard.dtype, self.mesh.size(0)), self.replicate_group)
 
@@ -344,12 +338,12 @@ class GroupComm:
     # -- division -------------------------------------------------------------------------------------
 
     def _averages(self, dtype: torch.dtype) -> bool:
-        """Whether the collectives divide."""
+        """Whether collectives use AVG."""
         settings = self.settings
         return settings.divide_factor is None and not settings.force_sum and dtype is not torch.float16
 
     def _op(self, dtype: torch.dtype, num_ranks: int) -> dist.ReduceOp.RedOpType:
-        # Of one rank the mean is the sum, and NCCL's AVG is unreliable there (so says torch 2.13's FSDP2).
+        # With one rank AVG equals SUM, and NCCL's AVG is unreliable there (a comment in torch 2.13's FSDP2).
         return dist.ReduceOp.AVG if self._averages(dtype) and num_ranks > 1 else dist.ReduceOp.SUM
 
     def _total_factor(self) -> float:
@@ -360,19 +354,21 @@ class GroupComm:
         if dtype is not torch.float16:
             return 1.0
         total, factor = self._total_factor(), 1.0
-        while total % factor == 0 and total / factor > factor:
+        while (
+            total % factor == 0 and total / factor > factor
+        ):  # torch's rule, so that results have the same bits
             factor *= 2
         return factor
 
 
 def separate_reductions(comms: Iterable[GroupComm]) -> None:
-    """Give reductions communicators of their own, one per set of ranks, so that they do not wait for gathers.
+    """Give reductions communicators of their own, one per set of ranks, so that reductions do not queue behind gathers.
 
-    Collective: all ranks, for the same groups in the same order.
+    Collective: all ranks call it, with the same groups in the same order.
     """
-    made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+    reduce_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
     for comm in comms:
-        if comm.shard_group not in made:
-            made[comm.shard_group] = new_group(comm.shard_group)
-        comm.reduce_group = made[comm.shard_group]
+        if comm.shard_group not in reduce_groups:
+            reduce_groups[comm.shard_group] = new_group(comm.shard_group)
+        comm.reduce_group = reduce_groups[comm.shard_group]
         comm.change(separate_reductions=True)

@@ -1,9 +1,9 @@
-"""OrderWatch: whether the ranks of a mesh start the same collectives in the same order.
+"""OrderWatch: checks that the ranks of a mesh start the same collectives in the same order.
 
-Ranks that do not (a unit that only some of them run, a switch that only some of them set) mix up the gradients of
-different units: wrong values without an error, or an endless wait. So every rank keeps a log of the collectives that it
-starts, and a thread next to the training compares a digest of the log, once per backward, in the store in which the
-process group met. No communicator is used, and no part of a step waits for it:
+If ranks differ (only some of them run a unit, or set a switch), gradients of different units are mixed up: wrong values
+without an error, or a deadlock. So every rank keeps a log of the collectives that it starts, and a background thread
+compares a digest of the log with other ranks, once per forward and backward, through the process group's store. No
+communicator is used, and training does not wait for the comparison, apart from a short wait before the first reduction:
 
     training                         thread                                  store
     note() each gather, reduction
@@ -14,8 +14,8 @@ process group met. No communicator is used, and no part of a step waits for it:
     note() raises                    <- names the first difference
 
 If no collective was started for `BOUND_S`, or one failed, logs of the running step are compared as well. If one log is
-the beginning of the other, a rank may only be slow; otherwise the ranks will never meet. Then the thread ends the
-collectives that wait in their groups (`break_group`), and all ranks raise.
+the beginning of the other, one rank may only be slow. Otherwise the ranks are in a deadlock: the thread ends the
+collectives that wait in their process groups (`break_group`), and all ranks raise.
 """
 
 from __future__ import annotations
@@ -42,32 +42,31 @@ from vescale_fsdp.torch_private import default_store
 if TYPE_CHECKING:
     from vescale_fsdp.runtime.comm.group_comm import GroupComm
 
-BOUND_S = 30.0  # without a start of a collective, until logs of a running step are compared
-_ALARMS_PER_BOUND = 4  # how often per bound a rank reads the others' alarms
-_SETTLE_S = 0.05  # the longest wait of a first reduction
-_FAILED_S = 1.0  # how long a rank whose collective failed waits for the others' logs
-_MOST_ENTRIES = 4096  # of a log (forwards without backwards have no end) until it is compared
-_MOST_LOGS = 64  # to read when ranks differ
-_PARTNERS = 8
-_KEPT_KEYS = 64  # steps whose digests stay in the store
-_NOTHING = "nothing more"
+BOUND_S = 30.0  # seconds without a new collective until logs of a running step are compared; far above a slow step's
+_ALARMS_PER_BOUND = 4  # how many times per BOUND_S a rank reads the alarm
+_SETTLE_S = (
+    0.05  # longest wait before the first reduction after a forward, so that a slow store does not delay steps
+)
+_FAILED_S = 1.0  # how long a rank whose collective failed waits for other ranks' logs
+_MOST_ENTRIES = (
+    4096  # a log is compared at this length at the latest: a step of forwards only would never end
+)
+_MOST_LOGS = 64  # logs of other ranks that are read for an error message
+_PARTNERS = 8  # first ranks of the mesh that every late rank compares itself with
+_KEPT_KEYS = 64  # steps whose digests stay in the store, for ranks that are behind
+_NOTHING = "nothing more"  # shown for a rank whose log is shorter
 _log = logging.getLogger(__name__)
 
 
-def can_watch(group: dist.ProcessGroup) -> bool:
-    """Whether its ranks are processes that share a store; torch's groups for tests have no ranks, or threads."""
-    return dist.get_backend(group) not in ("fake", "threaded")
-
-
 class OrderWatch:
-    """The log of this rank over one mesh.
+    """The log of this rank for the collectives over one mesh.
 
     Args:
-        mesh: more than one rank.
+        mesh: a mesh of more than one rank.
 
     Attributes:
-        error: raised by all ranks, once ranks have differed.
-        over: communicators whose collectives it ends then.
+        error: the error that all ranks raise, once their logs differ.
+        over: the communicators whose waiting collectives are then ended.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -75,24 +74,28 @@ class OrderWatch:
         self.over: weakref.WeakSet[GroupComm] = weakref.WeakSet()
         self._ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self._rank, self._store = dist.get_rank(), default_store()
-        self._key = f"vescale_fsdp order {_name_of(self._ranks)}"
+        world = dist.group.WORLD
+        assert world is not None
+        # All ranks create their watches in the same order, so a count makes the key unique and equal on all of them.
+        counts = _num_watches.setdefault(world, Counter())
+        counts[self._ranks] += 1
+        ranks_digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self._ranks)).encode())
+        self._key = f"vescale_fsdp order {ranks_digest} {counts[self._ranks]}"
         self._entries: list[str] = []
         self._step = 0
-        self._logs: dict[int, list[str]] = {0: self._entries}  # of this step and the last ones
-        self._last = time.monotonic()  # when a collective was started
+        self._logs: dict[int, list[str]] = {0: self._entries}  # logs of this step and the two before it
+        self._last = time.monotonic()  # time of the last start of a collective
         self._has_ended = self._differs = False
-        self._is_compared = (
-            threading.Event()
-        )  # all ended steps are compared with the first rank's logs, if known
-        self._is_awaited = False  # by the next reduction
-        self._lock = threading.Lock()
+        self._is_compared = threading.Event()  # set while all ended steps are compared
+        self._is_awaited = False  # whether the next reduction waits for `_is_compared`
+        self._lock = threading.Lock()  # the thread and `explain` both compare
         self._shown: tuple[int, int] | None = None  # the last published step, and the length of its log
         _thread.watch(self)
 
-    # -- by the training ------------------------------------------------------------------------------
+    # -- called by the training -----------------------------------------------------------------------
 
     def note(self, entry: str) -> None:
-        """A collective is about to start.
+        """Add the collective that is about to start to the log.
 
         Raises:
             LifecycleError: if ranks differ.
@@ -105,38 +108,35 @@ class OrderWatch:
             self.end_step()
 
     def end_step(self, *, then_reduces: bool = False) -> None:
-        """A forward or a backward has ended: compare its log while the training continues.
+        """End the step of a forward or a backward: its log is compared while the training continues.
 
         Args:
-            then_reduces: `wait_until_compared` precedes the next reduction.
+            then_reduces: whether `wait_until_compared` waits before the next reduction.
         """
         self._is_compared.clear()
         self._is_awaited = then_reduces
         step, entries = self._step, self._entries
         self._step, self._entries = step + 1, []
         self._logs[step + 1] = self._entries
-        self._logs.pop(step - 2, None)
+        self._logs.pop(step - 2, None)  # ranks that differ are found within two steps
         self._last = time.monotonic()
         _thread.put(self, step, entries)
 
     def wait_until_compared(self) -> None:
-        """Before a reduction: a rank whose forward differed from the first rank's must not reduce with it.
-
-        The comparison began at the forward's end. The wait is short, so that a slow store does not delay the step.
-        """
+        """Called before a reduction: ranks whose forwards differed must not reduce with each other."""
         if self._is_awaited:
             self._is_awaited = False
             self._is_compared.wait(_SETTLE_S)
             if self._differs:
-                self._is_compared.wait(BOUND_S)  # for the logs of others
+                self._is_compared.wait(BOUND_S)  # until the thread has read the other ranks' logs
 
     def explain(self, failure: RuntimeError) -> None:
-        """Find out whether a collective failed because of a different order.
+        """Check whether a collective failed because ranks started collectives in different orders.
 
         Raises:
             LifecycleError: if so, on all ranks.
         """
-        if isinstance(failure, VescaleError):
+        if isinstance(failure, VescaleError):  # an error of this library explains itself
             return
         deadline = time.monotonic() + _FAILED_S
         while not self.guarded(self.look, True) and time.monotonic() < deadline:
@@ -144,26 +144,23 @@ class OrderWatch:
         if self.error is not None:
             raise self.error from failure
 
-    # -- by the thread --------------------------------------------------------------------------------
+    # -- called by the thread -------------------------------------------------------------------------
 
     def guarded(self, work: Callable[..., bool], *arguments: Any) -> bool:
-        """Run one of the methods below and return its result; True once there can be no more result."""
+        """Run `compare` or `look` and return its result; True if the store no longer exists."""
         if self._has_ended:
             return True
         try:
             with self._lock:
                 return work(*arguments)
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-        ) as error:  # store or groups no longer exist: the job ends
+        except (RuntimeError, ValueError, TypeError) as error:
+            # torch raises these once the store or the groups are destroyed, at the end of the job.
             self._has_ended, self._differs = True, False
             _log.info("The order of collectives is no longer compared between ranks: %s", error)
             return True
 
     def compared(self) -> None:
-        """All ended steps were compared."""
+        """Release a reduction that waits for the comparison."""
         self._is_compared.set()
 
     def compare(self, step: int, entries: list[str]) -> bool:
@@ -173,12 +170,15 @@ class OrderWatch:
         if first.split()[0] != digest:
             self._differs = True
             self._store.compare_set(self._alarm, "", str(step))
-        elif first.split()[1] == str(self._rank) and step >= _KEPT_KEYS:
+        elif first.split()[1] == str(self._rank) and step >= _KEPT_KEYS:  # one rank deletes an old digest
             self._store.delete_key(f"{self._key} {step - _KEPT_KEYS}")
         return self.look()
 
     def look(self, is_late: bool = False) -> bool:
-        """Read the other ranks' alarm; where this rank is late, compare its log with theirs.
+        """Read the alarm. If this rank is late, also compare the log of the running step with other ranks' logs.
+
+        Args:
+            is_late: whether this rank's collective failed; else it is late if none has started for `BOUND_S`.
 
         Returns:
             Whether the comparison is complete: ranks differ, or all have published logs that agree.
@@ -188,24 +188,21 @@ class OrderWatch:
         if self.error is not None or not (is_late or time.monotonic() - self._last > BOUND_S):
             return self.error is not None
         self._show()
-        partners = self._partners()
+        # Not all ranks, since every rank reads; but enough for at least one rank to see each difference.
+        index, size = self._ranks.index(self._rank), len(self._ranks)
+        partners = {*self._ranks[:_PARTNERS], *(self._ranks[(index + step) % size] for step in range(3))}
         logs = self._shown_logs(self._step, partners)
         if any(_differ(logs[self._rank], log) for log in logs.values()):
             self._store.compare_set(self._alarm, "", str(self._step))
             self._conclude(self._step)
         return self.error is not None or len(logs) == len(partners)
 
-    def _partners(self) -> set[int]:
-        """The ranks that a late one compares itself with: enough that some rank finds each difference."""
-        index, size = self._ranks.index(self._rank), len(self._ranks)
-        return {*self._ranks[:_PARTNERS], *(self._ranks[(index + step) % size] for step in range(3))}
-
     @property
-    def _alarm(self) -> str:
+    def _alarm(self) -> str:  # the store's key of the first step in which ranks differ
         return f"{self._key} alarm"
 
     def _show(self) -> None:
-        """Publish the logs of this step and the last ones."""
+        """Publish the logs of this step and the two before it; no-op if the log has not grown."""
         shown = self._step, len(self._entries)
         if self._shown == shown:
             return
@@ -214,7 +211,7 @@ class OrderWatch:
         self._shown = shown
 
     def _shown_logs(self, step: int, ranks: Iterable[int]) -> dict[int, list[str]]:
-        """The logs of a step by rank: this rank's, and those that these ranks have published."""
+        """The logs of a step by rank: this rank's log, and the logs that the given ranks have published."""
         logs = {self._rank: list(self._logs.get(step, ()))}
         for rank in ranks:
             key = f"{self._key} {step} of {rank}"
@@ -224,16 +221,17 @@ class OrderWatch:
         return logs
 
     def _conclude(self, step: int) -> None:
-        """Ranks differ in this step: set the error, and end collectives that wait."""
-        asked = {self._rank, *self._ranks[:_MOST_LOGS]}
+        """Ranks differ in this step: end the collectives that wait, and set the error."""
+        sources = {self._rank, *self._ranks[:_MOST_LOGS]}
+        # By then every rank has read the alarm at least once, and published its logs.
         deadline = time.monotonic() + 2 * BOUND_S / _ALARMS_PER_BOUND
         self._show()
         for group in {group for each in self.over for group in each.process_groups()}:
-            break_group(group)  # so that ranks that wait for this one compare their logs as well
+            break_group(group)  # ranks that wait for this rank fail, and publish their logs, too
         while True:
             self._show()
-            logs = self._shown_logs(step, asked)
-            if len(logs) == len(asked) or time.monotonic() > deadline:
+            logs = self._shown_logs(step, sources)
+            if len(logs) == len(sources) or time.monotonic() > deadline:
                 break
             if _thread.is_stopping:
                 return
@@ -242,12 +240,12 @@ class OrderWatch:
 
 
 def _differ(one: list[str], other: list[str]) -> bool:
-    """Whether neither log is the beginning of the other."""
+    """Whether two logs differ in an entry that both have; a rank with a shorter log may only be slow."""
     return any(left != right for left, right in zip(one, other, strict=False))
 
 
 def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
-    """The first difference of logs, and the ranks on each side."""
+    """An error with the first difference of these logs, and the ranks of each variant."""
     columns = list(zip_longest(*logs.values(), fillvalue=_NOTHING))
     index = next((index for index, column in enumerate(columns) if len(set(column)) > 1), None)
     sides: dict[str, list[int]] = {}
@@ -255,11 +253,12 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
         for rank, entry in zip(logs, columns[index], strict=True):
             sides.setdefault(entry, []).append(rank)
     (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
+    # At most 16 ranks are shown per entry, and 5 entries: a mesh may have thousands of ranks.
     return LifecycleError(
         "The ranks have started different collectives, or the same ones in another order.",
         expected=f"on all ranks the collective that ranks {sorted(here)[:16]} started: {expected}",
         got="; ".join(f"ranks {sorted(side)[:16]} started: {entry}" for entry, side in others[:4])
-        or f"another order on some of ranks {list(ranks)[:16]}, which did not answer",
+        or f"another order on some of ranks {list(ranks)[:16]}, which have not published their logs",
         where=f"collective {index} of a step",
         todo="run the same units in the same order on every rank, even if a rank does not need their output, set the "
         "same switches of units on all ranks, and restart: gradients of this step are wrong, and the process groups "
@@ -267,44 +266,38 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
     )
 
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-
-
-def _name_of(ranks: tuple[int, ...]) -> str:
-    """A name for a watch of these ranks, which create their watches in the same order."""
-    world = dist.group.WORLD
-    assert world is not None
-    made = _made.setdefault(world, Counter())
-    made[ranks] += 1
-    return f"{xxhash.xxh3_64_hexdigest(','.join(map(str, ranks)).encode())} {made[ranks]}"
+# How many watches were created for each tuple of ranks, per default process group.
+_num_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _Thread:
-    """The thread that compares logs, one for all watches of a process; it ends when there is no watch."""
+    """The thread that compares logs: one for all watches of a process. It ends when no watch is left."""
 
     def __init__(self) -> None:
         self._watches: weakref.WeakSet[OrderWatch] = weakref.WeakSet()
         self._steps: queue.SimpleQueue[tuple[weakref.ref[OrderWatch], int, list[str]] | None] = (
             queue.SimpleQueue()
         )
-        self.is_stopping = False  # the interpreter ends
+        self.is_stopping = False  # whether the interpreter is about to exit
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def watch(self, watch: OrderWatch) -> None:
-        """Add a watch."""
+        """Add a watch, and start the thread if it does not run."""
         with self._lock:
             self._watches.add(watch)
-            if self._thread is None or not self._thread.is_alive():  # as in a forked child
+            if self._thread is None or not self._thread.is_alive():  # not alive in a forked child process
                 self._thread = threading.Thread(target=self._run, name="vescale_fsdp order", daemon=True)
                 self._thread.start()
 
     def put(self, watch: OrderWatch, step: int, entries: list[str]) -> None:
-        """Compare a step."""
+        """Queue a step for comparison. The reference is weak: a queued step does not keep its watch alive."""
         self._steps.put((weakref.ref(watch), step, entries))
 
     def stop(self) -> None:
-        """End before the interpreter does."""
+        """End the thread before the interpreter exits: it could use modules that no longer exist."""
         thread = self._thread
         if thread is not None and thread.is_alive():
             self.is_stopping = True
@@ -326,10 +319,10 @@ class _Thread:
             if watch is not None:
                 watch.guarded(watch.compare, step, entries)
                 watch.compared()
-            del watch
+            del watch  # while the thread waits, a local variable would keep the watch alive
 
     def _look(self) -> bool:
-        """Let every watch read the others' alarms; False if there is no watch, so that the thread ends."""
+        """Let every watch read the alarm; returns False if no watch is left, so that the thread ends."""
         with self._lock:
             watches = list(self._watches)
             if not watches:

@@ -1,15 +1,15 @@
-"""Streams: where queues of device work come from, so that the schedule can be run without a device.
+"""Streams: the source of the runtime's streams and events, which a test can replace.
 
     streams_of(cuda)  -> DeviceStreams     the device module's own streams and events
-    streams_of(cpu)   -> None              the host works in sequence
+    streams_of(cpu)   -> None              work runs in the host's order
 
-The runtime gets streams only here. A test gives `CommContext` another `Streams`, which records who waits for whom, and
-verifies the order on a CPU.
+The runtime gets streams only here. A test gives `CommContext` another `Streams`, which records which stream waits for
+which one, and checks the order on a CPU.
 
-Streams and events are made by ``torch.cuda`` (or the device's module of that kind), not by the generic
-``torch.Stream``: a ``torch.cuda.Event`` keeps its handle in a field that the generic ``wait_event`` does not
-read (torch 2.11-2.13, ``torch/csrc/Stream.cpp`` and ``cuda/Event.cpp``), so a wait for a user's event would succeed
-only by chance. The module's own classes take both kinds.
+Streams and events are made by ``torch.cuda`` (or another device's module), not by the generic ``torch.Stream``: a
+``torch.cuda.Event`` keeps its handle in a field that the generic ``wait_event`` does not read (torch 2.11-2.13,
+``torch/csrc/Stream.cpp`` and ``cuda/Event.cpp``), so a wait for a user's event could have no effect. The device
+module's classes accept both kinds of event.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Stream(Protocol):
         """The point after all work queued so far."""
 
     def wait_event(self, event: Event) -> None:
-        """Start later work only after this point of another stream."""
+        """Start later work of this stream only after this point of another stream."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Start later work only after all work that the other stream has so far."""
+        """Start later work of this stream only after all work that is queued in the other stream now."""
 
 
 class Streams(ABC):
@@ -50,11 +50,11 @@ class Streams(ABC):
 
     @abstractmethod
     def current(self) -> Stream:
-        """The stream that receives the caller's work."""
+        """The stream on which the caller's work is queued."""
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Send the work of a block to this stream. Memory allocated in the block belongs to the stream."""
+        """Queue the work of a ``with`` block on this stream. Memory allocated in the block belongs to the stream."""
 
 
 class DeviceStreams(Streams):
@@ -65,15 +65,15 @@ class DeviceStreams(Streams):
         self._module = torch.get_device_module(device)
 
     def new(self) -> Stream:
-        """A stream of high priority."""
+        """A stream of high priority: collectives must not queue behind compute kernels."""
         return self._module.Stream(device=self._device, priority=-1)  # type: ignore[no-any-return]
 
     def current(self) -> Stream:
-        """The stream that the caller computes on."""
+        """The device's current stream."""
         return self._module.current_stream(self._device)  # type: ignore[no-any-return]
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """The device module's own way to switch."""
+        """The device module's own context."""
         return self._module.stream(stream)  # type: ignore[no-any-return]
 
 

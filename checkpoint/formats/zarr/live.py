@@ -1,9 +1,14 @@
-"""Writing the zarr form: each rank writes its chunks. Neighbours send their parts of chunks cut inside a row."""
+"""The zarr form of live states: ranks write chunks, and read them back.
+
+The owner of a chunk that is cut inside a row receives the other parts from its neighbors (see
+`checkpoint.manifest.zarr_layout`). Reads are of whole chunks, whose crc32c is compared before they are copied into
+tensors.
+"""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -11,11 +16,14 @@ from typing import NamedTuple
 import torch
 
 from vescale_fsdp.checkpoint.formats.form import Commit, RankShare, root_errors
+from vescale_fsdp.checkpoint.formats.native.read import Reads
+from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget, sinks_of
 from vescale_fsdp.checkpoint.formats.native.write import (
     FileImage,
     NativeForm,
     write_rank_file,
 )
+from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables, read_chunk
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
@@ -26,13 +34,14 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     array_json,
     as_arrays,
     chunk_file,
+    chunks_of,
     group_files,
     held_chunks,
 )
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
-from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC32C
 from vescale_fsdp.checkpoint.storage.progress import Meter
 
@@ -61,12 +70,12 @@ class ZarrForm(NativeForm):
         """Write the metadata of groups, so that the tree opens as zarr groups."""
         *inner, root = group_files(manifest).items()
         for name, content in inner:
-            _put(storage, name, content)
-        storage.commit(*root, replace=True)  # an older save may have one
+            storage.put(name, [content])
+        storage.commit(*root, replace=True)  # an older save may have left one
 
 
 class _Step(NamedTuple):
-    """A chunk of which this rank has a part: it assembles the chunk, or sends its part to the rank that does."""
+    """A chunk with elements of this rank, which assembles the chunk or sends its part to the rank that does."""
 
     chunk: Chunk
     holders: list[Holder]  # the first assembles the chunk
@@ -78,10 +87,10 @@ class _Step(NamedTuple):
 
 
 class ArrayWriter:
-    """Writes this rank's chunks and array metadata; a collective, since chunks cut between ranks are sent to one.
+    """Writes this rank's chunks and array metadata. A collective: parts of chunks are sent between ranks.
 
-    After an error, a rank still sends and receives parts of the right sizes, so that no neighbour waits for it. All
-    ranks then reach the meeting after `write`, which raises on all of them.
+    After an error, a rank still sends and receives parts of the right sizes, so that no neighbor waits for it. All
+    ranks then reach the check for errors after `write`, which raises on all of them.
     """
 
     def __init__(
@@ -98,8 +107,8 @@ class ArrayWriter:
         self._coordinator, self._meter = coordinator, meter
         self.checksums: dict[Chunk, int] = {}  # crc32c of the chunks that this rank has written
         self._errors = FirstError()
-        self._bits: tuple[int, torch.Tensor] | None = None  # of the last tensor asked for
-        # Further descriptions of the same tensor have the same values.
+        self._bits: tuple[int, torch.Tensor] | None = None  # (index, elements) of the tensor being written
+        # The arrays whose metadata this rank writes. A tensor with several descriptions has one array.
         self._heads = [
             indices[0]
             for indices in manifest.indices_by_name.values()
@@ -117,27 +126,31 @@ class ArrayWriter:
         """Write everything; durable on return.
 
         Raises:
-            BaseException: the first error of this rank, after its neighbours have received their parts.
+            BaseException: the first error of this rank, after its neighbors have received their parts.
         """
-        names = []
+        storage, manifest, files = self._storage, self._manifest, []
         own = [step for step in self._steps if step.holders[0].rank == self._coordinator.rank]
         self._meter.begin("saving", sum(step.chunk.box.numel * step.dtype.itemsize for step in own))
-        threads = max(1, self._storage.write_threads)
+        threads = max(1, storage.write_threads)
         with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-zarr") as pool:
             work: list[Future[None]] = []
             for index in self._heads:
-                names.append(f"{self._manifest.array_paths[index]}/zarr.json")
-                work.append(pool.submit(_put, self._storage, names[-1], array_json(self._manifest, index)))
+                files.append(f"{manifest.array_paths[index]}/zarr.json")
+                work.append(pool.submit(storage.put, files[-1], [array_json(manifest, index)]))
             for step in self._steps:
                 elements = self._exchange(step)
                 if elements is not None and self._errors.error is None:
-                    names.append(chunk_file(self._manifest, *step.chunk))
-                    work.append(pool.submit(self._put_chunk, step.chunk, elements, names[-1]))
+                    files.append(chunk_file(manifest, *step.chunk))
+                    work.append(pool.submit(self._put_chunk, step.chunk, elements, files[-1]))
                 while len(work) > 2 * threads:  # bounds the chunks in memory
                     self._errors.attempt(work.pop(0).result)
             for future in work:
                 self._errors.attempt(future.result)
-            self._errors.attempt(lambda: list(pool.map(self._storage.sync_folder, _folders(names))))
+            folders = [folder.split("/") for folder in {file.rpartition("/")[0] for file in files}]
+            with_parents = {
+                "/".join(parts[:depth]) for parts in folders for depth in range(1, len(parts) + 1)
+            }
+            self._errors.attempt(lambda: list(pool.map(storage.sync_folder, sorted(with_parents))))
         self._errors.raise_kept()
 
     def _exchange(self, step: _Step) -> torch.Tensor | None:
@@ -173,38 +186,72 @@ class ArrayWriter:
             self._bits = (index, plain.view(carrier_of(plain.dtype)))
         return self._bits[1]
 
-    def _put_chunk(self, chunk: Chunk, elements: torch.Tensor, name: str) -> None:
+    def _put_chunk(self, chunk: Chunk, elements: torch.Tensor, file: str) -> None:
         data = elements.view(torch.uint8).numpy()
         checksum = CRC32C.of(data.tobytes())
-        _put(self._storage, name, data, struct.pack("<I", checksum))
+        self._storage.put(file, [data, struct.pack("<I", checksum)])
         self.checksums[chunk] = checksum
         self._meter.advance(len(data))
 
 
-def _folders(names: Iterable[str]) -> list[str]:
-    """Folders of files of these names, and the folders around them."""
-    paths = {name.rpartition("/")[0] for name in names}
-    return sorted(
-        {"/".join(path.split("/")[:depth]) for path in paths for depth in range(1, path.count("/") + 2)}
-    )
+def _pack(source: Region, elements: torch.Tensor, target: Region, out: torch.Tensor) -> None:
+    """Copy the elements that two regions share into ``out``, one share after another."""
+    torch.cat([share.source_view(elements).reshape(-1) for share in overlaps(source, target)], out=out)
 
 
-def _pack(source: Region, have: torch.Tensor, target: Region, into: torch.Tensor) -> None:
-    """The shared elements, one share after the other."""
-    torch.cat([share.source_view(have).reshape(-1) for share in overlaps(source, target)], out=into)
-
-
-def _unpack(source: Region, target: Region, packed: torch.Tensor, into: torch.Tensor) -> None:
-    """Inverse of `_pack`, on the owner's side."""
+def _unpack(source: Region, target: Region, packed: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy what `_pack` packed into the elements of the target region."""
     shares = overlaps(source, target)
     for share, part in zip(shares, packed.split([share.numel for share in shares]), strict=True):
-        view = share.target_view(into)
+        view = share.target_view(out)
         view.copy_(part.view(view.shape))
 
 
-def _put(storage: Storage, name: str, *buffers: Buffer) -> None:
-    def write() -> None:
-        with storage.create(name, sum(memoryview(buffer).nbytes for buffer in buffers)) as writer:
-            writer.write_at(0, buffers)
+class _ChunkRead(NamedTuple):
+    """A chunk to read, and the region to fill from it."""
 
-    storage.retrying(write)
+    chunk: Chunk
+    wanted: Region
+    target: LoadTarget
+
+
+class ZarrReads(Reads):
+    """Reads of the zarr form, chunk by chunk."""
+
+    def __init__(self, storage: Storage, tables: ChunkTables) -> None:
+        super().__init__(storage)
+        self._tables = tables
+        self._reads: list[_ChunkRead] = []
+
+    def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
+        target, manifest = LoadTarget(tensor), self._tables.manifest
+        # A tensor with several descriptions has one array.
+        index = manifest.indices_by_name[manifest.entries[index].name][0]
+        self._reads += [_ChunkRead(chunk, region, target) for chunk in chunks_of(manifest, index, region)]
+        return target
+
+    def open(self) -> None:
+        """A chunk's file is opened when it is read."""
+
+    def verify(self) -> None:
+        chunks = dict.fromkeys(read.chunk for read in self._reads)
+        size = sum(map(self._size, chunks))
+        self._map("verifying", lambda chunk: len(read_chunk(self._tables, chunk)), list(chunks), size)
+
+    def run(self, *, verify: bool) -> None:
+        """Read all chunks. They are verified in any case, since they are read whole."""
+        size = sum(self._size(read.chunk) for read in self._reads)
+        self._map("loading", self._read, self._reads, size)
+
+    def close(self) -> None:
+        """A chunk's file is closed when it has been read."""
+
+    def _size(self, chunk: Chunk) -> int:
+        return chunk.box.numel * self._tables.manifest.entries[chunk.tensor_index].itemsize
+
+    def _read(self, read: _ChunkRead) -> int:
+        data, whole = read_chunk(self._tables, read.chunk), read.chunk.region
+        for share in overlaps(whole, read.wanted):
+            for sink in sinks_of(share, 0, read.target, max_gap_bytes=0):
+                sink.take(sink.start, data[sink.start : sink.stop])
+        return len(data)

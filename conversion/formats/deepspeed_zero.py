@@ -1,0 +1,583 @@
+"""The files of a DeepSpeed ZeRO checkpoint, and whole parameters and moments from them.
+
+    latest                                              the name of the checkpoint's folder
+    global_step5/mp_rank_00_model_states.pt             ZeRO-1 and 2: the model in 16 bits
+                 zero_pp_rank_R_mp_rank_00_model_states.pt    ZeRO-3: one rank's part of the model
+                 [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    one rank's masters and moments
+                 zero/NAME/fp32.pt, exp_avg.pt ..       universal checkpoint: one folder per parameter
+
+Checkpoints that are spread over more than data-parallel ranks (tensors, experts, stages of a pipeline) are refused,
+with the way to a universal checkpoint, in which DeepSpeed has joined them.
+
+    single_partition_of_fp32_groups | fp32_flat_groups     masters: flat tensors, one per group of parameters
+    base_optimizer_state | optimizer_state_dict            torch's state of the masters: flat moments, steps, options
+
+    ZeRO-1, 2   one row of all parameters of a group, cut into a part per rank; parts may end inside a parameter
+                a a a a|a b b b|b c . .          ranks 0, 1, 2; the padding at the end is not stored
+
+    ZeRO-3      each parameter is cut into equal parts, one per rank, the last ones padded; a rank's parts make its row,
+                which is stored in several tensors
+                rank 0  a a a b b c      rank 1  a a . b b c      rank 2  . . . b . .
+
+    universal   zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt     a tensor, or a dict with `param`; flat after ZeRO-3
+                zero/NAME/step.pt                                a number
+                zero/optimizer_state.pt                          the optimizer's groups
+
+Names and shapes come from the model file. The sizes of the parts, and the addresses that ranks record for their
+parameters, are checked against them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from vescale_fsdp.checkpoint.formats.entries import Entries
+from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef
+from vescale_fsdp.checkpoint.formats.torch_save.read import FlatTensor, TorchFile
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, TensorInfo
+from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path, name_of
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
+from vescale_fsdp.layout.geometry import boxes_of_range, whole_box
+
+_LATEST = "latest"
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_PARAMETER = re.compile(r"zero/.+/fp32\.pt")
+_ANY = rf"(?:{_MODEL.pattern}|{_OPTIM.pattern}|{_PARAMETER.pattern}|layer_\d+-model_\d+-model_states\.pt)"
+_SPREAD = (  # files of parts of a model, and what ranks share in such a checkpoint
+    (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "stages of a pipeline"),
+    (
+        re.compile(r"(layer_\d+_expert|expert|expp_rank)_\d+_.*_states\.pt"),
+        "experts that are spread over ranks",
+    ),
+)
+_TO_UNIVERSAL = "make a universal checkpoint with DeepSpeed's ds_to_universal.py, and pass that"
+
+
+def checkpoint_folder(store: Storage) -> str:
+    """The checkpoint's folder in ``store``, with a trailing slash: the folder that ``latest`` names, or the only one.
+    Empty if ``store`` itself is the checkpoint.
+
+    Raises:
+        CorruptCheckpointError: if ``latest`` names a folder that is not there.
+        ConversionError: if there are several folders and no ``latest``.
+    """
+    files = store.list_files()
+    if any(re.fullmatch(_ANY, file) for file in files):
+        return ""
+    inside = (file.partition("/") for file in files)
+    folders = sorted({folder for folder, _, file in inside if re.fullmatch(_ANY, file)})
+    if _LATEST in files:
+        named = store.read(_LATEST).decode("utf-8", "replace").strip()
+        if named in folders:
+            return f"{named}/"
+        raise CorruptCheckpointError(
+            "The file latest names a checkpoint that is not there.",
+            expected=f"one of {some(folders)}",
+            got=named,
+            where=f"{store.where}/{_LATEST}",
+            todo="pass the folder of one checkpoint, or copy the one that latest names",
+        )
+    if len(folders) == 1:
+        return f"{folders[0]}/"
+    raise ConversionError(
+        "The folder contains several checkpoints." if folders else "There are no DeepSpeed files.",
+        expected="one, or a file named latest that says which",
+        got=some(folders) if folders else some(files),
+        where=store.where,
+        todo="pass the folder of one checkpoint",
+    )
+
+
+@dataclass(frozen=True)
+class ZeroFiles:
+    """Names of one checkpoint's files, in its store.
+
+    Args:
+        where: path of the checkpoint, for messages.
+        folder: the checkpoint's folder in the store, with a trailing slash; empty for the store itself.
+        model: the model file, or with ZeRO-3 one per rank.
+        optim: files of the ranks' masters and moments, in order of rank; none without ZeRO, and in universal
+            checkpoints.
+        parameters: the files of each parameter in a universal checkpoint.
+        is_stage3: whether each rank has a model file.
+        is_spread: whether there are model files of other model-parallel ranks, as a universal checkpoint may have.
+    """
+
+    where: str
+    folder: str
+    model: tuple[str, ...]
+    optim: tuple[str, ...]
+    parameters: dict[str, list[str]]
+    is_stage3: bool
+    is_spread: bool
+
+    @classmethod
+    def find(cls, store: Storage) -> ZeroFiles:
+        """Find the files in a store.
+
+        Raises:
+            ConversionError: if ranks are more than data-parallel.
+            CorruptCheckpointError: if files of some ranks are missing.
+        """
+        folder = checkpoint_folder(store)
+        files = [file.removeprefix(folder) for file in store.list_files() if file.startswith(folder)]
+        where = f"{store.where}/{folder}".rstrip("/")
+        parameters: dict[str, list[str]] = {
+            file.removeprefix("zero/").removesuffix("/fp32.pt"): []
+            for file in files
+            if _PARAMETER.fullmatch(file)
+        }
+        for file in sorted(files):
+            name = file.removeprefix("zero/").rpartition("/")[0]
+            if name in parameters and file.startswith("zero/") and file.endswith(".pt"):
+                parameters[name].append(folder + file)
+        model_files = [match for match in map(_MODEL.fullmatch, files) if match]
+        optim_files = [match for match in map(_OPTIM.fullmatch, files) if match]
+        if not parameters:
+            spread = [
+                f"tensors that are spread over ranks ({m[0]})" for m in model_files + optim_files if int(m[2])
+            ]
+            spread += [f"{what} ({file})" for file in files for form, what in _SPREAD if form.fullmatch(file)]
+            if spread:
+                raise ConversionError(
+                    "This DeepSpeed checkpoint is spread over more than data-parallel ranks.",
+                    expected="files of mp_rank_00 alone",
+                    got=spread[0],
+                    where=where,
+                    todo=_TO_UNIVERSAL,
+                )
+        model = {int(m[1] or 0): m[0] for m in model_files if not int(m[2])}
+        optim = {int(m[1]): m[0] for m in optim_files if not int(m[2])} if not parameters else {}
+        is_stage3 = any(name.startswith("zero_pp_rank") for name in model.values())
+        if not model:
+            raise _missing("no file of the model", "the *_model_states.pt files", where)
+        for ranks, kind in ((optim, "optim_states"), (model if is_stage3 else {}, "model_states")):
+            if absent := sorted(set(range(max(ranks, default=-1) + 1)) - set(ranks)):
+                got = f"none of rank {', '.join(map(str, absent[:8]))}"
+                raise _missing(got, f"*_{kind}.pt files of ranks 0 to {max(ranks)}", where)
+        return cls(
+            where,
+            folder,
+            tuple(folder + model[rank] for rank in sorted(model)),
+            tuple(folder + optim[rank] for rank in sorted(optim)),
+            parameters,
+            is_stage3,
+            is_spread=any(int(match[2]) for match in model_files),
+        )
+
+    def require_all(self, ranks: int) -> None:
+        """Refuse more or fewer files than ``ranks`` ranks have written.
+
+        Raises:
+            CorruptCheckpointError: if so.
+        """
+        for files, kind in (
+            (self.optim, "optim_states"),
+            (self.model if self.is_stage3 else (), "model_states"),
+        ):
+            if files and len(files) != ranks:
+                raise _missing(f"{len(files)} files *_{kind}.pt", f"those of {ranks} ranks", self.where)
+
+
+def _missing(got: str, expected: str, where: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        "Files of some ranks are missing.",
+        expected=expected,
+        got=got,
+        where=where,
+        todo="copy the files of all ranks into one folder",
+    )
+
+
+class FlatRun(NamedTuple):
+    """Contiguous elements of a parameter in one of a rank's flat tensors.
+
+    Args:
+        first: index of the first element in the flattened parameter.
+        numel: number of elements.
+        rank: the rank.
+        part: index of the rank's flat tensor.
+        start: index of the first element in that tensor.
+    """
+
+    first: int
+    numel: int
+    rank: int
+    part: int
+    start: int
+
+
+def runs_of_groups(
+    numels: Sequence[int], paddings: Sequence[int], group: int, parts: Sequence[int]
+) -> list[list[FlatRun]]:
+    """Runs of each parameter of one group of ZeRO-1 or 2.
+
+    Args:
+        numels: elements of each parameter, in the order of the row.
+        paddings: elements after each parameter.
+        group: number of the group, which is the index of its tensor on each rank.
+        parts: elements of each rank's part.
+
+    >>> runs_of_groups([5, 4], [0, 0], 0, [4, 4, 1])[1]
+    [FlatRun(first=0, numel=3, rank=1, part=0, start=1), FlatRun(first=3, numel=1, rank=2, part=0, start=0)]
+    """
+    runs, at, ends = [], 0, list(accumulate(parts))
+    for numel, padding in zip(numels, paddings, strict=True):
+        cut = _cut(ends, at, at + numel)
+        runs.append(
+            [FlatRun(low - at, high - low, rank, group, low - start) for rank, start, low, high in cut]
+        )
+        at += numel + padding
+    return runs
+
+
+def runs_of_parameters(numels: Sequence[int], ranks: int, parts: Sequence[int]) -> list[list[FlatRun]]:
+    """Runs of each parameter of ZeRO-3.
+
+    Args:
+        numels: elements of each parameter, in the order of the rows.
+        ranks: number of ranks that share each parameter.
+        parts: elements of each flat tensor that a rank's row is stored in.
+
+    >>> runs_of_parameters([5, 5], 3, [4])[1][2]
+    FlatRun(first=4, numel=1, rank=2, part=0, start=2)
+    """
+    all_runs, at, ends = [], 0, list(accumulate(parts))
+    for numel in numels:
+        share = -(-numel // ranks)
+        runs: list[FlatRun] = []
+        for rank in range(ranks):
+            first = rank * share
+            stop = at + min(share, numel - first)  # the last ranks' shares may be shorter, or empty
+            runs += [
+                FlatRun(first + low - at, high - low, rank, part, low - start)
+                for part, start, low, high in _cut(ends, at, stop)
+            ]
+        all_runs.append(runs)
+        at += share
+    return all_runs
+
+
+def _cut(ends: Sequence[int], low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
+    """Split the range [low, high) of concatenated tensors, which end at ``ends``: (index of the tensor, its start, low,
+    high) of each piece."""
+    number = bisect_right(ends, low)
+    while low < high and number < len(ends):
+        yield number, ends[number - 1] if number else 0, low, min(high, ends[number])
+        low, number = ends[number], bisect_right(ends, ends[number])
+
+
+Shapes = list[dict[str, tuple[int, ...]]]
+"""Shapes of the parameters of each group, in order."""
+
+
+@dataclass(frozen=True)
+class RankShards:
+    """The content of one rank's file ``*_optim_states.pt``.
+
+    Args:
+        masters: the flat fp32 parameters of each group.
+        states: the optimizer's state of each master.
+        groups: the optimizer's groups: options, and numbers of masters.
+        paddings: elements at the end of each group that masters lack and moments may have.
+        gaps: elements after each parameter of each group; None for none.
+        addresses: for each group, the place of parameters in the rank's part, where the file records it.
+        ranks: number of ranks that share the parameters.
+    """
+
+    opened: TorchFile
+    masters: tuple[FlatTensor, ...]
+    states: tuple[Mapping[str, Any], ...]
+    groups: tuple[Mapping[str, Any], ...]
+    paddings: tuple[int, ...]
+    gaps: Sequence[Sequence[int]] | None
+    addresses: Sequence[Mapping[str, Any]]
+    ranks: int
+
+    @classmethod
+    def read(cls, store: Storage, file: str) -> RankShards:
+        """Read one file.
+
+        Raises:
+            ConversionError: if it has parameters of experts.
+            CorruptCheckpointError: if it is damaged.
+        """
+        opened = TorchFile.open(store, file, stand_ins=True)
+        content = opened.content["optimizer_state_dict"]
+        counts = content["partition_count"]
+        counts = list(counts) if isinstance(counts, (list, tuple)) else [counts]
+        if len(set(counts)) > 1 or content.get("ds_zero_partition_groups"):
+            raise ConversionError(
+                "Experts of this checkpoint are spread over ranks.",
+                expected="every parameter cut over all ranks",
+                got=f"groups that are cut over {counts} ranks",
+                where=opened.where,
+                todo="make a universal checkpoint with DeepSpeed's ds_to_universal.py, and pass that",
+            )
+        if "fp32_flat_groups" in content:
+            refs, base = content["fp32_flat_groups"], content.get("optimizer_state_dict") or {}
+        else:
+            refs, base = content["single_partition_of_fp32_groups"], content["base_optimizer_state"]
+        if isinstance(base, list):  # "elastic" checkpoints
+            base = {"state": dict(enumerate(base)), "param_groups": []}
+            base["state"] = {
+                n: {"step": content.get("base_optimizer_state_step"), **s} for n, s in base["state"].items()
+            }
+        return cls(
+            opened,
+            tuple(map(opened.flat, refs)),
+            tuple(base.get("state", {}).get(number, {}) for number in range(len(refs))),
+            tuple(base.get("param_groups", ())),
+            tuple(content.get("group_paddings") or (0,) * len(refs)),
+            content.get("param_alignment_paddings"),
+            content.get("param_slice_mappings") or (),
+            int(counts[0]),
+        )
+
+    @cached_property
+    def moments(self) -> tuple[dict[str, FlatTensor], ...]:
+        """For each master, the tensors of its state that have an item per element."""
+        moments = []
+        for master, padding, state in zip(self.masters, self.paddings, self.states, strict=True):
+            sizes = {(master.numel,), (master.numel + padding,)}
+            refs = {k: v for k, v in state.items() if isinstance(v, TensorRef) and v.shape in sizes}
+            moments.append({kind: self.opened.flat(ref) for kind, ref in refs.items()})
+        return tuple(moments)
+
+    def counts(self, number: int) -> dict[str, Any]:
+        """Numbers in the state of a master, such as the step."""
+        group = next((group for group in self.groups if number in group["params"]), {})
+        state = {"step": group.get("step"), **self.states[number]}
+        return {
+            kind: value
+            for kind, value in state.items()
+            if type(value) in (int, float) or (isinstance(value, TensorRef) and value.shape == ())
+        }
+
+
+class ZeroShards:
+    """The shards of all ranks as whole parameters.
+
+    Args:
+        store: the folder of the files.
+        files: names of the files.
+        shapes: shapes of the trained parameters.
+
+    Raises:
+        CorruptCheckpointError: if files are missing, from different saves, or do not contain these parameters.
+    """
+
+    def __init__(self, store: Storage, files: ZeroFiles, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self.ranks = [RankShards.read(store, file) for file in files.optim]
+        self.first = self.ranks[0]
+        files.require_all(self.first.ranks)
+        for rank in self.ranks:
+            self._require_alike(rank)
+        names = [name for group in shapes for name in group]
+        runs = self._runs_of_stage3() if files.is_stage3 else self._runs_of_groups()
+        self.runs: dict[str, list[FlatRun]] = dict(zip(names, runs, strict=True))
+        self._check_addresses()
+
+    def _require_alike(self, rank: RankShards) -> None:
+        expected = (len(self.shapes), [master.dtype.name for master in self.first.masters], self.first.ranks)
+        got = (len(rank.masters), [master.dtype.name for master in rank.masters], rank.ranks)
+        if got != expected:
+            text = "{} groups of {} for {} ranks"
+            raise rank.opened.damaged(text.format(*expected), text.format(*got))
+        for number in range(len(self.shapes)):
+            for kind, value in self.first.counts(number).items():
+                other = rank.counts(number).get(kind)
+                if self.first.opened.scalar(value) != rank.opened.scalar(other):
+                    raise rank.opened.damaged(
+                        "files of all ranks of one step",
+                        f"another {kind} than in {self.first.opened.file}",
+                        "copy the files of one step",
+                    )
+
+    def _runs_of_groups(self) -> list[list[FlatRun]]:
+        """ZeRO-1 and 2: runs of all parameters, group by group."""
+        all_runs: list[list[FlatRun]] = []
+        for number, group in enumerate(self.shapes):
+            numels = [math.prod(shape) for shape in group.values()]
+            gaps = self.first.gaps[number] if self.first.gaps is not None else [0] * len(numels)
+            parts = [rank.masters[number].numel for rank in self.ranks]
+            # Where DeepSpeed stores the padding at the end, it is to a multiple of twice the ranks.
+            self._check_size(sum(parts), sum(numels) + sum(gaps), align=2 * len(self.ranks))
+            all_runs += runs_of_groups(numels, gaps, number, parts)
+        return all_runs
+
+    def _runs_of_stage3(self) -> list[list[FlatRun]]:
+        """ZeRO-3: runs of all parameters."""
+        numels = [math.prod(shape) for group in self.shapes for shape in group.values()]
+        ranks = len(self.ranks)
+        parts = [master.numel for master in self.first.masters]
+        for rank in self.ranks:
+            rank_parts = [master.numel for master in rank.masters]
+            if rank_parts != parts:
+                raise rank.opened.damaged(f"parts of {parts} elements", rank_parts)
+        self._check_size(sum(parts), sum(-(-numel // ranks) for numel in numels), align=1)
+        return runs_of_parameters(numels, ranks, parts)
+
+    def _check_size(self, stored: int, needed: int, *, align: int) -> None:
+        """Refuse masters of another size than the parameters', up to padding to a multiple of ``align``."""
+        if stored < needed or -(-stored // align) != -(-needed // align):
+            todo = "copy all files again, those of the model and of the ranks from one save"
+            raise self.first.opened.damaged(f"masters of {needed} elements", f"{stored}", todo)
+
+    def _check_addresses(self) -> None:
+        """Refuse masters whose place differs from the one that their rank has recorded."""
+        for number, rank in enumerate(self.ranks):
+            for group, recorded in enumerate(rank.addresses):
+                for name, address in recorded.items():
+                    computed = [
+                        (r.start, r.numel, r.part) for r in self.runs.get(name, ()) if r.rank == number
+                    ]
+                    if computed != [(address.start, address.numel, group)]:
+                        expected = f"{name} at {address.start}, {address.numel} elements of group {group}"
+                        raise rank.opened.damaged(expected, f"(start, elements, group) {computed}")
+
+    def weight(self, name: str, path: Path) -> StoredTensor:
+        """The masters of a parameter."""
+        shape = next(group[name] for group in self.shapes if name in group)
+        masters = [rank.masters for rank in self.ranks]
+        return tensor_of_runs(path, shape, self.runs[name], masters, self.first.opened)
+
+    def add_optimizer(self, entries: Entries) -> None:
+        """Add the optimizer's state by parameter, and its options."""
+        first = self.first
+        for group, shapes in enumerate(self.shapes):
+            moments, counts = first.moments[group], first.counts(group)
+            for name, shape in shapes.items():
+                for kind in moments:
+                    flats = [[of_group.get(kind) for of_group in rank.moments] for rank in self.ranks]
+                    path = ("optimizer", "state", name, kind)
+                    entries.add_tensor(
+                        path, tensor_of_runs(path, shape, self.runs[name], flats, first.opened)
+                    )
+                for kind, value in counts.items():
+                    first.opened.add_step(entries, ("optimizer", "state", name, kind), value)
+            entries.omitted += [
+                f"optimizer.state.{kind} of group {group}"
+                for kind in first.states[group]
+                if kind not in moments and kind not in counts
+            ]
+        add_param_groups(entries, first.groups, self.shapes, first.opened)
+
+
+def tensor_of_runs(
+    path: Path,
+    shape: tuple[int, ...],
+    runs: Iterable[FlatRun],
+    flats: Sequence[Sequence[FlatTensor | None]],
+    opened: TorchFile,
+) -> StoredTensor:
+    """A tensor that consists of runs of the ranks' flat tensors (``flats[rank][part]``).
+
+    Raises:
+        CorruptCheckpointError: if a rank lacks the flat tensor, or has one of another type.
+    """
+    chunks = []
+    dtypes = set()
+    for run in runs:
+        flat = flats[run.rank][run.part]
+        if flat is None:
+            raise opened.damaged(f"{name_of(path)} of all ranks", f"none of rank {run.rank}")
+        dtypes.add(flat.dtype)
+        at = run.start
+        for box in boxes_of_range(shape, run.first, run.first + run.numel):
+            chunks.append(flat.part(box, at))
+            at += box.numel
+    if len(dtypes) > 1:
+        raise opened.damaged(f"{name_of(path)} of one type", sorted(dtype.name for dtype in dtypes))
+    dtype = dtypes.pop() if dtypes else next(flat.dtype for flat in flats[0] if flat is not None)
+    return StoredTensor(TensorInfo(name_of(path), shape, dtype), tuple(chunks))
+
+
+def add_param_groups(
+    entries: Entries, groups: Iterable[Mapping[str, Any]], shapes: Shapes, opened: TorchFile
+) -> None:
+    """Add the optimizer's options, with the names of parameters in place of numbers of masters."""
+    for number, group in enumerate(groups):
+        path: Path = ("optimizer", "param_groups", ListIndex(number))
+        for option, value in group.items():
+            if option == "params":
+                value = [name for part in value for name in shapes[part]]
+            opened.add_all(entries, (*path, option), value)
+
+
+class UniversalFolder:
+    """The parameters of a universal checkpoint.
+
+    Args:
+        store: the folder of the files.
+        files: names of the files.
+        shapes: shapes of the trained parameters, from the model file.
+    """
+
+    def __init__(self, store: Storage, files: ZeroFiles, shapes: Shapes) -> None:
+        self._store, self._files, self._shapes = store, files, shapes
+        self._shape = {name: shape for group in shapes for name, shape in group.items()}
+        common = f"{files.folder}zero/optimizer_state.pt"
+        has_common = store.size(common) is not None
+        self._common = TorchFile.open(store, common, stand_ins=True) if has_common else None
+
+    def weight(self, name: str, path: Path) -> StoredTensor:
+        """The masters of a parameter.
+
+        Raises:
+            CorruptCheckpointError: if its folder is not there.
+        """
+        return self._tensor(name, "fp32", path)
+
+    def _open(self, name: str, kind: str) -> TorchFile:
+        return TorchFile.open(self._store, f"{self._files.folder}zero/{name}/{kind}.pt", stand_ins=True)
+
+    def _tensor(self, name: str, kind: str, path: Path) -> StoredTensor:
+        opened, shape = self._open(name, kind), self._shape[name]
+        content = opened.archive.content
+        ref = content.get("param") if isinstance(content, Mapping) else content
+        if not isinstance(ref, TensorRef):
+            raise opened.damaged("a tensor", type(ref).__name__)
+        if len(ref.shape) == len(shape):  # has its own shape, smaller than the model's where that is padded
+            return opened.tensor(path, ref)
+        if ref.shape != (math.prod(shape),):
+            raise opened.damaged(f"{math.prod(shape)} elements, of shape {shape}", f"shape {ref.shape}")
+        flat = opened.flat(ref)
+        return StoredTensor(TensorInfo(name_of(path), shape, flat.dtype), (flat.part(whole_box(shape), 0),))
+
+    def add_optimizer(self, entries: Entries) -> None:
+        """Add the optimizer's state by parameter, and its options."""
+        common = self._common.content if self._common is not None else {}
+        states = (common.get("optimizer_state_dict") or {}).get("state") or {}
+        groups = common.get("param_groups") or ()
+        for number, names in enumerate(self._shapes):
+            options: Mapping[str, Any] = next((g for g in groups if number in g["params"]), {})
+            step = states.get(number, {}).get("step", options.get("step"))
+            for name in names:
+                self._add_state(entries, name, step)
+        if self._common is not None:
+            add_param_groups(entries, groups, self._shapes, self._common)
+
+    def _add_state(self, entries: Entries, name: str, group_step: Any) -> None:
+        """Add the moments and the step of a parameter; its own step, or else the one of its group."""
+        kinds = [file.rpartition("/")[2].removesuffix(".pt") for file in self._files.parameters[name]]
+        moments = [kind for kind in kinds if kind not in ("fp32", "step")]
+        for kind in moments:
+            path = ("optimizer", "state", name, kind)
+            entries.add_tensor(path, self._tensor(name, kind, path))
+        step_path = ("optimizer", "state", name, "step")
+        if "step" in kinds:
+            opened = self._open(name, "step")
+            opened.add_step(entries, step_path, opened.archive.content)
+        elif moments and group_step is not None and self._common is not None:
+            self._common.add_step(entries, step_path, group_step)
