@@ -66,8 +66,8 @@ from vescale_fsdp.torch_private import storage_id
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-_HEAD_START_S = 0.005
-_ALIGN_BYTES = 64
+_HEAD_START_S = 0.005  # the time that the trainer gets before a save starts
+_ALIGN_BYTES = 64  # a cache line
 _Kind = tuple[torch.Size, torch.dtype]
 _worker = BackgroundThread("checkpoint-save")
 
@@ -143,7 +143,11 @@ class Stager:
 def _copy(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], streams: dict[torch.device, CopyStream | None]
 ) -> list[tuple[CopyStream, CopyEvent]]:
-    """Start to copy the second of each pair into the first; the streams in use, each with an event after its copies."""
+    """Start to copy the second tensor of each pair into the first.
+
+    Returns:
+        The streams in use, each with an event after its copies.
+    """
     used: dict[CopyStream, None] = {}
     for view, tensor in pairs:
         if not tensor.numel():
@@ -332,7 +336,7 @@ _group_savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakre
 
 
 def async_save(
-    path: str | os.PathLike[str] | Storage,
+    path: str | os.PathLike[str],
     state: Any,
     *,
     metadata: Json = None,
@@ -360,7 +364,7 @@ def async_save(
         raises the error.
 
     Raises:
-        ValueError: if ``exit_timeout_s`` is no time.
+        ValueError: if ``exit_timeout_s`` is negative or not a number.
 
     Examples:
         >>> import torch

@@ -124,7 +124,7 @@ class SourceOptions:
 
 
 def load(
-    path: str | os.PathLike[str] | Storage,
+    path: str | os.PathLike[str],
     state: Any,
     *,
     strict: bool = True,
@@ -245,7 +245,7 @@ def load(
     return loader.load(state, strict=strict, include=patterns)
 
 
-def _manifest_of(storage: Storage, path: str | os.PathLike[str] | Storage) -> Manifest | None:
+def _manifest_of(storage: Storage, path: str | os.PathLike[str]) -> Manifest | None:
     """The manifest of a native checkpoint; None where files of another format are.
 
     Raises:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
@@ -33,14 +33,18 @@ _READ_BYTES = 4 * 2**20  # 4 MiB
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong.
+class VerifyReport:
+    """The result of `verify`.
 
     Attributes:
-        where: the file; in formats that are checked tensor by tensor, the tensor.
-        text: the error that a load would raise.
+        problems: all of them; empty if the checkpoint is good.
+        num_tensors: tensors of the checkpoint.
+        num_checksums: stripes, chunks and records whose checksum was compared.
+        num_bytes: bytes of tensors that were read.
 
     Examples:
+        >>> VerifyReport((), num_tensors=4, num_checksums=1, num_bytes=1 << 20).ok
+        True
         >>> import torch
         >>> from vescale_fsdp.checkpoint import save
         >>> save("to_damage", {"w": torch.ones(4)})
@@ -54,27 +58,19 @@ class Problem:
         True
     """
 
-    where: str
-    text: str
+    class Problem(NamedTuple):
+        """One thing that is wrong.
 
-    def __str__(self) -> str:
-        return f"{self.where}: {self.text}"
+        Attributes:
+            where: the file; in formats that are checked tensor by tensor, the tensor.
+            text: the error that a load would raise.
+        """
 
+        where: str
+        text: str
 
-@dataclass(frozen=True)
-class VerifyReport:
-    """The result of `verify`.
-
-    Attributes:
-        problems: all of them; empty if the checkpoint is good.
-        num_tensors: tensors of the checkpoint.
-        num_checksums: stripes, chunks and records whose checksum was compared.
-        num_bytes: bytes of tensors that were read.
-
-    Examples:
-        >>> VerifyReport((), num_tensors=4, num_checksums=1, num_bytes=1 << 20).ok
-        True
-    """
+        def __str__(self) -> str:
+            return f"{self.where}: {self.text}"
 
     problems: tuple[Problem, ...]
     num_tensors: int = 0
@@ -88,7 +84,7 @@ class VerifyReport:
 
 
 def verify(
-    path: str | os.PathLike[str] | Storage | Source,
+    path: str | os.PathLike[str] | Source,
     *,
     deep: bool = True,
     progress: Callable[[int], object] = lambda _: None,
@@ -128,23 +124,23 @@ def verify(
         manifest = read_manifest(storage)
     except NoCheckpointError as error:
         if isinstance(path, Storage):
-            return VerifyReport((Problem(MANIFEST_NAME, str(error)),))
+            return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
         try:
             source = open_foreign(path)
         except CorruptCheckpointError as damage:
-            return VerifyReport((Problem(storage.where, str(damage)),))
+            return VerifyReport((VerifyReport.Problem(storage.where, str(damage)),))
         except VescaleError:  # of no known format
-            return VerifyReport((Problem(MANIFEST_NAME, str(error)),))
+            return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
         return _verify_source(source, deep, progress)
     except (CheckpointError, OSError) as error:
-        return VerifyReport((Problem(MANIFEST_NAME, str(error)),))
+        return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
     if not deep:
         from vescale_fsdp.checkpoint.formats.source import open_native  # numpy
 
         try:
             source = open_native(storage)
         except VescaleError as error:
-            return VerifyReport((Problem(MANIFEST_NAME, str(error)),))
+            return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
         return _verify_source(source, deep, progress)
     return _verify_own(storage, manifest, progress)
 
@@ -153,12 +149,12 @@ def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], 
     """Every stripe of every rank's file and every chunk of an array."""
     from vescale_fsdp.checkpoint.formats.check import check_files  # numpy
 
-    problems: list[Problem] = []
+    problems: list[VerifyReport.Problem] = []
     done: list[int] = []  # bytes of each stripe and chunk of tensors
 
     def note(check: Check) -> None:
         if check.problem is not None:
-            problems.append(Problem(check.file, check.problem))
+            problems.append(VerifyReport.Problem(check.file, check.problem))
         if check.holds_tensors and check.num_bytes:
             done.append(check.num_bytes)
             progress(check.num_bytes)
@@ -166,7 +162,7 @@ def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], 
     check_files(storage, manifest, note, threads=storage.read_threads)
     problems.sort(key=lambda problem: (problem.where, problem.text))
     unsaved = [
-        Problem(MANIFEST_NAME, f"tensor {entry.label}: no rank stores place {missing}")
+        VerifyReport.Problem(MANIFEST_NAME, f"tensor {entry.label}: no rank stores place {missing}")
         for place, entry in enumerate(manifest.entries)
         if entry.numel and (missing := manifest.holders_of(place).missing_cell()) is not None
     ]
@@ -175,7 +171,7 @@ def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], 
 
 def _verify_source(source: Source, deep: bool, progress: Callable[[int], object]) -> VerifyReport:
     """Every tensor and every value of a checkpoint that is open."""
-    problems: list[Problem] = []
+    problems: list[VerifyReport.Problem] = []
     read: list[int] = []
     num_checksums = 0
 
@@ -192,7 +188,7 @@ def _verify_source(source: Source, deep: bool, progress: Callable[[int], object]
     for name, value in source.values.items():
         with _noting(problems, name):
             value()
-    problems += (Problem(source.url, text) for text in source.folder_problems())
+    problems += (VerifyReport.Problem(source.url, text) for text in source.folder_problems())
     return VerifyReport(tuple(problems), len(source.tensors), num_checksums, sum(read))
 
 
@@ -200,7 +196,7 @@ def _read_tensor(
     source: Source,
     tensor: StoredTensor,
     chunks: Sequence[StoredChunk],
-    problems: list[Problem],
+    problems: list[VerifyReport.Problem],
     count: Callable[[int], None],
 ) -> None:
     """Ranges with a checksum are compared with it; where some bytes have none, the tensor is read."""
@@ -223,9 +219,9 @@ def _read_tensor(
 
 
 @contextmanager
-def _noting(problems: list[Problem], where: str) -> Iterator[None]:
+def _noting(problems: list[VerifyReport.Problem], where: str) -> Iterator[None]:
     """An error inside becomes a problem of the report."""
     try:
         yield
     except VescaleError as error:
-        problems.append(Problem(where, str(error)))
+        problems.append(VerifyReport.Problem(where, str(error)))

@@ -7,37 +7,6 @@ Pickles run no code unless asked to, no training code is imported, and memory st
 ``memory_budget_bytes``.
 """
 
-from typing import TYPE_CHECKING
-
 from vescale_fsdp.lazy import lazily_export
 
-if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint.moves.source import Source
-    from vescale_fsdp.conversion.checks.diff import Difference, diff
-    from vescale_fsdp.conversion.convert import ConvertReport, convert
-    from vescale_fsdp.conversion.convert_options import ConvertOptions
-    from vescale_fsdp.conversion.formats.detect import open_source
-    from vescale_fsdp.conversion.huggingface import HuggingFace
-
-__all__ = [
-    "ConvertOptions",
-    "ConvertReport",
-    "Difference",
-    "HuggingFace",
-    "Source",
-    "convert",
-    "diff",
-    "open_source",
-]
-
-lazily_export(
-    __name__,
-    {
-        "vescale_fsdp.conversion.convert": "ConvertReport convert",
-        "vescale_fsdp.conversion.checks.diff": "Difference diff",
-        "vescale_fsdp.conversion.huggingface": "HuggingFace",
-        "vescale_fsdp.conversion.convert_options": "ConvertOptions",
-        "vescale_fsdp.conversion.formats.detect": "open_source",
-        "vescale_fsdp.checkpoint.moves.source": "Source",
-    },
-)
+lazily_export(__name__)  # public names are in __init__.pyi

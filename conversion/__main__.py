@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Entry point. Ctrl-C while the command is still being imported ends without a traceback, as later."""
+    """Entry point. Ctrl-C ends the command without a traceback, also while it is still being imported."""
     try:
         from vescale_fsdp.conversion.cli.main import main as run
     except KeyboardInterrupt:

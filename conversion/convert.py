@@ -1,13 +1,13 @@
-"""The one call behind every ``to-...`` command: source in, files of another format out.
+"""The function behind every ``to-...`` command: reads a source and writes it in another format.
 
-What only some conversions need (a target's planner, key rules, ties) is imported when one of them runs: a
-small conversion takes less time than the imports of them all.
+Modules that only some conversions need (casts, key rules, adapters) are imported by the step that needs them, since
+importing them all takes longer than a small conversion.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,27 +21,34 @@ from vescale_fsdp.checkpoint.formats.huggingface.repository import (
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import (
     Compare,
     absent_names,
-    find_tied_twins,
+    find_ties,
     left_out_by,
 )
-from vescale_fsdp.checkpoint.moves.carried_state import CarriedState, model_state, whole_state
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits, Progress
+from vescale_fsdp.checkpoint.moves.carried_state import (
+    CarriedState,
+    model_state,
+    whole_state,
+    with_optimizer_form,
+)
+from vescale_fsdp.checkpoint.moves.copying import CopyLimits, Progress, no_progress
 from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
 from vescale_fsdp.checkpoint.moves.run_plan import Outcome, run_plan
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, repeated_dims, without_repeats
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
-from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.quantization import find_quantized
-from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.errors import ConversionError, format_bytes, some
 
 _ORDER_LOST = (
     "safetensors files do not keep the order of a model's parameters: a start on several ranks may have to move "
     "pieces between them, which only costs time"
 )
+
+# Kinds of sources that may have a model's settings next to its weights.
+_WITH_SETTINGS = ("hf", "bin", "shards", "deepspeed", "ranks")
 
 
 @dataclass(frozen=True)
@@ -62,16 +69,14 @@ class ConvertReport:
     plan: OutputPlan
     state: CarriedState
     outcome: Outcome
-    tied: dict[str, str]  # name left out -> name that holds its bytes
+    tied: dict[str, str]  # name left out -> name under which its bytes are stored
     casts: dict[str, tuple[str, str]]  # name -> (type before, type after)
     uncast: tuple[str, ...]  # codes and scales of quantised weights, which keep their types
-    left_assets: tuple[str, ...]  # files beside the settings that do not go along
+    left_assets: tuple[str, ...]  # files next to the settings that are not copied
     warnings: tuple[str, ...]
     dry_run: bool
     part: tuple[int, int]  # index of this process's share of the files, and how many shares there are
-    check: ClassCheck | None = (
-        None  # of a Hugging Face folder; None if another part publishes it, or did before
-    )
+    check: ClassCheck | None = None  # of a Hugging Face folder; None if another part publishes it
 
     @property
     def dropped_optimizer(self) -> int:
@@ -100,7 +105,7 @@ class ConvertReport:
             "kept_files": list(self.outcome.kept),
             "closing_files": [file.name for file in self.plan.closing],
             "dropped": {"optimizer_entries": self.dropped_optimizer, "others": list(self.dropped_others)},
-            "tied": [{"left_out": twin, "same_as": kept} for twin, kept in self.tied.items()],
+            "tied": [{"left_out": alias, "same_as": kept} for alias, kept in self.tied.items()],
             "casts": [{"name": n, "from": a, "to": b} for n, (a, b) in self.casts.items()],
             "uncast": list(self.uncast),
             "left_assets": list(self.left_assets),
@@ -115,8 +120,8 @@ def convert(
     kind: str,
     options: ConvertOptions | None = None,
     *,
-    progress: Progress = lambda _: None,
-    announce: Callable[[int], None] = lambda _: None,
+    progress: Progress = no_progress,
+    announce: Progress = no_progress,
 ) -> ConvertReport:
     """Write ``source`` to ``target`` in another format.
 
@@ -126,11 +131,11 @@ def convert(
         kind: ``"native"``, ``"dcp"``, ``"zarr"``, ``"hf"``, ``"adapter"`` or ``"torch"``.
         options: defaults throughout if None.
         progress: called with bytes written since the last call, from several threads.
-        announce: called once, before the first byte, with how many bytes of tensors there will be.
+        announce: called once, before the first byte, with the number of bytes of tensors.
 
     Raises:
         ConversionError: if the target is refused, the state cannot be expressed in the format, or the class that a
-            Hugging Face folder's config.json names does not take the result. Nothing has its final name then.
+            Hugging Face folder's config.json names does not take the result. No file has its final name then.
         CorruptCheckpointError: if the source turns out damaged.
 
     Examples:
@@ -141,67 +146,61 @@ def convert(
         >>> len(report.state.views), open_source("as_dcp").kind
         (1, 'dcp')
     """
-    chosen, target = options or ConvertOptions(), os.fspath(target)
-    if chosen.merge is not None:  # one matrix at a time
-        chosen = replace(chosen, threads=1)
+    options, target = options or ConvertOptions(), os.fspath(target)
     with gc_paused():
-        report = plan_conversion(source, target, kind, chosen)
-        limits = _limits_of(chosen, source, report.state)
-        checked: list[ClassCheck] = []
+        report = plan_conversion(source, target, kind, options)
+        checks: list[ClassCheck] = []
 
-        def keep(check: ClassCheck | None) -> None:
+        def require(check: ClassCheck | None) -> None:
+            """Refuse a result that its model class does not take; the last check goes into the report."""
             if check is not None:
-                check.require(target, is_required=chosen.require_check)
-                checked[:] = [check]
+                check.require(target, is_required=options.require_check)
+                checks[:] = [check]
 
         def check_files(read: Written) -> None:
             report.plan.when_written(read)
-            keep(check_written(report.plan, read, find_quantized))
+            require(check_written(report.plan, read, find_quantized))
 
-        keep(check_planned(report.plan, find_quantized, asks="always" if chosen.dry_run else "doubt"))
+        require(check_planned(report.plan, find_quantized, asks="always" if options.dry_run else "doubt"))
         outcome = run_plan(
             replace(report.plan, when_written=check_files),
             source,
             target,
-            limits=limits,
-            overwrite=chosen.overwrite,
-            resume=chosen.resume,
-            dry_run=chosen.dry_run,
-            part=chosen.part,
-            requested=chosen.asked(),
+            limits=_limits_of(options, source, report.state),
+            overwrite=options.overwrite,
+            resume=options.resume,
+            dry_run=options.dry_run,
+            part=options.part,
+            requested=options.asked(),
             progress=progress,
             announce=announce,
         )
-        if outcome.published and not checked:  # by another part, or by a run before this one
-            keep(check_planned(report.plan, find_quantized))
+        if outcome.published and not checks:  # another part published it, or an earlier run
+            require(check_planned(report.plan, find_quantized))
     warnings = (*report.warnings, *_overflows(report.state))
-    return replace(report, outcome=outcome, check=checked[0] if checked else None, warnings=warnings)
-
-
-def _overflows(state: CarriedState) -> list[str]:
-    """Values too large for the types that this run rounded them to, by casts, dequantisation or a merge."""
-    found = [
-        f"{name} ({lost} of {view.info.numel} as {view.info.dtype.name})"
-        for name, view in state.views.items()
-        if (lost := view.overflows)
-    ]
-    return [f"finite values are infinite in their new type: {some(found)}"] if found else []
+    return replace(report, outcome=outcome, check=checks[0] if checks else None, warnings=warnings)
 
 
 def _limits_of(options: ConvertOptions, source: Source, state: CarriedState) -> CopyLimits:
     """Memory and threads; chunks that are decoded whole count towards the budget."""
-    if not source.decoded:
-        return options.limits
-    names = (name for view in state.views.values() for _, name in view.sources())
-    nbytes, name = max(((source.decoded.get(name, 0), name) for name in names), default=(0, ""))
-    return options.limits.decoding(name, nbytes)
+    limits = options.limits
+    if options.merge is not None:
+        limits = replace(limits, threads=1)  # merging needs memory for a whole matrix
+    if source.decoded:
+        names = (name for view in state.views.values() for _, name in view.sources())
+        nbytes, name = max(((source.decoded.get(name, 0), name) for name in names), default=(0, ""))
+        limits = limits.decoding(name, nbytes)
+    return limits
 
 
-def _own_assets(source: Source, kind: str) -> str | None:
-    """A folder that has a model's settings takes them along into a Hugging Face folder without being asked."""
-    has_some = kind == "hf" and source.kind in ("hf", "bin", "shards", "deepspeed", "ranks")
-    found = own_settings(source.store) if has_some else None
-    return None if found is None else found.where
+def _overflows(state: CarriedState) -> list[str]:
+    """A warning if values were too large for the types that this run rounded them to."""
+    overflows = [
+        f"{name} ({count} of {view.info.numel} as {view.info.dtype.name})"
+        for name, view in state.views.items()
+        if (count := view.overflows)
+    ]
+    return [f"finite values are infinite in their new type: {some(overflows)}"] if overflows else []
 
 
 def plan_conversion(
@@ -210,126 +209,215 @@ def plan_conversion(
     """What `convert` would write, from metadata; arguments as there.
 
     Args:
-        is_equal: whether two tensors that the settings tie have the same bytes; by default they are read.
+        is_equal: compares two tensors that config.json ties; by default their bytes are read.
     """
     if kind not in TARGETS:
         raise ConversionError(
             "This target is not known.", expected=tuple(TARGETS), got=kind, todo="choose one"
         )
-    own = None if options.no_assets else _own_assets(source, kind)
-    assets = Assets(options.assets or own if kind != "adapter" else None, options.include_asset)
+    assets = _assets_for(source, kind, options)
     state = _state_for(kind, source, options)
-    if options.dequantize is not None:
-        state = _dequantized(state, options.dequantize, assets, source)
-    if options.merge is not None:
-        if options.rules is not None and source.kind == "hf":
-            # An adapter has the names that the model has in memory.
-            state = _with_rules(state, kind, replace(options, rules_to="ours"), _settings(assets, source))
-        state = _merged(state, options.merge, _settings(assets, source))
-    if options.rules is not None:
-        state = _with_rules(state, kind, options, _settings(assets, source))
+    state = _dequantized(state, options, assets, source)
+    state = _merged(state, kind, options, assets, source)
+    state = _with_rules(state, kind, options, assets, source)
     warnings = [*source.warnings, *state.warnings]
     described = sorted(source.file_metadata.keys() - {"format"})
-    if described and (kind != "hf" or _changes_tensors(options)):
+    changes_tensors = any((options.dequantize, options.quantize, options.rules, options.merge))
+    if described and (kind != "hf" or changes_tensors):
         state = replace(state, file_metadata={})
         warnings.append(f"__metadata__ of safetensors files is left out: {some(described)}")
-    state, tied, unlike_config = _with_ties(state, kind, source, assets, is_equal)
-    warnings += unlike_config
-    if options.quantize:
-        state = _newly_quantized(state, options.quantize, assets, source)
-    changed: dict[str, tuple[str, str]] = {}
-    uncast: tuple[str, ...] = ()
-    has_config = kind == "hf" and assets.config is not None
-    quantized = _find_quantized(state, assets, source) if options.dtype or has_config else frozenset()
+    state, tied, tie_warnings = _with_ties(state, kind, source, assets, is_equal)
+    warnings += tie_warnings
+    state = _newly_quantized(state, options, assets, source)
+    quantized = _quantized_names(state, options, kind, assets, source)
     state = state.filtered(options.include, options.exclude)
-    _require_text([*state.views, *state.values])
-    _require_stored(state, source, keeps_repeats=TARGETS[kind].keeps_repeats)
-    if options.dtype:
-        state, changed = _with_casts(state, options.dtype, assets if kind == "hf" else None, quantized)
-        uncast = tuple(name for name in state.views if name in quantized and name not in changed)
-    if kind == "hf" and (options.dequantize is not None or options.quantize):
-        assets.name_dtype_held([view.info for view in state.views.values()], quantized)
-    if kind == "hf" and not options.no_assets:
-        warnings += assets.disagreements([view.info for view in state.views.values()], quantized)
+    _check_names([*state.views, *state.values])
+    _check_growth(state, source, keeps_repeats=TARGETS[kind].keeps_repeats)
+    state, casts = _with_casts(state, kind, options, assets, quantized)
+    if kind == "hf":
+        infos = [view.info for view in state.views.values()]
+        if options.dequantize is not None or options.quantize:
+            assets.correct_dtype(infos, quantized)
+        if not options.no_assets:
+            warnings += assets.disagreements(infos, quantized)
     if kind == "native" and source.kind in ("hf", "safetensors", "shards") and options.ranks > 1:
         warnings.append(_ORDER_LOST)
-    plan = TARGETS[kind].plan(state, options, assets, target.rpartition("/")[2])
-    left = assets.left if kind == "hf" else ()
+    uncast = (name for name in state.views if name in quantized and name not in casts)
     return ConvertReport(
-        source,
-        target,
-        plan,
-        state,
-        Outcome(),
-        tied,
-        changed,
-        uncast,
-        left,
-        tuple(warnings),
-        options.dry_run,
-        options.part,
+        source=source,
+        target=target,
+        plan=TARGETS[kind].plan(state, options, assets, target.rpartition("/")[2]),
+        state=state,
+        outcome=Outcome(),
+        tied=tied,
+        casts=casts,
+        uncast=tuple(uncast) if options.dtype else (),
+        left_assets=assets.left if kind == "hf" else (),
+        warnings=tuple(warnings),
+        dry_run=options.dry_run,
+        part=options.part,
     )
 
 
+def _assets_for(source: Source, kind: str, options: ConvertOptions) -> Assets:
+    """The settings files that are copied into a Hugging Face folder: the requested ones, else the source's own."""
+    url = options.assets or None
+    if url is None and not options.no_assets and kind == "hf" and source.kind in _WITH_SETTINGS:
+        own = own_settings(source.store)
+        url = None if own is None else own.where
+    # The assets of an adapter are those of its base model; they are read by `adapter_state`.
+    return Assets(None if kind == "adapter" else url, options.include_asset)
+
+
+def _config(assets: Assets, source: Source) -> dict[str, Any]:
+    """The config.json that is copied, else the one next to the source; empty if there is none."""
+    return assets.config if assets.config is not None else own_config(source.store)
+
+
 def _state_for(kind: str, source: Source, options: ConvertOptions) -> CarriedState:
-    """What a target takes of a source, under the names it has there."""
-    if kind == "hf":
-        _require_model(source)
-        return model_state(source, options.model_prefix)
+    """The entries of a source that a target takes, under the names that they have there."""
     if kind == "adapter":
-        from vescale_fsdp.conversion.adapters.peft_folder import adapter_state
+        from vescale_fsdp.conversion.formats.peft import adapter_state
 
         return adapter_state(source, options.model_prefix, options.adapter_name, options.assets)
-    from vescale_fsdp.checkpoint.moves.carried_state import with_optimizer_form
+    if kind == "hf":
+        _check_is_model(source)
+        return model_state(source, options.model_prefix)
 
     state = whole_state(source, options.model_prefix, options.prefix)
     return with_optimizer_form(state, options.optimizer)
 
 
+def _dequantized(
+    state: CarriedState, options: ConvertOptions, assets: Assets, source: Source
+) -> CarriedState:
+    """Quantised weights as floats, and a config.json that says so."""
+    if options.dequantize is None:
+        return state
+    from vescale_fsdp.checkpoint.moves.casting import float_type
+    from vescale_fsdp.conversion.quantization import dequantized
+
+    dtype = float_type(options.dequantize)
+    state = dequantized(state, _config(assets, source), dtype)
+    assets.set_weights_dtype(dtype.name)
+    assets.set_quantization(None)
+    return state
+
+
+def _merged(
+    state: CarriedState, kind: str, options: ConvertOptions, assets: Assets, source: Source
+) -> CarriedState:
+    """The weights with an adapter merged into them."""
+    if options.merge is None:
+        return state
+    from vescale_fsdp.conversion.formats.detect import open_source
+    from vescale_fsdp.conversion.formats.peft import PeftConfig, require_adapter
+    from vescale_fsdp.conversion.merge_adapter import merged_state
+
+    if source.kind == "hf":  # an adapter has the names that the model has in memory
+        state = _with_rules(state, kind, replace(options, rules_to="ours"), assets, source)
+    require_adapter(options.merge)
+    adapter = open_source(options.merge, kind="adapter")
+    peft_config = PeftConfig.read(adapter.store, "pass the folder that peft saved")
+    return merged_state(state, adapter, peft_config, _config(assets, source))
+
+
+def _with_rules(
+    state: CarriedState, kind: str, options: ConvertOptions, assets: Assets, source: Source
+) -> CarriedState:
+    """Names, shapes and values as key rules change them."""
+    if options.rules is None:
+        return state
+    from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
+    from vescale_fsdp.conversion.rules.rule_file import load_rules
+
+    return state_with_rules(
+        state,
+        load_rules(options.rules),
+        _config(assets, source),
+        to_hf=kind == "hf" if options.rules_to is None else options.rules_to == "hf",
+        on_disagreement=options.on_disagreement,
+    )
+
+
 def _with_ties(
     state: CarriedState, kind: str, source: Source, assets: Assets, is_equal: Compare | None
 ) -> tuple[CarriedState, dict[str, str], Sequence[str]]:
-    """A state with tied weights as its target wants them; the names that are left out, with what they are tied to; and
-    warnings where config.json says otherwise than the weights."""
+    """Tied weights as the target stores them.
+
+    Returns:
+        The state; the names that are left out, with the name that each is tied to; warnings where config.json ties
+        weights that differ.
+    """
     if kind == "hf" and assets.config is not None:
-        tied, warnings, denied = find_tied_twins(state.views, assets.settings, is_equal)
-        if denied:  # the class must not tie them: what it ties beside them is stored under all its names then
+        tied, warnings, differing = find_ties(state.views, assets.settings, is_equal)
+        if differing:
+            # The result's config.json ties nothing, so the names that the class would tie are all stored.
             state = state.with_aliases(absent_names(assets.settings, state.views))
             assets.untie()
-            tied, _, still = find_tied_twins(state.views, assets.settings, is_equal)
-            if still:
-                twin, kept = next(iter(still.items()))
+            tied, _, differing = find_ties(state.views, assets.settings, is_equal)
+            if differing:
+                alias, kept = next(iter(differing.items()))
                 raise ConversionError(
                     "The class that config.json names ties weights that differ.",
-                    expected=f"{twin} with the bytes of {kept}",
+                    expected=f"{alias} with the bytes of {kept}",
                     got="other bytes; tie_word_embeddings: false does not untie them",
                     where=str(config_class(assets.settings)),
-                    todo=f"leave one of them out, such as --exclude {twin}, or pass the config.json of the right class",
+                    todo=f"leave one out, such as --exclude {alias}, or pass the config.json of the right class",
                 )
         return state.without(tied), tied, warnings
     if kind in ("hf", "adapter"):
         return state, {}, ()
-    twins, unsaid = left_out_by(source, state.views)
-    return state.with_aliases(twins), {}, unsaid
+    aliases, warnings_of_class = left_out_by(source, state.views)
+    return state.with_aliases(aliases), {}, warnings_of_class
 
 
-def _changes_tensors(options: ConvertOptions) -> bool:
-    """Whether the result's tensors are not those that the source's files describe."""
-    return any((options.dequantize, options.quantize, options.rules, options.merge))
+def _newly_quantized(
+    state: CarriedState, options: ConvertOptions, assets: Assets, source: Source
+) -> CarriedState:
+    """Weights as codes and scales, and a config.json that says so."""
+    if not options.quantize:
+        return state
+    from vescale_fsdp.conversion.quantization import newly_quantized
+
+    state, settings = newly_quantized(state, options.quantize, assets.settings or _config(assets, source))
+    assets.set_quantization(settings)
+    return state
 
 
-def _settings(assets: Assets, source: Source) -> dict[str, Any]:
-    """What config.json says: the one that goes along, else the one beside the source."""
-    return assets.config if assets.config is not None else own_config(source.store)
-
-
-def _find_quantized(state: CarriedState, assets: Assets, source: Source) -> frozenset[str]:
+def _quantized_names(
+    state: CarriedState, options: ConvertOptions, kind: str, assets: Assets, source: Source
+) -> frozenset[str]:
+    """Names of codes and scales, which casts leave as they are; empty where it does not matter."""
+    has_config = assets.config is not None
+    if not options.dtype and not (kind == "hf" and has_config):
+        return frozenset()
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
-    return find_quantized(infos, assets.settings if assets.config is not None else _settings(assets, source))
+    return find_quantized(infos, assets.settings if has_config else _config(assets, source))
 
 
-def _require_model(source: Source) -> None:
-    """Refuse an adapter where a model is wanted: its tensors alone are none."""
+def _with_casts(
+    state: CarriedState, kind: str, options: ConvertOptions, assets: Assets, quantized: frozenset[str]
+) -> tuple[CarriedState, dict[str, tuple[str, str]]]:
+    """Floats cast as requested, and a config.json that says so.
+
+    Returns:
+        The state, and the types of each cast tensor before and after.
+    """
+    if not options.dtype:
+        return state, {}
+    from vescale_fsdp.checkpoint.moves.casting import CastRules
+
+    casts = CastRules.parse(options.dtype)
+    cast = state.with_model_views(lambda views: casts.apply(views, quantized))
+    if kind == "hf" and casts.default is not None:
+        assets.set_weights_dtype(casts.default.name)
+    types = {name: (state.views[name].info.dtype, view.info.dtype) for name, view in cast.views.items()}
+    return cast, {name: (old.name, new.name) for name, (old, new) in types.items() if old != new}
+
+
+def _check_is_model(source: Source) -> None:
+    """Refuse an adapter as a source: without its base it is not a model."""
     if source.kind == "adapter":
         raise ConversionError(
             "This is an adapter, not a model.",
@@ -341,43 +429,8 @@ def _require_model(source: Source) -> None:
         )
 
 
-def _merged(state: CarriedState, url: str, config: dict[str, Any]) -> CarriedState:
-    """The state with an adapter in its weights."""
-    from vescale_fsdp.conversion.adapters.merged_weights import merged_state
-    from vescale_fsdp.conversion.adapters.peft_folder import PeftConfig, require_adapter
-    from vescale_fsdp.conversion.formats.detect import open_source
-
-    require_adapter(url)
-    adapter = open_source(url, kind="adapter")
-    peft_config = PeftConfig.read(adapter.store, "pass the folder that peft saved")
-    return merged_state(state, adapter, peft_config, config)
-
-
-def _dequantized(state: CarriedState, text: str, assets: Assets, source: Source) -> CarriedState:
-    """The state with quantised weights as floats, and the settings told."""
-    from vescale_fsdp.checkpoint.moves.casting import float_type
-    from vescale_fsdp.conversion.quantization import dequantized
-
-    dtype = float_type(text)
-    found = dequantized(state, _settings(assets, source), dtype)
-    assets.set_weights_dtype(dtype.name)
-    assets.set_quantization(None)
-    return found
-
-
-def _newly_quantized(
-    state: CarriedState, schemes: Sequence[str], assets: Assets, source: Source
-) -> CarriedState:
-    """The state with weights as codes and scales, and the settings told."""
-    from vescale_fsdp.conversion.quantization import newly_quantized
-
-    found, settings = newly_quantized(state, schemes, assets.settings or _settings(assets, source))
-    assets.set_quantization(settings)
-    return found
-
-
-def _require_text(names: Sequence[str]) -> None:
-    """Refuse names that have no UTF-8, which plans, journals and most formats write."""
+def _check_names(names: Sequence[str]) -> None:
+    """Refuse names that cannot be encoded as UTF-8, which plans, journals and most formats need."""
     for name in names:
         try:
             name.encode()
@@ -390,17 +443,21 @@ def _require_text(names: Sequence[str]) -> None:
             ) from error
 
 
-def _require_stored(state: CarriedState, source: Source, *, keeps_repeats: bool) -> None:
-    """Refuse tensors that are far more than what the source stores of them: a file of a kilobyte can hold a tensor of
-    terabytes whose strides repeat one item, and an array whose chunks are absent."""
+def _check_growth(state: CarriedState, source: Source, *, keeps_repeats: bool) -> None:
+    """Refuse a result far larger than the bytes that the source stores. A hostile file of a kilobyte can describe a
+    tensor of terabytes: its strides repeat one item, or the chunks of its array are absent.
 
-    def written(view: TensorView) -> int:
+    Args:
+        keeps_repeats: whether the target writes items that strides repeat only once.
+    """
+
+    def written_bytes(view: TensorView) -> int:
         return (without_repeats(view, repeated_dims(view)) if keeps_repeats else view).info.nbytes
 
-    sizes = {name: written(view) for name, view in state.views.items()}
+    sizes = {name: written_bytes(view) for name, view in state.views.items()}
     total = sum(sizes.values())
     if not is_inflated(total, 0):
-        return  # as most are
+        return  # small enough whatever is stored: the stored bytes need not be counted
     inputs = {(id(each), name): each for view in state.views.values() for each, name in view.sources()}
     stored = {key: each.tensors[key[1]].stored_nbytes for key, each in inputs.items()}
     if not is_inflated(total, sum(stored.values())):
@@ -417,31 +474,4 @@ def _require_stored(state: CarriedState, source: Source, *, keeps_repeats: bool)
         f"{format_bytes(sizes[worst])}, of which {format_bytes(stored_of(worst))} are stored",
         where=source.url,
         todo=f"leave it out: --exclude '{worst}'; to-torch writes what strides repeat (tensor.expand) once",
-    )
-
-
-def _with_casts(
-    state: CarriedState, dtype: Sequence[str], assets: Assets | None, quantized: frozenset[str]
-) -> tuple[CarriedState, dict[str, tuple[str, str]]]:
-    """The state with floats cast, the settings told, and the types before and after."""
-    from vescale_fsdp.checkpoint.moves.casting import CastRules
-
-    casts = CastRules.parse(dtype)
-    cast = state.with_model_views(lambda views: casts.apply(views, quantized))
-    if assets is not None and casts.default is not None:
-        assets.set_weights_dtype(casts.default.name)
-    types = {name: (state.views[name].info.dtype, view.info.dtype) for name, view in cast.views.items()}
-    return cast, {name: (old.name, new.name) for name, (old, new) in types.items() if old != new}
-
-
-def _with_rules(
-    state: CarriedState, kind: str, options: ConvertOptions, config: dict[str, Any]
-) -> CarriedState:
-    from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
-    from vescale_fsdp.conversion.rules.rule_file import load_rules
-
-    assert options.rules is not None
-    to_hf = kind == "hf" if options.rules_to is None else options.rules_to == "hf"
-    return state_with_rules(
-        state, load_rules(options.rules), config, to_hf=to_hf, on_disagreement=options.on_disagreement
     )

@@ -56,23 +56,23 @@ class HuggingFace(Form):
         >>> form = HuggingFace(assets="original_repo", dtype="bfloat16")
         >>> save("out", {"model": model, "optimizer": optimizer}, format=form)  # doctest: +SKIP
 
-    The optimizer is left out. Every rank writes its part of the files; nothing is gathered, and only what key rules
-    (or cuts along other dims than the first) put between the bytes of several ranks is sent, in small parts.
+    The optimizer is left out. Each rank writes its part of the files, and no tensor is gathered. Ranks send each other
+    small parts only where key rules, or shards along other dims than the first, mix the bytes of several ranks.
 
     Args:
         assets: folder or URL with config.json, tokenizer files and so on, which are copied.
         rules: key rules from the model's names to Hugging Face's: a shipped set's name or a TOML file.
         dtype: the type that floats are cast to, or several texts such as ``"*.gate.bias=float32"``.
-        model_prefix: what the model's names begin with in the state, such as ``"model"``; all else stays out then.
-            By default the model is looked for, and what is neither it nor its optimizer is refused by name.
+        model_prefix: start of the model's names in the state, such as ``"model"``; everything else is left out then.
+            By default the model is detected, and entries of neither the model nor its optimizer are refused.
         max_shard_bytes: the most bytes of tensors in one file.
-        budget_bytes: the most bytes of other ranks' tensors that a rank holds at a time.
-        require_check: refuse a save that the class in config.json does not take, or whose class the shipped table does
-            not know. By default the former is a warning: the class itself, which may take other names too, is not asked
-            while a model trains.
+        budget_bytes: the most bytes of other ranks' tensors that a rank buffers.
+        require_check: refuse a save that the class in config.json does not load, or whose class is not in the shipped
+            table. By default a mismatch is a warning, since the class itself, which may accept other names too, is
+            not asked while a model trains.
 
     Raises:
-        ConversionError: for a type that floats are not cast to, or limits that are too small.
+        ConversionError: for a dtype that floats cannot be cast to, or limits that are too small.
     """
 
     assets: str | os.PathLike[str]
@@ -100,13 +100,13 @@ class HuggingFace(Form):
         return (dtype_name(self.dtype),)
 
     def arguments(self) -> Json:
-        """All of them, with the contents of config.json and of the rules."""
+        """All options, with checksums of config.json and of the rules."""
         url = os.fspath(self.assets)
         config = Assets(url).config
         if config is None:
             raise ConversionError(
                 f"The settings lack {CONFIG_FILE}.",
-                expected=f"a folder with {CONFIG_FILE}, without which nobody loads the weights",
+                expected=f"a folder with {CONFIG_FILE}, without which no loader reads the weights",
                 got="none there",
                 where=url,
                 todo="check the path given as assets=",
@@ -125,7 +125,7 @@ class HuggingFace(Form):
         }
 
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
-        """Lock the folder, and refuse one with other files than a repository's."""
+        """Lock the folder; refuse one with files that do not belong to a repository."""
         repository_folder(storage).claim(held, overwrite=overwrite)
 
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
@@ -134,11 +134,11 @@ class HuggingFace(Form):
         return write_repository(plan, share, self._planned, class_warnings, self.budget_bytes)
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
-        """All that was written."""
+        """Remove all files of a failed save."""
         repository_folder(storage).clear_away()
 
     def left_out(self, structure: Structure) -> Collection[str]:
-        """The optimizer's. What else is left out only all ranks together know."""
+        """The optimizer's tensors. Others may be left out too, which only all ranks together can decide."""
         leaves = NativeLeaves(structure, "the state")
         optimizer = set(optimizer_names(leaves.paths))
         kept = {place for name, place in leaves.tensors.items() if name not in optimizer}
@@ -148,12 +148,12 @@ class HuggingFace(Form):
         """The files of the repository, and warnings.
 
         Raises:
-            ConversionError: for leaves that are neither of the model nor of its optimizer, unless the model was named.
+            ConversionError: without ``model_prefix``, for entries of neither the model nor its optimizer.
         """
         others = (*find_model(shards.source, self.model_prefix).others, *shards.source.omitted)
         if others and self.model_prefix is None:
             raise ConversionError(
-                "A Hugging Face repository cannot hold all of this state.",
+                "A Hugging Face repository cannot contain all of this state.",
                 expected="a model, and an optimizer, which is left out",
                 got=some(others, 8),
                 where=shards.source.url,
@@ -170,10 +170,10 @@ class HuggingFace(Form):
         return report.plan, report.warnings
 
     def _class_warnings(self, where: str, plan: OutputPlan) -> Sequence[str]:
-        """What keeps the class in config.json from taking the result, by the shipped table.
+        """Differences between the repository and the class in config.json, by the shipped table.
 
         Raises:
-            ConversionError: if something does, or the table does not know, and ``require_check`` asks for it.
+            ConversionError: with ``require_check``, if there are any, or the table has no answer.
         """
         check = check_planned(plan, find_quantized, asks="never")
         problems = () if check is None else check.problems
@@ -181,13 +181,13 @@ class HuggingFace(Form):
         if self.require_check and (problems or is_unknown):
             reason = "" if check is None else check.reason
             raise ConversionError(
-                "The class that config.json names is not known to take this model.",
-                expected="names and shapes that the shipped table has for the class",
-                got=some(problems, 6) if problems else reason or "a class that the table does not know",
+                "The class that config.json names is not known to load this model.",
+                expected="the names and shapes of the class in the shipped table",
+                got=some(problems, 6) if problems else reason or "a class that is not in the table",
                 where=where,
                 todo="pass the model's own config.json as assets=, or rules= to its names; or leave out "
                 "require_check=True, and convert a native checkpoint with vescale-convert to-hf, which asks the class",
             )
         if check is None or not problems:
             return ()
-        return (f"{check.class_name} of config.json does not take {where} as it is: {some(problems, 6)}",)
+        return (f"{check.class_name} of config.json does not load {where} as it is: {some(problems, 6)}",)

@@ -11,8 +11,8 @@ from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.checkpoint.formats.viewed_checkpoint import OpenedSource
 from vescale_fsdp.checkpoint.moves.carried_state import whole_state
 from vescale_fsdp.checkpoint.moves.casting import float_type
-from vescale_fsdp.conversion.adapters.peft_folder import one_adapter, trained_names
 from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.formats.peft import one_adapter, trained_names
 from vescale_fsdp.conversion.quantization import dequantized, find_quantized
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules

@@ -1,12 +1,12 @@
-"""The gate: format, lint, types, import order and fast tests, in that order, all of them run.
+"""The gate: format, lint, types, import order and fast tests. All run, even after a failure.
 
     python tools/check.py                      everything (about half a minute)
-    python tools/check.py --fix                format and mend what ruff can mend, then check
+    python tools/check.py --fix                apply ruff's formatting and fixes, then check
     python tools/check.py --only types         one step
     python tools/check.py --skip fast-tests    all but one
 
-People (`make check`), `make test`, the pre-commit hook and the workflow run this one file.
-Exit code 0 if every step passed, 1 otherwise; what failed is printed last.
+`make check`, `make test`, the pre-commit hook and the workflow run this file.
+Exit code 0 if every step passed, 1 otherwise; the failed steps are printed last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PYTHON = sys.executable
-# Tests of the pure modules and of the house rules: no worker processes, seconds in all.
+# Tests of the pure modules and of the house rules: no worker processes, a few seconds in total.
 FAST_TESTS = (
     "house/rules/test_errors.py",
     "house/test_public.py",
@@ -40,13 +40,13 @@ STEPS: dict[str, list[str]] = {
 
 
 def fix() -> None:
-    """Let ruff mend what it can."""
+    """Apply ruff's fixes and formatting."""
     for command in (["check", "--fix", "--quiet", "."], ["format", "--quiet", "."]):
         subprocess.run([PYTHON, "-m", "ruff", *command], cwd=ROOT, check=False)
 
 
 def run_step(name: str) -> bool:
-    """Run one step, print its output if it fails and a line in any case; whether it passed."""
+    """Run one step and print its result, with its output if it fails; returns whether it passed."""
     start_s = time.monotonic()
     done = subprocess.run(STEPS[name], cwd=ROOT, capture_output=True, text=True)
     passed = done.returncode == 0
@@ -59,7 +59,7 @@ def run_step(name: str) -> bool:
 def main() -> int:
     """Parse, run the chosen steps, report."""
     parser = argparse.ArgumentParser(description="format, lint, types, import order, fast tests")
-    parser.add_argument("--fix", action="store_true", help="let ruff mend what it can first")
+    parser.add_argument("--fix", action="store_true", help="apply ruff's fixes and formatting first")
     parser.add_argument("--only", choices=STEPS, action="append", help="run this step alone (repeatable)")
     parser.add_argument("--skip", choices=STEPS, action="append", default=[], help="leave a step out")
     options = parser.parse_args()

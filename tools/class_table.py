@@ -1,12 +1,12 @@
-"""Write the table of what common classes of transformers take: names, shapes, ties, as functions of config.json.
+"""Write the table of the parameters of common transformers classes: names, shapes, ties, as functions of config.json.
 
-    python -m tools.class_table                 asks the installed transformers, on the meta device; a minute
+    python -m tools.class_table                 builds models of the installed transformers on the meta device; a minute
     python -m tools.class_table LlamaForCausalLM ...       prints the rows of some classes instead
 
-Each class is made with sizes that are distinct in several ways, so that every dim of every parameter is found as an
-expression of config fields, and with every option turned. A class goes into the table only if what the table says of it
-is what the class says, for random sizes and options; whatever a class does beside that is a field whose value the table
-requires to be the default (``fixed``), and else the class itself is asked (see `model_class`).
+Each class is built with several sets of distinct sizes, so that every dim of every parameter can be matched with an
+expression of config fields, and with every option turned on and off. A class is added to the table only if its row
+predicts the parameters for random sizes and options. Other fields that change parameters must have their default value
+(``fixed``); otherwise the converter builds the class itself (see `model_class`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CLASSES = (
     *(f"{family}ForCausalLM" for family in _FAMILIES),
     *("GPT2LMHeadModel", "BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM"),
 )
-# Of these no class makes a parameter; all others are tried.
+# Fields that change no parameter of any class. All other fields are tried.
 HARMLESS = re.compile(
     r".*token_ids?|.*rope.*|.*layer_types|.*act|.*activation(_function)?|.*dtype|id2label|label2id|architectures|model_type"
     r"|transformers_version|_name_or_path|problem_type|.*attn_implementation|sliding_window.*|max_window_layers|task_specific"
@@ -74,7 +74,7 @@ FILE = Path(model_class.__file__).with_name("class_table.json")
 
 
 def sizes(keys: Mapping[str, Any], seed: int) -> Settings:
-    """A value for each field of a config that is a size, by its name."""
+    """A value for each field of a config whose name is that of a size."""
     rng = random.Random(seed)
     kv, group = rng.sample([2, 3, 5], 2)
     heads, odd = kv * group, iter(rng.sample([61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113], 8))
@@ -94,13 +94,13 @@ def sizes(keys: Mapping[str, Any], seed: int) -> Settings:
         r"max_position_embeddings|n_positions": next(odd),
         r"type_vocab_size": 23,
     }
-    names = [*keys, "head_dim"]  # many classes look for it although their config does not know it
+    names = [*keys, "head_dim"]  # many classes read it although their config does not define it
     found = {key: value for key in names for form, value in known.items() if re.fullmatch(form, key)}
     return found | {key: 2 for key in keys if key in ("num_experts_per_tok",)}
 
 
 def made(class_name: str, settings: Settings) -> tuple[Any, list[Shapes], dict[str, str]]:
-    """A class on meta: the model, its tensors under the names in memory and in files, and its ties."""
+    """Build a class on the meta device: the model, its shapes by the names in memory and in files, and its ties."""
     model_class = getattr(transformers, class_name)
     settings = {key: value for key, value in settings.items() if not key.endswith("token_id")}
     with torch.device("meta"):
@@ -117,10 +117,10 @@ class Unfit(Exception):
 
 
 def row_of(class_name: str) -> Row:
-    """What the table says of a class.
+    """The row of a class in the table.
 
     Raises:
-        Unfit: if it cannot say it.
+        Unfit: if the table cannot describe the class.
     """
     defaults = getattr(transformers, class_name).config_class().to_dict()
     aliases = dict(getattr(transformers, class_name).config_class.attribute_map)
@@ -133,12 +133,12 @@ def row_of(class_name: str) -> Row:
     forms = made(class_name, {**bases[0], **flags})[1]
     fields = [key for key in bases[0] if key != "num_experts_per_tok"]
     row: Row = {"fields": {}, "flags": {}, "fixed": {}, "forms": [], "only_if": {}}
-    # Options: which names come and go with each.
+    # Options: the names that exist only with each value.
     turning: dict[str, dict[bool, list[set[str]]]] = {}
     for flag, value in flags.items():
         try:
             turned = made(class_name, {**bases[0], **flags, flag: not value})[1]
-        except Exception:  # noqa: BLE001  of whatever kind the model's code raises
+        except Exception:  # noqa: BLE001  the model's code may raise any
             row["fixed"][flag] = value
             continue
         if turned == forms:
@@ -196,11 +196,11 @@ def row_of(class_name: str) -> Row:
             )
             if found is not None:
                 row["fields"][field][given] = found
-    prove(class_name, row, range(3, 9))
+    check_row(class_name, row, range(3, 9))
     return {key: value for key, value in row.items() if value}
 
 
-def prove(class_name: str, row: Row, seeds: range) -> None:
+def check_row(class_name: str, row: Row, seeds: range) -> None:
     """Compare a row with its class for random sizes and options.
 
     Raises:
@@ -214,11 +214,11 @@ def prove(class_name: str, row: Row, seeds: range) -> None:
         _, forms, ties = made(class_name, settings)
         found = expected_by(row, settings)
         if found is None or list(found.forms) != forms or found.ties != ties:
-            raise Unfit(f"other parameters than the table's for {settings}")
+            raise Unfit(f"its parameters differ from the row's for {settings}")
 
 
 def _template(name: str, base: Settings, shapes: Shapes) -> str:
-    """A name with the fields that count layers and experts in place of their numbers."""
+    """A name with the fields that count layers and experts instead of the indices of layers and experts."""
     counted = {value: key for key, value in base.items() if re.search(r"layer|experts$", key)}
     parts = name.split(".")
     for place, part in enumerate(parts):
@@ -236,17 +236,17 @@ def _template(name: str, base: Settings, shapes: Shapes) -> str:
 
 
 def _described(unions: list[Shapes], bases: list[Settings], fields: list[str]) -> dict[str, list[str]]:
-    """Name templates -> dims as expressions, true for all bases.
+    """Name template -> dims as expressions that are right for all bases.
 
     Raises:
-        Unfit: if there are none.
+        Unfit: if there are no such expressions.
     """
     seen: list[dict[str, tuple[int, ...]]] = []
     for union, base in zip(unions, bases, strict=True):
         by_template: dict[str, tuple[int, ...]] = {}
         for name, shape in union.items():
             if by_template.setdefault(_template(name, base, union), shape) != shape:
-                raise Unfit(f"{name} has other shapes in other layers")
+                raise Unfit(f"{name} has different shapes in different layers")
         seen.append(by_template)
     if any(one.keys() != seen[0].keys() for one in seen):
         raise Unfit(f"names: {sorted(seen[0].keys() ^ seen[1].keys())[:4]}")
@@ -280,7 +280,7 @@ def _expression(values: list[int], bases: list[Settings], fields: list[str], whe
 def _value_for(
     class_name: str, row: Row, field: str, default: Any, bases: list[Settings], settings: Settings
 ) -> int | str | None:
-    """What a field is if config.json lacks it, or has null there; None if nobody knows."""
+    """The value of a field that config.json lacks, or that is null; None if it is not known."""
     others = [name for name in row["fields"] if name != field]
     candidates: list[int | str] = [default] if isinstance(default, int) else []
     candidates += [
@@ -291,7 +291,7 @@ def _value_for(
     without = [{key: value for key, value in base.items() if key != field} for base in bases]
     try:
         wanted = [made(class_name, {**base, **settings})[1] for base in without]
-    except Exception:  # noqa: BLE001  of whatever kind the model's code raises
+    except Exception:  # noqa: BLE001  the model's code may raise any
         return None
     for text in candidates:
         tried = [{**base, field: model_class.size(str(text), base)} for base in without]
@@ -310,7 +310,7 @@ def _ties(class_name: str, settings: Settings) -> dict[str, str]:
 
 
 def _ignored(class_name: str, settings: Settings) -> set[str]:
-    """Patterns of names that the class leaves out without a word."""
+    """Patterns of names that the class ignores without a warning."""
     model = made(class_name, settings)[0]
     found = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
@@ -333,7 +333,7 @@ def _conv1d(class_name: str, settings: Settings) -> set[str]:
 def _fixed(
     class_name: str, keys: Mapping[str, Any], base: Settings, fields: list[str], turning: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Fields that are neither sizes nor options and that change parameters, or might: with the value they must have."""
+    """Fields, neither sizes nor options, that change parameters or might -> the value that they must have."""
     plain = made(class_name, base)[1:]
     found: dict[str, Any] = {}
     for key, value in keys.items():
@@ -346,7 +346,7 @@ def _fixed(
         for other in others:
             try:
                 is_free = is_free and made(class_name, {**base, key: other})[1:] == plain
-            except Exception:  # noqa: BLE001  of whatever kind the model's code raises
+            except Exception:  # noqa: BLE001  the model's code may raise any
                 is_free = False
         if not is_free:
             found[key] = value

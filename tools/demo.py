@@ -1,13 +1,13 @@
-"""The whole idea on real text: train sharded, die, go on with more ranks, export, load elsewhere.
+"""A demonstration on real text: train sharded, get killed, continue on more ranks, export, load elsewhere.
 
     make demo            or: python -m tools.demo [--steps 200] [--save-at 70] [--lost 10] [--out demo_output]
 
     killed/              2 ranks; checkpoint at step k; all ranks SIGKILLed some steps later
     restarted/           3 ranks; loads that checkpoint and runs to the end
-    uninterrupted/       2 ranks, from start to end: what the other two together must equal
+    uninterrupted/       2 ranks, from start to end: the other two runs together must give the same losses
     hugging_face/        the restarted run's model, converted; transformers loads it
 
-Every claim printed is checked; the first that does not hold ends the demo with exit code 1.
+Every printed statement is checked; the first wrong one ends the demo with exit code 1.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from typing import Any
 
 from tools.torchrun_job import Job, JobFailed, losses_of
 
-# Two runs differ in the order in which floats are added up, and in nothing else. At the first step after
-# the restart that is the order of fp32 sums over ranks. Later it also is the rounding of each rank's bf16
-# gradients, over 4 windows on 3 ranks and 6 on 2, which training carries on: bf16 keeps 8 bits.
+# The runs differ only in the order in which floats are added. At the first step after the restart that is the order of
+# fp32 sums over ranks. Later it is also the rounding of each rank's bf16 gradients (8 bits), over 4 windows on 3 ranks
+# and 6 windows on 2 ranks, which accumulates during training.
 FIRST_STEP_BOUND = 1e-5  # of the loss, relative
 LATER_STEPS_BOUND = 2**-8  # of the loss, relative: one unit in the last place of bf16
 
 
 class Report:
-    """What the demo found out: lines for the table at the end, and the checks."""
+    """The demo's results: rows of the final table, and checks."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, str]] = []
         self.start_s = time.monotonic()
 
     def row(self, name: str, value: object) -> None:
-        """Keep a line for the table."""
+        """Add a row to the final table."""
         self.rows.append((name, str(value)))
 
     def check(self, holds: bool, claim: str) -> None:
-        """Print a claim that holds, or end the demo."""
+        """Print a statement if it is true; else end the demo."""
         if not holds:
             sys.exit(f"FAILED: {claim}")
         print(f"  ok: {claim}", flush=True)
@@ -55,7 +55,7 @@ class Report:
 
 
 def heading(text: str) -> None:
-    """A line that says what comes next."""
+    """Print the title of the next part."""
     print(f"\n{text}", flush=True)
 
 
@@ -76,7 +76,7 @@ def train_with_a_kill(out: Path, steps: int, save_at: int, lost: int, report: Re
     job = Job("examples.train", 2, arguments, killed / "log")
     last = job.follow(killed, "2 ranks", range(steps), until=lambda step: step >= save_at + lost)
     if job.process.poll() is not None:
-        job.wait()  # it ended by itself: say why
+        job.wait()  # the job ended by itself: raise its error
     job.kill_ranks(killed)
     print(f"  killed at step {last}; {last - save_at} steps are lost, the checkpoint is not", flush=True)
     heading("2. Go on from the checkpoint, on 3 ranks")
@@ -86,7 +86,7 @@ def train_with_a_kill(out: Path, steps: int, save_at: int, lost: int, report: Re
 
 
 def compare_losses(out: Path, steps: int, save_at: int, report: Report) -> None:
-    """Print both loss curves side by side and hold their difference against the bounds."""
+    """Print both loss curves side by side and check that their difference is within the bounds."""
     heading("4. Both loss curves")
     straight, before, after = (losses_of(out / run) for run in ("uninterrupted", "killed", "restarted"))
     joined = {step: (after if step > save_at else before)[step] for step in range(1, steps + 1)}
@@ -103,7 +103,9 @@ def compare_losses(out: Path, steps: int, save_at: int, report: Report) -> None:
         f"the two 2-rank runs agree bit by bit up to step {save_at}",
     )
     report.check(first <= FIRST_STEP_BOUND, f"first step on 3 ranks differs by {first:.0e} <= 1e-5")
-    within = all(each <= LATER_STEPS_BOUND for each in relative.values())  # a NaN, which `max` loses, is not
+    within = all(
+        each <= LATER_STEPS_BOUND for each in relative.values()
+    )  # False for NaN, which `max` would ignore
     report.check(within, f"no step differs by more than {largest:.1e} <= 2^-8")
     learnt = straight[1] - straight[steps]
     report.check(learnt > 1, f"the model learnt: loss fell by {learnt:.2f}")
@@ -113,7 +115,7 @@ def compare_losses(out: Path, steps: int, save_at: int, report: Report) -> None:
 
 
 def export(run: Path, target: Path, report: Report) -> None:
-    """Convert the final checkpoint with the command people use."""
+    """Convert the final checkpoint with `vescale-convert`."""
     from examples.train import SHAPE
 
     heading("5. vescale-convert to-hf")
@@ -146,7 +148,7 @@ def load_with_transformers(run: Path, repository: Path, summary: dict[str, Any],
     trained = load_file(run / "logits.safetensors")["logits"]
     with torch.no_grad():
         worst = (model(tokens).logits - trained).abs().max().item()
-    # One kernel for both on the CPU; a GPU may choose another one for other sizes.
+    # On the CPU both use the same kernel; a GPU may choose another kernel for other sizes.
     bound = 0.0 if summary["device"] == "cpu" else 2**-4
     report.check(worst <= bound, f"logits of the sharded model, in bf16, differ by {worst} <= {bound}")
     torch.manual_seed(0)
@@ -160,7 +162,7 @@ def load_with_transformers(run: Path, repository: Path, summary: dict[str, Any],
 
 
 def load_with_fsdp2(out: Path, checkpoint: Path, summary: dict[str, Any], report: Report) -> None:
-    """Stock FSDP2 reads the same checkpoint, without any of our code."""
+    """Stock FSDP2 reads the same checkpoint without this package."""
     heading("7. Stock FSDP2 loads the same checkpoint")
     found = out / "fsdp2_digests.json"
     Job("examples.load_with_fsdp2", 2, [str(checkpoint), str(found)], out / "fsdp2_log").wait()
@@ -170,8 +172,8 @@ def load_with_fsdp2(out: Path, checkpoint: Path, summary: dict[str, Any], report
 
 
 def draw(run: Path) -> Path:
-    """The layout of the first block as a picture beside the checkpoint."""
-    from vescale_fsdp.layout import ModelLayout
+    """Draw the layout of the first block, next to the checkpoint."""
+    from vescale_fsdp.layout.group_layout import ModelLayout
     from vescale_fsdp.layout.pictures import layout_svg
 
     layout = ModelLayout.from_json(json.loads((run / "layout.json").read_text()))

@@ -1,15 +1,15 @@
-"""All that one machine with GPUs can show in half an hour, as one command that goes on after a failure.
+"""Run all checks and benchmarks that need GPUs, in half an hour; continues after a failure.
 
     python tools/gpu_run.py --minutes 25 --out gpu_report        make gpu
     python tools/gpu_run.py --dry --out gpu_report               on the CPU, in small, without the steps' figures
 
-    correctness   sharded training beside a plain model under every switch: one rank, two over gloo on one GPU, all
-                  GPUs over NCCL; a weight changed, which must be found out; the tests marked gpu; CUDA's sanitizer
-    figures       steps beside FSDP2's as one rank of 64 (the other ranks' data is garbage, times are right); flat
+    correctness   sharded training against a plain model under every switch: one rank, two over gloo on one GPU, all
+                  GPUs over NCCL; a changed weight, which must be detected; the tests marked gpu; CUDA's sanitizer
+    figures       steps against FSDP2's as one rank of 64 (other ranks' data is garbage, times are right); flat
                   optimizers; memory, alignment; checkpoints, clipping, optimizers; a trace of a step
 
-Each step is a process of its own with a limit; what the budget has no room for is left out, and said so. After each
-step ``gpu.json`` and ``gpu.md`` are written anew. Exit code 1 if a step of correctness failed.
+Each step is a process with a time limit. Steps that do not fit into the budget are reported as left out. ``gpu.json``
+and ``gpu.md`` are rewritten after each step. Exit code 1 if a correctness step failed.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from tools.bench.rows import machine
 from vescale_fsdp.runtime.fsdp_module import MEMORY_POOLS
 
 ROOT = Path(__file__).parents[1]
-LEAST_S = 10  # with less left of the budget no step is begun
+LEAST_S = 10  # no step is started with less time left
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command, how long it may take, and whether it is to show that values are right."""
+    """One command, its time limit, and whether it checks correctness."""
 
     name: str
     command: tuple[str, ...]
     limit_s: int
-    proves: bool = True
+    checks: bool = True
     env: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step: ``state`` is passed, failed, out of time or left out."""
+    """The result of a step: ``state`` is passed, failed, out of time or left out."""
 
     step: Step
     state: str
@@ -64,13 +64,13 @@ def _module(name: str, *options: str) -> tuple[str, ...]:
 
 
 def steps(out: Path, *, dry: bool, num_gpus: int) -> Iterator[Step]:
-    """Correctness first, then figures, the most telling first."""
+    """Correctness first, then figures, the most important first."""
     yield from (_parity_in_small(out) if dry else _correctness(out, num_gpus))
     yield from _figures(out, "cpu" if dry else "cuda", dry=dry)
 
 
 def _parity_in_small(out: Path) -> Iterator[Step]:
-    """One process: the tests try every case on the CPU, and the mirror, and imports of torch take longest here."""
+    """Two cases in one process: the tests run every case and the mirror on the CPU, and importing torch is slow."""
     few = ("--device", "cpu", "--backend", "gloo", "--ranks", "2", "--only", "bf16, accumulation")
     command = _module("tools.gpu.parity", *few, "--control", *_json(out, "parity"))
     yield Step("parity, two ranks over gloo, and with a weight changed", command, 120)
@@ -95,21 +95,21 @@ def _correctness(out: Path, num_gpus: int) -> Iterator[Step]:
 
 def _figures(out: Path, device: str, *, dry: bool) -> Iterator[Step]:
     micro = _module("tools.gpu.micro", "--device", device, *_json(out, "micro"), "--folder", str(out))
-    yield Step("memory, alignment, checkpoints, optimizers, a trace", micro, 240, proves=False)
+    yield Step("memory, alignment, checkpoints, optimizers, a trace", micro, 240, checks=False)
     if dry:
-        return  # a CPU has no pools, and the benchmarks of steps take minutes there, and are run by themselves
+        return  # a CPU has no memory pools, and the benchmarks of steps take minutes there
     pools = _module("tools.gpu.parity", "--device", "cuda", "--backend", "nccl", "--only", "memory")
     untried = {"VESCALE_FSDP_UNTRIED": MEMORY_POOLS}
-    yield Step("parity in a library's memory, still untried", pools, 120, proves=False, env=untried)
+    yield Step("parity in a library's memory, still untried", pools, 120, checks=False, env=untried)
     step = (sys.executable, "tools/bench/step.py", "--device", device, "--fake-world", "64", "--rounds", "1")
     for stem, size in {
         "dense_128_tokens": ("--models", "dense"),
         "dense_8k_tokens": ("--models", "dense", "--rows", "4", "--seq", "2048"),
         "moe": ("--models", "moe", "--rows", "1", "--seq", "256"),
     }.items():
-        yield Step(f"step, {stem}", (*step, *size, *_json(out, stem)), 180, proves=False)
+        yield Step(f"step, {stem}", (*step, *size, *_json(out, stem)), 180, checks=False)
     flat = (sys.executable, "tools/bench/flat.py", "--models", "dense")
-    yield Step("flat optimizers", (*flat, *_json(out, "flat")), 120, proves=False)
+    yield Step("flat optimizers", (*flat, *_json(out, "flat")), 120, checks=False)
 
 
 def _json(out: Path, stem: str) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def _json(out: Path, stem: str) -> tuple[str, ...]:
 
 
 def run(step: Step, left_s: float) -> Outcome:
-    """Run a step within its limit and what is left of the budget; whatever happens, it has an outcome."""
+    """Run a step within its limit and the rest of the budget; returns an outcome in any case."""
     limit_s = min(step.limit_s, left_s)
     if left_s < LEAST_S:
         return Outcome(step, "left out", 0.0, "the budget was spent", [])
@@ -145,7 +145,7 @@ def run(step: Step, left_s: float) -> Outcome:
 
 
 def _rows_of(step: Step) -> list[Any]:
-    """The rows that a step wrote, were it only in part."""
+    """The rows that a step has written, also if it did not finish."""
     files = [
         Path(after)
         for option, after in zip(step.command, step.command[1:], strict=False)
@@ -156,7 +156,7 @@ def _rows_of(step: Step) -> list[Any]:
 
 
 def write_reports(out: Path, outcomes: Sequence[Outcome]) -> None:
-    """``gpu.json`` with all there is, ``gpu.md`` to be read."""
+    """Write ``gpu.json`` with all results, and ``gpu.md`` for people."""
     report = {"machine": machine(), "steps": [asdict(outcome) for outcome in outcomes]}
     (out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
     lines = ["# A run on a GPU", "", f"{machine()}", "", "| step | outcome | seconds |", "|---|---|---|"]
@@ -176,7 +176,7 @@ def write_reports(out: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 0 if all that was to be proven was."""
+    """Command line; 0 if all correctness steps passed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes.append(run(step, end_s - time.monotonic()))
         write_reports(out, outcomes)
         print(f"{step.name:<32}{outcomes[-1].state:<14}{outcomes[-1].seconds:6.0f} s", flush=True)
-    return int(any(each.step.proves and each.state != "passed" for each in outcomes))
+    return int(any(each.step.checks and each.state != "passed" for each in outcomes))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""Sharded training on one device that acts as N ranks, held to a plain model: real data, real streams, a strict group.
+"""Sharded training on one device that acts as N ranks, compared with a plain model: real data, streams, a strict group.
 
-    python tools/mirror.py                            on the CPU, by the accelerator's branch, in program order
+    python tools/mirror.py                            on the CPU, by the code path for accelerators, in program order
     python tools/mirror.py --device cuda --world 64
 
-All N ranks hold the same shard, so the slices of every parameter are tied, and one process can be them all:
+All N ranks have equal shards, so the slices of every parameter are tied, and one process can act as all ranks:
 
     all-gather        every rank's slice is this rank's shard
     reduce-scatter    the mean (or sum) over the slices of this rank's buffer: the gradient of tied slices
-    all-to-all        rank r sends what this rank's buffer holds for it; the sum of all is what it was above
-    all-reduce        nothing, replicas are equal
+    all-to-all        rank r sends this rank's part for rank r; the sum over ranks is that of the reduce-scatter
+    all-reduce        nothing, because replicas are equal
 
-The group asserts what NCCL asks for: sizes, dtypes, alignment, a shard that lies in the full buffer in its place; and
-that it is asked for work of the stream that is current, which has the priority that was chosen for it. On a GPU its
-collectives run on a stream of their own, as NCCL's do, with a delay before they touch memory. So does the model. A
-wait that is missing then gives other numbers: with delays on either side, on both and on none training must have the
-bits of a run that synchronises after every collective, and those of the plain model.
+The group asserts NCCL's requirements: sizes, dtypes, alignment, the position of a shard in its full buffer, and that
+collectives run on the current stream, which has the chosen priority. On a GPU, its collectives run on a separate
+stream, as NCCL's do, with a delay before they access memory. The model is delayed too. A missing wait then changes
+results: with delays on either side, on both and on none, training must give the bits of a run that synchronizes after
+every collective, and the bits of the plain model.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 
-ALIGN_BYTES = 16  # below that NCCL copies element by element
+ALIGN_BYTES = 16  # below this alignment NCCL copies element by element
 RATE = 1e-4
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 @dataclass
 class Delays:
-    """Milliseconds that a GPU waits before a collective and before a layer; or no overlap at all."""
+    """Milliseconds that a GPU waits before a collective and before a layer; ``synchronised``: no overlap."""
 
     collective: float = 0.0
     compute: float = 0.0
@@ -75,20 +75,20 @@ def sleep(milliseconds: float) -> None:
 
 
 class MirroredWork(Work):
-    """A collective under way on the group's stream."""
+    """A collective in flight on the group's stream."""
 
     def __init__(self, event: Any) -> None:
         super().__init__()
         self._event = event
 
     def wait(self, timeout: Any = None) -> bool:
-        """The current stream waits."""
+        """Make the current stream wait."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         return True
 
 
-# Any: torch's stubs give its methods one list of arguments by version, and they are called with another.
+# Any: torch calls these methods with other arguments than its type stubs declare.
 _Base: Any = dist.ProcessGroup
 
 
@@ -154,7 +154,7 @@ class MirroredGroup(_Base):  # type: ignore[misc]
             torch.sum(rows, 0, out=shard)
             if averages:
                 shard.div_(self._size)
-            full.zero_()  # undefined from here on: who reads it is found out
+            full.zero_()  # its contents are undefined from here on, so a later read gives wrong results
 
         return self._run("reduce_scatter", full, work)
 
@@ -191,11 +191,11 @@ class MirroredGroup(_Base):  # type: ignore[misc]
 
 
 def _require(full: torch.Tensor, shard: torch.Tensor, size: int) -> None:
-    """What NCCL asks of the two buffers of a collective."""
+    """Check NCCL's requirements for the two buffers of a collective."""
     assert full.numel() == size * shard.numel(), (full.shape, shard.shape)
     assert full.is_contiguous() and shard.is_contiguous()
     assert full.dtype is shard.dtype and full.device == shard.device
-    if full.numel() * full.element_size() > 1024:  # messages of state are small, and need not be fast
+    if full.numel() * full.element_size() > 1024:  # small messages need not be fast
         for tensor in (full, shard):
             assert tensor.data_ptr() % ALIGN_BYTES == 0, "a buffer that starts between packs of 16 bytes"
 
@@ -206,7 +206,7 @@ def _require_current(opts: Any) -> None:
 
 @contextmanager
 def mirrored(world_size: int) -> Iterator[MirroredGroup]:
-    """This process as all ranks of a group of so many."""
+    """A context in which this process is all ranks of a group of this size."""
     if "mirror" not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             "mirror",
@@ -226,7 +226,7 @@ def mirrored(world_size: int) -> Iterator[MirroredGroup]:
 
 @contextmanager
 def _gaps_of_zeros() -> Iterator[None]:
-    """The mean over slices mixes what ranks never mix: gaps between tensors, which nobody writes, with values."""
+    """Set gaps between tensors to zero: no rank writes them, and the mean over slices mixes them with values."""
     allocate = DBuffer.allocate
 
     def allocated(buffer: DBuffer) -> None:
@@ -243,7 +243,7 @@ def _gaps_of_zeros() -> Iterator[None]:
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """Without a GPU: streams that only have names, so that the branch is the accelerator's."""
+    """Without a GPU: streams that only have names, so that the code path for accelerators runs."""
     if torch.cuda.is_available():
         yield
         return
@@ -294,7 +294,7 @@ class MirroredModel(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """How a model is trained."""
+    """Options of one training."""
 
     policy: MixedPrecisionPolicy = HALF
     narrow: bool = True
@@ -328,14 +328,14 @@ CASES = {
 
 @dataclass
 class Outcome:
-    """Losses, and this rank's pieces of all parameters."""
+    """Losses, and this rank's pieces of all parameters at the end and at the start."""
 
     losses: torch.Tensor
     pieces: list[torch.Tensor]
     start: list[torch.Tensor]
 
     def equals(self, other: Outcome) -> bool:
-        """To the last bit."""
+        """Whether losses and pieces are equal to the last bit."""
         pairs = zip(self.pieces, other.pieces, strict=True)
         return torch.equal(self.losses, other.losses) and all(torch.equal(*pair) for pair in pairs)
 
@@ -367,7 +367,7 @@ def _pieces(groups: list[ParamGroup], shards: list[torch.Tensor]) -> list[torch.
 
 
 def train(case: Case, device: str) -> tuple[Outcome, nn.Module, list[torch.Tensor]]:
-    """Sharded training of a case; the model, and the shards it began with."""
+    """Train a case sharded; returns the outcome, the model, and copies of the initial shards."""
     torch.manual_seed(0)
     model = MirroredModel(case.recomputes)
     if case.double_norms:
@@ -375,7 +375,7 @@ def train(case: Case, device: str) -> tuple[Outcome, nn.Module, list[torch.Tenso
             block.get_submodule("norm").double()
     with torch.no_grad():
         for param in model.parameters():
-            param.mul_(0.3)  # slices are tied: a norm may get a matrix's values
+            param.mul_(0.3)  # small, because slices are tied and a norm may get a matrix's values
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for module in (*model.blocks, model):
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=case.policy, **case.options)
@@ -397,7 +397,7 @@ def train(case: Case, device: str) -> tuple[Outcome, nn.Module, list[torch.Tenso
 
 
 def train_plain(case: Case, device: str, sharded: nn.Module, start: list[torch.Tensor]) -> Outcome:
-    """The same of a plain model whose parameters are views of tied slices."""
+    """Train a plain model whose parameters are views of tied slices."""
     world_size, groups = dist.get_world_size(), _groups_of(sharded)
     names = {id(module): name for name, module in sharded.named_modules()}
     plain = MirroredModel(case.recomputes).to(device)
@@ -432,7 +432,7 @@ def train_plain(case: Case, device: str, sharded: nn.Module, start: list[torch.T
 
 
 def check(name: str, device: str) -> dict[str, bool]:
-    """Train a case in all modes (on the CPU there is one): what has the bits that it must have."""
+    """Train a case in all modes (one on the CPU); returns which results have the expected bits."""
     case = CASES[name]
     found: dict[str, bool] = {}
     first: Outcome | None = None

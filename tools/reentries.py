@@ -5,8 +5,9 @@
     python tools/reentries.py --list     also every call that crosses folders, in the order of the run
 
 A reader who follows a run through the code changes folders where a function calls one of another folder. Each function
-counts at its first call. Calls that cross folders, less the folders that are reached so, are the re-entries. A reader
-does not follow leaf functions (those that call nothing else of this project); the second count leaves them out.
+counts at its first call; code that imports run does not count. Calls that cross folders, less the folders that are
+reached so, are the re-entries. A reader does not follow leaf functions (those that call nothing else of this project);
+the second count leaves them out.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = tuple(f"{ROOT / name}/" for name in ("vescale_fsdp", "checkpoint", "conversion"))
 
 
+NOT_CALLED = ("<module>", "__del__")  # by imports and by the garbage collector
+
+
 class Crossing(NamedTuple):
     """The first call of a function by one of another folder."""
 
@@ -33,8 +37,8 @@ class Crossing(NamedTuple):
 
 
 def is_own(code: CodeType) -> bool:
-    """Whether code belongs to this project; the bodies of modules do not count."""
-    return code.co_name != "<module>" and str(Path(code.co_filename).resolve()).startswith(FOLDERS)
+    """Whether code belongs to this project."""
+    return str(Path(code.co_filename).resolve()).startswith(FOLDERS)
 
 
 def folder_of(code: CodeType) -> str:
@@ -55,12 +59,12 @@ def crossings(run: Callable[[], object]) -> tuple[list[Crossing], set[CodeType]]
         return own[code]
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not owned(frame.f_code):
+        if event != "call" or not owned(frame.f_code) or frame.f_code.co_name in NOT_CALLED:
             return
         caller = frame.f_back
         while caller is not None and not owned(caller.f_code):
             caller = caller.f_back
-        if caller is None:
+        if caller is None or caller.f_code.co_name == "<module>":
             return
         callers.add(caller.f_code)
         code = frame.f_code

@@ -1,9 +1,9 @@
-"""What a release must pass: built, checked, installed alone, and README's example run there.
+"""Check a release: build it, check the files, install the wheel in a clean environment, run README's example.
 
     python tools/release_check.py [--keep]      make release-check
 
-The clean environment has the wheel, what it depends on, and nothing else of this machine; pip finds packages as it
-is set up to. ``--keep`` leaves it in build/release for a look.
+The clean environment has only the wheel and its dependencies, from pip's configured index. ``--keep`` keeps it in
+build/release.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Jobs under torchrun, seen from outside: start one, follow its progress file, kill its ranks, read its losses."""
+"""Jobs under torchrun, controlled from outside: start, follow the progress file, kill ranks, read losses."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ POLL_S = 0.05
 
 
 class JobFailed(RuntimeError):
-    """A job ended otherwise than it should have; the text holds the end of its log."""
+    """A job did not end as expected; the message contains the end of its log."""
 
 
 class Job:
-    """One torchrun launch of a module of ours, with its output in a log file.
+    """One torchrun launch of a module, with its output in a log file.
 
     Args:
         module: name of the module to run, such as ``examples.train``.
         ranks: processes to start on this machine.
-        arguments: what the module's command line takes.
+        arguments: command line of the module.
         log: file for everything the ranks print.
-        folder: where it runs, and where modules are looked up besides the installed ones.
-        timeout_s: the job is killed and fails after that time.
+        folder: the working directory, from which modules are also imported.
+        timeout_s: seconds after which the job is killed and fails.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Job:
         self.deadline = time.monotonic() + timeout_s
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # the machine's own name need not resolve
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # the machine's host name may not resolve
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]  # 0: any free port
         torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
         self.command = [*torchrun, "--nproc-per-node", str(ranks), "-m", module, *arguments]
@@ -60,10 +60,10 @@ class Job:
             )
 
     def wait(self) -> None:
-        """Wait for a job that should succeed.
+        """Wait for the job.
 
         Raises:
-            JobFailed: if it does not, or takes too long.
+            JobFailed: if the job fails or takes too long.
         """
         if self._wait_for_exit() != 0:
             raise JobFailed(f"{' '.join(self.command)} failed:\n{self._end_of_log()}")
@@ -71,9 +71,9 @@ class Job:
     def follow(
         self, run: Path, title: str, steps: range, until: Callable[[int], bool] = lambda _: False
     ) -> int:
-        """Show the run's steps in a progress bar until the job ends or ``until(last step)`` holds; that step."""
+        """Show steps in a progress bar until the job ends or ``until(last step)`` is true; returns the last step."""
         step = steps.start
-        interval_s = 0.5 if sys.stderr.isatty() else 15  # a log needs no animation
+        interval_s = 0.5 if sys.stderr.isatty() else 15  # rarely in a log file
         with tqdm(
             total=steps.stop, initial=steps.start, desc=title, unit="step", mininterval=interval_s
         ) as bar:
@@ -89,18 +89,18 @@ class Job:
         return step
 
     def kill_ranks(self, run: Path) -> None:
-        """SIGKILL every rank, which leaves it no chance to say goodbye, and wait until torchrun gives up."""
+        """SIGKILL every rank, and wait until torchrun gives up."""
         for file in (run / "pids").iterdir():
             os.kill(int(file.read_text()), signal.SIGKILL)
             file.unlink()
         if self._wait_for_exit() == 0:
-            raise JobFailed("a job whose ranks were killed ended as if nothing had happened")
+            raise JobFailed("the job succeeded although its ranks were killed")
 
     def _wait_for_exit(self) -> int:
         try:
             return self.process.wait(max(1.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self.process.terminate()  # torchrun takes its ranks with it
+            self.process.terminate()  # torchrun ends its ranks
             self.process.wait(60)
             raise JobFailed(f"{' '.join(self.command)} took too long:\n{self._end_of_log()}") from None
 
@@ -109,7 +109,7 @@ class Job:
 
 
 def losses_of(run: Path) -> dict[int, float]:
-    """Loss by step from a run's progress file; a step trained twice counts as trained last."""
+    """Loss by step from a run's progress file; the later loss of a step that was trained twice."""
     file = run / "progress.jsonl"
     lines: list[dict[str, Any]] = []
     for text in file.read_text().splitlines(keepends=True) if file.exists() else []:

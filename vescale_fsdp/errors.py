@@ -1,4 +1,4 @@
-"""Every error this package raises on its own behalf, and how their messages are built.
+"""The errors and warnings of this package, and how their messages are built.
 
 The tree (each class is also the builtin a caller would expect to catch):
 
@@ -15,6 +15,8 @@ The tree (each class is also the builtin a caller would expect to catch):
     |   +-- PartialLoadError               a load that failed after it had begun to overwrite tensors
     |       +-- DamagedLoadError           .. because it found damage (a CorruptCheckpointError too)
     +-- ConversionError(RuntimeError)      a conversion that cannot be done as asked
+
+Warnings with a class of their own, for filters: `PaddingWarning`, `BoundNamesWarning`, `UntriedVersionWarning`.
 
 A message answers four questions: what was expected, what was got instead, where, and what to do about it. Errors take
 the answers, keep them as attributes and build the text themselves; `explain` builds it for warnings:
@@ -140,6 +142,24 @@ class ConversionError(VescaleError, RuntimeError):
     """A conversion that cannot be done as asked."""
 
 
+class PaddingWarning(UserWarning):
+    """The padding of a group exceeds the policy's limit.
+
+    Examples:
+        >>> import warnings
+        >>> warnings.simplefilter("error", PaddingWarning)  # too much padding raises
+        >>> warnings.resetwarnings()
+    """
+
+
+class BoundNamesWarning(UserWarning):
+    """A training stack was imported before `integrations.install`, and its modules still use torch's functions."""
+
+
+class UntriedVersionWarning(UserWarning):
+    """A training stack is installed in a version that this package was not tested with."""
+
+
 def explain(
     problem: str,
     *,
@@ -169,3 +189,17 @@ def some(names: Iterable[str], most: int = 4) -> str:
     return (", ".join(found[:most]) or "none") + (
         f" and {len(found) - most} more" if len(found) > most else ""
     )
+
+
+def format_bytes(nbytes: int) -> str:
+    """A number of bytes in decimal units, with three digits.
+
+    >>> format_bytes(1_230_000)
+    '1.23 MB'
+    """
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"

@@ -1,7 +1,7 @@
 """The formats of checkpoints that can be read: how each is recognized, and the function that opens it.
 
-`checkpoint.load` and ``vescale-convert`` read this table. Functions are named as ``module:function`` and imported when
-a checkpoint of the format is met, so that native loads import no other format. Other packages add formats by entry
+`checkpoint.load` and ``vescale-convert`` read this table. A function is imported when a checkpoint of its format is
+opened, so that native loads import no other format. Other packages add formats by entry
 points of the group ``vescale_fsdp.formats``: the entry point has the format's name and loads to a `Format`.
 """
 
@@ -41,7 +41,7 @@ class Format(NamedTuple):
         return function_named(self.opener)(store, **{name: arguments[name] for name in self.takes})
 
 
-# In the order in which a folder is compared with them: a format whose folders hold another format's files comes first.
+# A folder has the first format that matches: formats whose folders contain files of another format come before it.
 FORMATS = {
     "native": Format(r"manifest\.json", f"{_CHECKPOINT}.source:open_native", takes=()),
     "megatron": Format(
@@ -52,10 +52,8 @@ FORMATS = {
         r"zarr\.json|\.z(group|array|metadata)", f"{_CONVERSION}.formats.table:open_zarr", takes=()
     ),
     "orbax": Format(r"([^/]+/)?_METADATA", f"{_CONVERSION}.formats.orbax:open_orbax", takes=()),
-    # A folder with a model and its adapter is the model's; see `detect`.
-    "adapter": Format(
-        r"adapter_model\.safetensors", f"{_CONVERSION}.adapters.peft_folder:open_adapter", takes=()
-    ),
+    # `conversion.formats.detect` skips this row if the folder contains a model too.
+    "adapter": Format(r"adapter_model\.safetensors", f"{_CONVERSION}.formats.peft:open_adapter", takes=()),
     "shards": Format(
         r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors",
         f"{_CHECKPOINT}.huggingface.read:open_shards",
@@ -69,8 +67,8 @@ FORMATS = {
         f"{_CHECKPOINT}.huggingface.read:open_bin_folder",
         takes=("trust_pickle",),
     ),
-    # Its folder, or the one around it, which has the file `latest`. After those of Hugging Face: a Trainer gathers a
-    # model next to it, and what it left in a model's folder may be old.
+    # The checkpoint's folder, or the run folder with the file `latest`. After the formats of Hugging Face: a Trainer
+    # saves a gathered model next to DeepSpeed's files, which may be older than the model.
     "deepspeed": Format(
         r"([^/]+/)?((zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|\w*zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt"
         r"|layer_\d+-model_\d+-model_states\.pt|zero/.+/fp32\.pt)",
@@ -85,20 +83,20 @@ FORMATS = {
     ),
     "torch": Format(r".*\.(pt|pth|bin|ckpt)", f"{_CHECKPOINT}.torch_save.read:open_torch", is_file=True),
 }
-# A folder of folders: a model and its optimizer as two checkpoints of torch.distributed.checkpoint.
+# A folder with a model and its optimizer as two checkpoints of torch.distributed.checkpoint.
 DCP_INSIDE = r"[^/]+/\.metadata"
 
 
 @lru_cache
 def added_formats() -> dict[str, Format]:
-    """Formats of other packages, by name; looked up when no format of this package fits."""
-    from importlib.metadata import entry_points  # 20 ms that native loads do without
+    """Formats of other packages, by name; looked up when no format of this package matches."""
+    from importlib.metadata import entry_points  # takes 20 ms, which native loads need not spend
 
     return {point.name: point.load() for point in entry_points(group="vescale_fsdp.formats")}
 
 
 def all_formats() -> Iterator[tuple[str, Format]]:
-    """Formats by name: this package's, then those of others."""
+    """Formats by name: this package's, then other packages'."""
     yield from FORMATS.items()
     yield from added_formats().items()
 

@@ -1,14 +1,16 @@
 """Packages whose public names load on first use, so that a tool which needs no torch does not import it.
 
-    lazily_export(__name__, {"vescale_fsdp.layout.planner": "TensorSpec plan_group"})
+A lazy package lists its public names once, in the stub ``__init__.pyi`` next to its ``__init__.py``:
 
-``import vescale_fsdp`` then costs milliseconds instead of torch's seconds, and ``from vescale_fsdp import
-plan_group`` imports `vescale_fsdp.layout.planner` alone. Type checkers read the same names from imports under
-``TYPE_CHECKING``.
+    from vescale_fsdp.layout.planner import TensorSpec as TensorSpec
 
-A function may share its name with the submodule that holds it (``fully_shard``). The import system binds every
-submodule it loads to the package under that name, whenever anything first imports it; a lazy package refuses
-this binding for the names it exports, so that the name means the function in whatever order things load.
+Type checkers read the stub in place of the package, and `lazily_export` reads it when the package is imported.
+``import vescale_fsdp`` then takes milliseconds instead of torch's seconds, and ``from vescale_fsdp.layout import
+TensorSpec`` imports `vescale_fsdp.layout.planner` alone.
+
+A function may have the name of the submodule that defines it (``fully_shard``). The import system binds every submodule
+that it loads to the package under that name. A lazy package refuses this binding for its public names, so that the name
+is the function in whatever order modules are loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+_Named = TypeVar("_Named", bound=Callable[..., Any])
 
 
 class _LazyPackage(ModuleType):
@@ -40,18 +44,42 @@ class _LazyPackage(ModuleType):
         return sorted({*super().__dir__(), *self.__exports__})
 
 
-def lazily_export(package: str, names: Mapping[str, str]) -> None:
-    """Let a package offer names that other modules define; called by its ``__init__``.
+def lazily_export(
+    package: str, names: Mapping[str, str] | None = None, *, unlisted: Mapping[str, str] | None = None
+) -> None:
+    """Let a package offer names that other modules define, and set its ``__all__``; called by its ``__init__``.
 
     Args:
         package: the package's full name.
-        names: full name of a module -> what of it is public, separated by spaces.
+        names: full name of a module -> its public names, separated by spaces. None to read them from the package's
+            stub, which consists of ``from MODULE import NAME as NAME, ..`` statements.
+        unlisted: likewise, names that stay out of ``__all__``: classes that pickles find in the package.
     """
     module = sys.modules[package]
-    vars(module)["__exports__"] = {
-        name: source for source, public in names.items() for name in public.split()
-    }
+    exports = _split(names or {})
+    if names is None:
+        assert module.__spec__ is not None and module.__file__ is not None
+        # The loader also finds the stub in a zip file. Not parsed by `ast`, whose import takes 5 ms of every start.
+        stub = module.__spec__.loader.get_data(f"{module.__file__}i").decode()  # type: ignore[union-attr]
+        for statement in stub.split("\nfrom ")[1:]:
+            source, items = statement.split("\n\n")[0].split(" import ")
+            exports |= {item.split()[0]: source for item in items.strip("(\n )").split(",") if item.strip()}
+    vars(module).update(__exports__={**exports, **_split(unlisted or {})}, __all__=sorted(exports))
     module.__class__ = _LazyPackage  # documented: "Customizing module attribute access"
+
+
+def _split(names: Mapping[str, str]) -> dict[str, str]:
+    return {name: source for source, public in names.items() for name in public.split()}
+
+
+def set_module(package: str) -> Callable[[_Named], _Named]:
+    """Give a class or function the path of the package that exports it, so that pickles stay valid when it moves."""
+
+    def apply(value: _Named) -> _Named:
+        value.__module__ = package
+        return value
+
+    return apply
 
 
 def lazy_function(module: str, name: str) -> Callable[..., Any]:

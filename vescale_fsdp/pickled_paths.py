@@ -1,9 +1,9 @@
-"""Class paths that pickles of 0.1's flat modules hold, and where the classes stand now.
+"""Paths of classes in pickles of older versions, and the packages that have the classes now.
 
-``torch.save`` and ``dcp.save`` pickle a value of ours by the path of its class, such as
-``vescale_fsdp.placement.RaggedShard``. What any 0.x wrote, every later 0.x reads: a pickle that asks for an old path
-gets a module with the classes of `CLASSES` and nothing else. `install`, called by the package's ``__init__``, puts one
-finder into ``sys.meta_path``.
+``torch.save`` and ``dcp.save`` pickle a value of this package by the path of its class. That path is a public package,
+as in ``vescale_fsdp.RaggedShard``: `lazy.set_module` gives it to each class. Older pickles name modules, as in
+``vescale_fsdp.placement.RaggedShard``. `install`, called by the package's ``__init__``, puts a finder into
+``sys.meta_path`` that makes these modules, with the classes of `CLASSES` and nothing else.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ if TYPE_CHECKING:
 else:
     Loader = object  # importlib.abc brings tempfile and shutil: 10 ms of every start
 
-# Old module -> {new module: classes that pickles may name}.
+# Old module -> {package that has the classes now: classes that pickles may name}. The packages do not change when a
+# class moves inside them (`lazy.set_module`).
 CLASSES = {
-    "vescale_fsdp.checkpoint.per_rank": {"vescale_fsdp.checkpoint.state.per_rank": "PerRank"},
-    "vescale_fsdp.granularity": {
-        "vescale_fsdp.layout.granularity": "Element Flat Granularity Rows Tiles Whole"
-    },
+    "vescale_fsdp.checkpoint.per_rank": {"vescale_fsdp.checkpoint": "PerRank"},
+    "vescale_fsdp.granularity": {"vescale_fsdp": "Element Flat Granularity Rows Tiles Whole"},
     "vescale_fsdp.layout.report": {},  # the package of the next
     "vescale_fsdp.layout.report.plan_report": {
-        "vescale_fsdp.layout.plan_report": "PlanReport PlanRow PlannedGroup PlannedParam"
+        "vescale_fsdp": "PlanReport",
+        "vescale_fsdp.layout": "PlanRow PlannedGroup PlannedParam",
     },
-    "vescale_fsdp.optim.base": {"vescale_fsdp.optim.structured_optimizer": "AdamWOptions"},
-    "vescale_fsdp.optim.flat": {"vescale_fsdp.optim.flat_optimizer": "FlatOptimizer"},
-    "vescale_fsdp.padding": {"vescale_fsdp.layout.padding": "PaddingPolicy"},
-    "vescale_fsdp.placement": {"vescale_fsdp.layout.placement": "RaggedShard StridedRaggedShard"},
-    "vescale_fsdp.planner": {"vescale_fsdp.layout.planner": "TensorSpec"},
-    "vescale_fsdp.quantize.gather": {"vescale_fsdp.quantize.quantized_gather": "QuantizedGather"},
-    "vescale_fsdp.quantize.grid": {"vescale_fsdp.quantize.codec": "BlockGrid"},
-    "vescale_fsdp.quantize.quantized": {"vescale_fsdp.quantize.codec": "Quantized"},
+    "vescale_fsdp.optim.base": {"vescale_fsdp.optim": "AdamWOptions"},
+    "vescale_fsdp.optim.flat": {"vescale_fsdp.optim": "FlatOptimizer"},
+    "vescale_fsdp.padding": {"vescale_fsdp": "PaddingPolicy"},
+    "vescale_fsdp.placement": {"vescale_fsdp": "RaggedShard", "vescale_fsdp.layout": "StridedRaggedShard"},
+    "vescale_fsdp.planner": {"vescale_fsdp.layout": "TensorSpec"},
+    "vescale_fsdp.quantize.gather": {"vescale_fsdp.quantize": "QuantizedGather"},
+    "vescale_fsdp.quantize.grid": {"vescale_fsdp.quantize": "BlockGrid"},
+    "vescale_fsdp.quantize.quantized": {"vescale_fsdp.quantize": "Quantized"},
     "vescale_fsdp.report": {
-        "vescale_fsdp.layout.plan_report": "PlanReport PlanRow PlannedGroup PlannedParam"
+        "vescale_fsdp": "PlanReport",
+        "vescale_fsdp.layout": "PlanRow PlannedGroup PlannedParam",
     },
 }
 
@@ -61,7 +62,7 @@ class _OldPaths(Loader):
 
 
 def install() -> None:
-    """Let old class paths be found, once per process."""
+    """Let imports find the old modules; a second call does nothing."""
     if not any(isinstance(finder, _OldPaths) for finder in sys.meta_path):
-        # In front: a file of an older version that an upgrade left behind would define each class a second time.
+        # First: an old file that an upgrade left behind would define each class a second time.
         sys.meta_path.insert(0, _OldPaths())

@@ -87,7 +87,7 @@ def _no_checkpoint(storage: Storage) -> NoCheckpointError:
     )
 
 
-def read_state(path: str | os.PathLike[str] | Storage) -> CheckpointReader:
+def read_state(path: str | os.PathLike[str]) -> CheckpointReader:
     """Open a checkpoint for reading by name; nothing but the manifest is read.
 
     Raises:
@@ -196,6 +196,8 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         >>> list(reader), reader.tree(read=True)["model"]["w"].sum().item(), tuple(reader["model/w"].shape)
         (['model.w'], 6.0, (2, 3))
     """
+
+    Tensor = CheckpointTensor  # for annotations: a tensor of the checkpoint
 
     def __init__(
         self,

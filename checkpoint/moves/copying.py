@@ -42,11 +42,16 @@ from vescale_fsdp.checkpoint.moves.plan import ComputedBytes, FilePlan, FixedByt
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.checkpoint.moves.verified_reads import Begun
-from vescale_fsdp.checkpoint.storage.base import FileWriter, reading_source
+from vescale_fsdp.checkpoint.storage.base import FileWriter, SourceError, reading_source
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of, hex_checksum_of
 from vescale_fsdp.errors import ConversionError
 
-Progress = Callable[[int], None]  # called with tensor bytes done since the last call
+Progress = Callable[[int], None]  # called with bytes of tensors done since the last call
+
+
+def no_progress(nbytes: int) -> None:
+    """The default where progress can be reported."""
+
 
 _MAX_THREADS = 1024  # more would wait for each other
 _MAX_BUFFER_BYTES = 8 * 2**20  # 8 MiB: larger ones read no faster
@@ -74,7 +79,7 @@ class CopyLimits:
     decoded_bytes: int = 0
 
     def __post_init__(self) -> None:
-        least = self._least_bytes
+        least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
         if self.memory_budget_bytes < least or self.threads < 1:
             raise ConversionError(
                 "The memory budget is too small to work in.",
@@ -84,14 +89,10 @@ class CopyLimits:
             )
 
     @property
-    def _least_bytes(self) -> int:
-        """For one thread."""
-        return _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
-
-    @property
     def usable_threads(self) -> int:
         """Threads that the budget can give a buffer each."""
-        return min(self.threads, _MAX_THREADS, self.memory_budget_bytes // self._least_bytes)
+        least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
+        return min(self.threads, _MAX_THREADS, self.memory_budget_bytes // least)
 
     def decoding(self, name: str, nbytes: int) -> CopyLimits:
         """The same where chunks of tensors are decoded, of which this one's need the most.
@@ -243,7 +244,10 @@ class Copier:
         if in_order:
             in_threads(self.limits.usable_threads, self._stream, plans)
         else:
-            self.retrying(lambda: in_threads(self.limits.usable_threads, self._work, self._jobs(plans)))
+            try:  # disks are not retried, so this is the place that unpacks the errors of the source
+                in_threads(self.limits.usable_threads, self._work, self._jobs(plans))
+            except SourceError as carried:
+                raise carried.error from carried.error.__cause__
 
     def _finish(self, file: _WorkingFile, known: int = 0) -> None:
         """Write what is not tensors from content ``known`` on, verify what was read, and close."""

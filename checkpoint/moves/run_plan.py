@@ -5,12 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits, Progress, verify_rest, written_digest
+from vescale_fsdp.checkpoint.moves.copying import (
+    Copier,
+    CopyLimits,
+    Progress,
+    no_progress,
+    verify_rest,
+    written_digest,
+)
 from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
@@ -35,13 +42,13 @@ def run_plan(
     url: str,
     *,
     limits: CopyLimits,
-    overwrite: bool = False,
-    resume: bool = False,
-    dry_run: bool = False,
-    part: tuple[int, int] = (0, 1),
+    overwrite: bool,
+    resume: bool,
+    dry_run: bool,
+    part: tuple[int, int],
     requested: Mapping[str, str],
-    progress: Progress = lambda _: None,
-    announce: Callable[[int], None] = lambda _: None,
+    progress: Progress,
+    announce: Progress,
 ) -> Outcome:
     """Write this process's part of a plan, and publish the result if all other parts are complete.
 
@@ -90,28 +97,20 @@ def run_plan(
     if resume and not output.had_journal and _is_written(plan, files, output, limits):
         progress(sum(file.tensor_nbytes for file in files))
         return Outcome(kept=output.share, published=True)
-    try:
-        kept = _intact_files(files, output, limits) if resume else frozenset[str]()
-        todo = [file for file in files if file.name not in kept]
-        with output.writing([file.name for file in todo]):
-            progress(sum(file.tensor_nbytes for file in files if file.name in kept))
-            copier = Copier(
-                limits,
-                lambda file: _wrapped(plan, file, output.create(file.name)),
-                output.store.retrying,
-                progress,
-                lambda file, digest: output.finish(file.name, digest, limits.buffer_bytes),
-            )
-            copier.copy(todo, in_order=output.store.in_order)
-            verify_rest(files, limits.usable_threads)
-            published = output.complete()
-            if published:
-                plan.when_written(output.read)
-                output.publish({file.name: file.pieces for file in plan.closing})
-            else:
-                published = output.is_published
-    finally:
-        output.release()
+    kept = output.resume(partial(_intact_files, files, output, limits)) if resume else ()
+    todo = [file for file in files if file.name not in kept]
+    with output.writing([file.name for file in todo]):
+        progress(sum(file.tensor_nbytes for file in files if file.name in kept))
+        copier = Copier(
+            limits,
+            lambda file: _wrapped(plan, file, output.create(file.name)),
+            output.store.retrying,
+            progress,
+            lambda file, digest: output.finish(file.name, digest, limits.buffer_bytes),
+        )
+        copier.copy(todo, in_order=output.store.in_order)
+        verify_rest(files, limits.usable_threads)
+        published = output.publish({file.name: file.pieces for file in plan.closing}, plan.when_written)
     return Outcome(
         tuple(file.name for file in todo), tuple(name for name in output.share if name in kept), published
     )
@@ -135,7 +134,7 @@ def _is_written(plan: OutputPlan, files: tuple[FilePlan, ...], output: Output, l
     def compare(file: FilePlan) -> FileWriter:
         return _wrapped(plan, file, ComparedFile(output.store, file.name))
 
-    copier = Copier(limits, compare, output.store.retrying, lambda _: None, lambda *_: None)
+    copier = Copier(limits, compare, output.store.retrying, no_progress, lambda *_: None)
     try:
         copier.copy(files, in_order=output.store.in_order)
         plan.when_written(output.store.read)
@@ -149,9 +148,10 @@ def _is_written(plan: OutputPlan, files: tuple[FilePlan, ...], output: Output, l
     return True
 
 
-def _intact_files(files: tuple[FilePlan, ...], output: Output, limits: CopyLimits) -> frozenset[str]:
-    """Names of the files that an earlier run finished, each read again and compared with its digest."""
-    finished = output.resume()
+def _intact_files(
+    files: tuple[FilePlan, ...], output: Output, limits: CopyLimits, finished: Mapping[str, tuple[str, int]]
+) -> frozenset[str]:
+    """Names of the finished files that still have their digests; reads each."""
     intact: set[str] = set()
 
     def is_intact(file: FilePlan) -> bool:

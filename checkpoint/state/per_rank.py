@@ -18,10 +18,12 @@ import torch
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, dense, dtype_name, dtype_named
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.lazy import set_module
 
 Merge = Callable[[list[Any], int, int], Any]
 
 
+@set_module("vescale_fsdp.checkpoint")
 class PerRank:
     """A leaf of a state whose value is this rank's own.
 
@@ -57,7 +59,7 @@ class Reshardable(Protocol):
     """A value that many ranks have a part of, such as a place in the data: what `Resharded` takes.
 
     Examples:
-        >>> from vescale_fsdp.checkpoint import ReshardableSampler
+        >>> from vescale_fsdp.checkpoint.data import ReshardableSampler
         >>> two = [ReshardableSampler(10, rank=rank, world_size=2) for rank in (0, 1)]
         >>> whole = two[0].merge([sampler.state_dict() for sampler in two])
         >>> part = two[0].split(whole, 2, 3)  # of the third of three ranks
@@ -76,6 +78,7 @@ class Reshardable(Protocol):
         """One rank's part of the whole; pure: every rank calls it with the same whole."""
 
 
+@set_module("vescale_fsdp.checkpoint.data")
 class Resharded(PerRank):
     """A leaf of a state that is cut anew when other ranks go on: as `PerRank`, and on another number of ranks each gets
     its part of what all had together. A save puts the parts together once, and ends in an error on all ranks where that
@@ -85,7 +88,8 @@ class Resharded(PerRank):
         value: such as a `ReshardableSampler` or a `ReshardableLoader`.
 
     Examples:
-        >>> from vescale_fsdp.checkpoint import ReshardableSampler, save
+        >>> from vescale_fsdp.checkpoint import save
+        >>> from vescale_fsdp.checkpoint.data import ReshardableSampler
         >>> save("resharded", {"data": Resharded(ReshardableSampler(1000))})
     """
 

@@ -262,7 +262,7 @@ class ReshardableLoader(Generic[T]):
         TypeError: for any other loader.
 
     Examples:
-        >>> from vescale_fsdp.checkpoint import ReshardableSampler
+        >>> from vescale_fsdp.checkpoint.data import ReshardableSampler
         >>> sampler = ReshardableSampler(6, shuffle=False)
         >>> loader = ReshardableLoader(DataLoader(range(6), batch_size=3, sampler=sampler))
         >>> next(iter(loader)).tolist()

@@ -21,8 +21,10 @@ from vescale_fsdp.checkpoint.steps.save_policy import BestOf
 from vescale_fsdp.checkpoint.steps.step_folders import StepFolder, list_steps, remove_step
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ArgumentError, CheckpointError, some
+from vescale_fsdp.lazy import set_module
 
 
+@set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class RetentionPolicy:
     """Which steps are kept. Pinned steps, and the best ones of a `BestOf` in ``save_policy``, are kept too.

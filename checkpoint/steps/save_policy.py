@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from vescale_fsdp.errors import ArgumentError
+from vescale_fsdp.lazy import set_module
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,13 @@ class SavePolicy(ABC):
 
     Examples:
         >>> class LossSpike(SavePolicy):
-        ...     def should_save(self, context):
+        ...     def should_save(self, context: SavePolicy.Context) -> bool:
         ...         return context.metric is not None and context.metric > 10
         >>> EverySteps(1000) & EveryMinutes(30) | LossSpike()  # doctest: +ELLIPSIS
         AnyOf(AllOf(EverySteps(steps=1000), EveryMinutes(minutes=30)), <...LossSpike object at ...>)
     """
+
+    Context = SaveContext  # for annotations of subclasses
 
     same_on_all_ranks: ClassVar[bool] = False
     may_be_late: ClassVar[bool] = False
@@ -85,12 +88,12 @@ class SavePolicy(ABC):
     def should_save(self, context: SaveContext) -> bool:
         """Whether this rank asks for a save of the step."""
 
-    def __or__(self, other: SavePolicy) -> AnyOf:
+    def __or__(self, other: SavePolicy) -> SavePolicy:
         if not isinstance(other, SavePolicy):
             return NotImplemented
         return AnyOf(*_parts_of(self, AnyOf), *_parts_of(other, AnyOf))
 
-    def __and__(self, other: SavePolicy) -> AllOf:
+    def __and__(self, other: SavePolicy) -> SavePolicy:
         if not isinstance(other, SavePolicy):
             return NotImplemented
         return AllOf(*_parts_of(self, AllOf), *_parts_of(other, AllOf))
@@ -142,6 +145,7 @@ def _parts_of(policy: SavePolicy, kind: type[_Combined]) -> tuple[SavePolicy, ..
     return policy.policies if type(policy) is kind else (policy,)  # type: ignore[attr-defined]
 
 
+@set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class EverySteps(SavePolicy):
     """At steps divisible by ``steps``.
@@ -164,6 +168,7 @@ class EverySteps(SavePolicy):
         return context.step % self.steps == 0
 
 
+@set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class EveryMinutes(SavePolicy):
     """When so many minutes have passed on any rank since the last save, or since the manager was made.
@@ -183,6 +188,7 @@ class EveryMinutes(SavePolicy):
         return context.unix_s - context.last_save_unix_s >= self.minutes * 60
 
 
+@set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class BestOf(SavePolicy):
     """When a step's metric is among the best ``count`` of all steps on disk, which are kept.
@@ -219,6 +225,7 @@ class BestOf(SavePolicy):
         return sum(self.order(other) <= self.order(metric) for other in known) < self.count
 
 
+@set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class BeforeDeadline(SavePolicy):
     """Once, as the final save, before the time of a job is over.
@@ -243,6 +250,7 @@ class BeforeDeadline(SavePolicy):
         return context.unix_s >= self.unix_s - self.margin_s
 
 
+@set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class OnSignal(SavePolicy):
     """Once, as the final save, when any rank receives one of these signals.

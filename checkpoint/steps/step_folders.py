@@ -26,7 +26,7 @@ StepFolder = tuple[int, bool]
 _UNFINISHED_EXPORT = re.compile(r"\.(step-\d+)\.(saving|before)")
 
 
-def latest(root: str | os.PathLike[str] | Storage) -> str | None:
+def latest(root: str | os.PathLike[str]) -> str | None:
     """The path or URL of the newest committed step of a run, for `load` and `read_state`; None if there is none.
 
     Steps that a rollback has abandoned are skipped, as `CheckpointManager.restore` skips them.

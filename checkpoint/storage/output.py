@@ -16,7 +16,7 @@ the closing files and publishes. No process waits for another, so array jobs may
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,6 +25,9 @@ from vescale_fsdp.checkpoint.storage.journal import Journal, is_journal, journal
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
 from vescale_fsdp.errors import ConversionError
+
+Read = Callable[[str, int, int], bytes]
+"""Reads bytes of a data file: name, offset, number of bytes."""
 
 Pieces = Callable[[], Iterable[bytes]]
 """Makes the bytes of a small file."""
@@ -145,20 +148,31 @@ class Output:
         """Whether a result with other bytes may be replaced."""
         return self._overwrite or any(map(is_journal, self._old))
 
-    def resume(self) -> dict[str, tuple[str, int]]:
+    def resume(
+        self, find_intact: Callable[[Mapping[str, tuple[str, int]]], Collection[str]]
+    ) -> Collection[str]:
         """Lock and read the journal of an earlier run.
 
+        Args:
+            find_intact: takes the files that the run finished, each with its digest and the bytes per buffer that the
+                digest was made with; returns the names of those that still have their digests.
+
         Returns:
-            The files that it finished, each with its digest and the bytes per buffer that the digest was made with.
+            What ``find_intact`` returns.
 
         Raises:
             ConversionError: if that run was of another conversion, or another run is writing to the target.
         """
-        self._own.claim()
-        if not self._own.load():
-            return {}
-        self.store.folders.adopt_parents(self.share)
-        return {name: self._own.finished[name] for name in self.share if name in self._own.finished}
+        try:
+            self._own.claim()
+            if not self._own.load():
+                return ()
+            self.store.folders.adopt_parents(self.share)
+            finished = self._own.finished
+            return find_intact({name: finished[name] for name in self.share if name in finished})
+        except BaseException:
+            self._own.release()
+            raise
 
     def finished_copies(self, name: str) -> Iterator[str]:
         """The names under which a finished file may be: its temporary one, or the final one if a run was interrupted
@@ -169,31 +183,32 @@ class Output:
 
     @contextmanager
     def writing(self, names: Sequence[str]) -> Iterator[None]:
-        """Write these files inside the block. After an error nothing of this run is left, except that finished files of
-        a run that ran out of space or was stopped by hand are kept for ``--resume``.
+        """Write these files inside the block; the target is unlocked after it.
+
+        After an error nothing of this run is left, except that finished files of a run that ran out of space or was
+        stopped by hand are kept for ``--resume``.
 
         Raises:
             ConversionError: if there is no room, or another run is writing to the target, or has written there and may
                 not be overwritten.
         """
-        self._check_room(names)
-        is_new = not self._own.is_started
-        if is_new:
-            self._start()
         try:
-            # A new object appears at once: the old index must not describe it.
-            if is_new and self.store.in_order:
-                self._remove_old(leftovers=False)
-            yield
-        except BaseException as error:
-            self._clean_up(keep_finished=isinstance(error, (OSError, KeyboardInterrupt)))
-            raise
+            self._check_room(names)
+            is_new = not self._own.is_started
+            if is_new:
+                self._start()
+            try:
+                # A new object appears at once: the old index must not describe it.
+                if is_new and self.store.in_order:
+                    self._remove_old(leftovers=False)
+                yield
+            except BaseException as error:
+                self._clean_up(keep_finished=isinstance(error, (OSError, KeyboardInterrupt)))
+                raise
+            finally:
+                self.store.folders.remove_empty()
         finally:
-            self.store.folders.remove_empty()
-
-    def release(self) -> None:
-        """Unlock the target."""
-        self._own.release()
+            self._own.release()
 
     def _check_room(self, names: Sequence[str]) -> None:
         """Refuse a result that does not fit, before its first byte is written."""
@@ -246,27 +261,25 @@ class Output:
         working = self.store.working_name(name)
         return self.store.read(name if self.store.size(working) is None else working, offset, nbytes)
 
-    def complete(self) -> bool:
-        """Record that this process's share is complete.
+    def publish(self, closing: Mapping[str, Pieces], when_written: Callable[[Read], None]) -> bool:
+        """Record that this process's share is complete. If all other parts are complete too, give all files their
+        final names; two processes may do so at once.
+
+        Args:
+            closing: the small files that are written now, the one that makes the result valid last.
+            when_written: called with a function that reads the data files, before the first of the small ones is made.
 
         Returns:
-            Whether all other parts are complete too, so that this process publishes. Two processes may do so at once.
+            Whether the result is published.
         """
         if not self._own.is_complete:
             self._own.add(complete=True)
         others = (journal for journal in self._journals if journal is not self._own)
         if not all(journal.load() and journal.is_complete for journal in others):
-            return False
+            return self.is_published
         if self.store.in_order:
             self._own.require_mine()
-        return True
-
-    def publish(self, closing: Mapping[str, Pieces]) -> None:
-        """Give all files their final names.
-
-        Args:
-            closing: the small files that are written now, the one that makes the result valid last.
-        """
+        when_written(self.read)
         index, count = self._part
         staged: dict[str, StagedFile] = {}
         published: list[str] = []
@@ -291,6 +304,7 @@ class Output:
             self.store.remove(name)
         for journal in self._journals:
             self.store.remove(journal.name)
+        return True
 
     @property
     def _staged_names(self) -> set[str]:

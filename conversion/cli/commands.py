@@ -1,7 +1,7 @@
-"""One function per command of ``vescale-convert``: parses, calls one library function, prints.
+"""The commands of ``vescale-convert``: each calls one function of the library and prints its result.
 
-The ``to-...`` commands are made from the table of formats. The library is called through its package, whose names load
-on first use, and what one command alone needs is imported by that command: ``--help`` waits for none of it.
+The ``to-...`` commands are made from the table of formats. Names of the library's package load on first use, and
+modules that only one command needs are imported by that command, so that ``--help`` stays fast.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from vescale_fsdp import checkpoint, conversion
 from vescale_fsdp.checkpoint.manifest.file_names import FORMAT_VERSION
 from vescale_fsdp.checkpoint.storage.progress import ProgressBar
-from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.cli.options import (
     CONVERT_OPTIONS,
     GRANULARITY,
@@ -31,22 +30,22 @@ from vescale_fsdp.conversion.cli.options import (
     positive_numbers,
     with_options,
 )
-from vescale_fsdp.conversion.formats.table import TARGETS
-from vescale_fsdp.errors import some
+from vescale_fsdp.conversion.formats.table import TARGETS, Target
+from vescale_fsdp.errors import format_bytes, some
 
 if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint.moves.carried_state import ModelNames
+    from vescale_fsdp.checkpoint.moves.source import Source
     from vescale_fsdp.conversion.convert import ConvertReport
     from vescale_fsdp.layout.planner import Scatter
 
 
 class Stopped(click.Abort):
-    """Ctrl-C came while files were being written."""
+    """Ctrl-C was pressed while files were being written."""
 
 
-def _print_versions(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
-    """For reports of defects: what is installed, without importing it."""
-    if wanted and not ctx.resilient_parsing:
+def _print_versions(ctx: click.Context, param: click.Parameter, is_set: bool) -> None:
+    """Print the installed versions, for bug reports, without importing torch."""
+    if is_set and not ctx.resilient_parsing:
         import platform
         from importlib.metadata import version
 
@@ -74,6 +73,11 @@ def cli() -> None:
     """Convert checkpoints between formats, in bounded memory."""
 
 
+def _open(src: str, step: int | None, **options: Any) -> Source:
+    """Open a checkpoint; of a run folder, the newest step unless one is given."""
+    return conversion.open_source(src, step="newest" if step is None else step, **options)
+
+
 @cli.command("inspect")
 @click.argument("src", type=Location())
 @SOURCE_OPTIONS
@@ -81,28 +85,21 @@ def cli() -> None:
 @click.option("--svg", type=Location(), help="Draw how a group is sharded, into this file.")
 @click.option("--layout", type=click.IntRange(0), help="Which group to draw; by default the largest.")
 def inspect_command(
-    src: str,
-    kind: str | None,
-    trust_pickle: bool,
-    step: int | None,
-    as_json: bool,
-    svg: str | None,
-    layout: int | None,
+    src: str, as_json: bool, svg: str | None, layout: int | None, **source_options: Any
 ) -> None:
-    """Print what the checkpoint SRC holds; of the folder around a run's steps, the newest."""
+    """Print what the checkpoint SRC contains. If SRC is a run folder, its latest step is used."""
     from vescale_fsdp.checkpoint.storage.open import open_parent
-    from vescale_fsdp.conversion.checks.describe import describe, draw, format_description
+    from vescale_fsdp.conversion.report.describe import describe, draw, format_description
 
     if layout is not None and svg is None:
         raise click.UsageError("--layout needs --svg")
-    wanted: int | Literal["newest"] = "newest" if step is None else step
-    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=wanted)
+    source = _open(src, **source_options)
     if svg is not None:
         picture = draw(source, layout)
         folder, name = open_parent(svg)
         folder.commit(name, picture.encode(errors="backslashreplace"), replace=True)
-    found = describe(source)
-    click.echo(json.dumps(found, indent=2) if as_json else format_description(found))
+    description = describe(source)
+    click.echo(json.dumps(description, indent=2) if as_json else format_description(description))
 
 
 @cli.command("verify")
@@ -111,21 +108,12 @@ def inspect_command(
 @click.option("--quick", is_flag=True, help="Check headers and metadata only, not the data.")
 @JSON
 @click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
-def verify_command(
-    src: str,
-    kind: str | None,
-    trust_pickle: bool,
-    step: int | None,
-    quick: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_options: Any) -> None:
     """Check that SRC is complete and undamaged: coverage, headers, index, checksums of its data.
 
-    Of the folder around a run's steps it is the newest.
+    If SRC is a run folder, its latest step is used.
     """
-    wanted: int | Literal["newest"] = "newest" if step is None else step
-    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=wanted)
+    source = _open(src, **source_options)
     with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
         report = checkpoint.verify(source, deep=not quick, progress=progress.advance)
     if as_json:
@@ -167,7 +155,7 @@ def diff_command(
     """Compare the tensors of A and B, whatever their formats. The exit code is 1 if they differ."""
     left, right = conversion.open_source(a), conversion.open_source(b)
     with ProgressBar(left.nbytes + right.nbytes, quiet=quiet) as progress:
-        found, compared = conversion.diff(
+        differences, num_compared = conversion.diff(
             left,
             right,
             rtol=rtol,
@@ -178,12 +166,13 @@ def diff_command(
             progress=progress.advance,
         )
     if as_json:
-        click.echo(json.dumps({"compared": compared, "differences": [d.to_json() for d in found]}, indent=2))
+        listed = [difference.to_json() for difference in differences]
+        click.echo(json.dumps({"compared": num_compared, "differences": listed}, indent=2))
     else:
-        for difference in found:
+        for difference in differences:
             click.echo(f"{difference.kind:<7} {difference.name}: {difference.text}")
-        click.echo(f"{compared} tensors compared, {len(found)} differences")
-    sys.exit(1 if found else 0)
+        click.echo(f"{num_compared} tensors compared, {len(differences)} differences")
+    sys.exit(1 if differences else 0)
 
 
 @cli.command("report")
@@ -197,20 +186,13 @@ def diff_command(
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
 def report_command(
-    src: str,
-    kind: str | None,
-    trust_pickle: bool,
-    step: int | None,
-    against: str | None,
-    out: str,
-    quiet: bool,
+    src: str, trust_pickle: bool, against: str | None, out: str, quiet: bool, **source_options: Any
 ) -> None:
-    """Write a page that shows what SRC holds: its tensors, their statistics, who holds what, and its history."""
+    """Write an HTML page about SRC: its tensors, their statistics, which files store them, and its history."""
     from vescale_fsdp.checkpoint.storage.open import open_parent
     from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report, report_page
 
-    wanted: int | Literal["newest"] = "newest" if step is None else step
-    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=wanted)
+    source = _open(src, trust_pickle=trust_pickle, **source_options)
     other = conversion.open_source(against, trust_pickle=trust_pickle) if against is not None else None
     with ProgressBar(source.nbytes + (other.nbytes if other else 0), quiet=quiet) as progress:
         page = report_page(checkpoint_report(source, other, progress=progress.advance))
@@ -232,7 +214,9 @@ def report_command(
     help="Numbers of ranks to shard over, such as 8,64.",
 )
 @GRANULARITY
-@click.option("--unit", multiple=True, metavar="NAME", help="A wrapped module, such as 'model.layers.*'.")
+@click.option(
+    "--unit", multiple=True, metavar="NAME", help="A module to wrap, such as 'model.layers.*' (repeatable)."
+)
 @click.option(
     "--scatter",
     type=click.Choice(["auto", "never"]),
@@ -255,7 +239,7 @@ def plan_command(
     out: str | None,
     as_json: bool,
 ) -> None:
-    """Print how fully_shard would lay out the model in SRC, and what that would cost."""
+    """Print how fully_shard would lay out the model in SRC: bytes per rank, padding and copies."""
     from vescale_fsdp.checkpoint.moves.carried_state import find_model
     from vescale_fsdp.layout.granularity import parse_granularities
     from vescale_fsdp.layout.model_shapes import natural_key
@@ -285,38 +269,23 @@ def _convert(
     kind: str | None,
     trust_pickle: bool,
     step: int | None,
-    max_shard_size: int,
-    memory_budget: int,
-    threads: int,
-    overwrite: bool,
-    resume: bool,
     part: str | None,
-    dry_run: bool,
     as_json: bool,
     quiet: bool,
-    **others: Any,
+    **fields: Any,
 ) -> None:
-    """Run one conversion and print what it did; ``others`` are fields of `ConvertOptions`."""
-    if others["rules_to"] is not None and others["rules"] is None:
+    """Run one conversion and print what it did; ``fields`` are those of `ConvertOptions`."""
+    if fields["rules_to"] is not None and fields["rules"] is None:
         raise click.UsageError("--rules-to needs --rules")
-    if others.pop("adapter", False):
+    if fields.pop("adapter", False):
         target_kind = "adapter"
-    elif others.get("adapter_name") is not None:
+    elif fields.get("adapter_name") is not None:
         raise click.UsageError("--adapter-name needs --adapter")
-    if others.get("no_assets") and others["assets"] is not None:
+    if fields.get("no_assets") and fields["assets"] is not None:
         raise click.UsageError("--no-assets and --assets exclude each other")
-    options = conversion.ConvertOptions(
-        max_shard_bytes=max_shard_size,
-        overwrite=overwrite,
-        resume=resume,
-        dry_run=dry_run,
-        part=(0, 1) if part is None else part_of(part),
-        memory_budget_bytes=memory_budget,
-        threads=threads,
-        **others,
-    )
+    options = conversion.ConvertOptions(part=(0, 1) if part is None else part_of(part), **fields)
     if part is None and "RANK" in os.environ:
-        # A training script may call this on rank 0 alone: its variables must not leave files out.
+        # A training script may run this command on rank 0 alone, so torchrun's variables do not select a part.
         click.echo("RANK is set and --part is not: this process writes all files", err=True)
     source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
     try:
@@ -329,16 +298,14 @@ def _convert(
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     if report.check is not None and report.check.how == "not checked":
-        click.echo(f"not checked whether a model class takes it: {report.check.reason}", err=True)
+        click.echo(f"not checked whether a model class loads it: {report.check.reason}", err=True)
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     elif not quiet:
         click.echo(summary(report))
 
 
-def _add_target(kind: str) -> None:
-    target = TARGETS[kind]
-
+def _add_target(kind: str, target: Target) -> None:
     @cli.command(target.command, help=target.summary)
     @CONVERT_OPTIONS
     @with_options(*(TARGET_OPTIONS[name] for name in target.options))
@@ -346,9 +313,9 @@ def _add_target(kind: str) -> None:
         _convert(kind, **arguments)
 
 
-for each, form in TARGETS.items():
-    if form.command:
-        _add_target(each)
+for _kind, _target in TARGETS.items():
+    if _target.command:
+        _add_target(_kind, _target)
 
 
 @cli.command("merge-adapter")
@@ -359,21 +326,22 @@ def merge_command(**arguments: Any) -> None:
 
     ADAPTER is a folder of peft: LoRA (rslora, DoRA, patterns of rank and alpha) or IA3. In float32 the result is, bit
     for bit, that of peft's merge_and_unload, except where the adapter changes a tied weight: the weights are then
-    separated, so that the merged model computes what base and adapter compute. One matrix is held at a time.
+    separated, so that the merged model computes what base and adapter compute. Memory contains one matrix at a time.
     """
     _convert("hf", **arguments)
 
 
-_BY = {"table": "shipped table", "class": "class itself"}
-_MOST = 20  # names: a model may lose a thousand, and ``--json`` has them all
+_CHECKED_BY = {"table": "shipped table", "class": "class itself"}
+_MOST = 20  # names per line; ``--json`` lists them all
 
 
 def summary(report: ConvertReport) -> str:
-    """A few lines."""
+    """What a conversion did, in a few lines."""
     verb = "would write" if report.dry_run else "wrote"
     model = report.state.model
+    prefixes = ", ".join(f"{prefix}." for prefix in model.candidates) or model.prefix or "(root)"
     lines = [
-        f"source: {report.source.kind} at {report.source.url}, model prefix {_prefixes(model)}",
+        f"source: {report.source.kind} at {report.source.url}, model prefix {prefixes}",
         f"{verb} {len(report.state.views)} tensors, {format_bytes(report.plan.tensor_nbytes)}, to {report.target}",
         f"files: {len(report.plan.files)} with tensors, {len(report.plan.closing)} others",
     ]
@@ -381,41 +349,37 @@ def summary(report: ConvertReport) -> str:
     if count > 1:
         mine = report.plan.files[index::count]
         names = some((file.name for file in mine), _MOST)
-        lines.append(f"of these, part {index} of {count}, counted from 0: {names}")
+        lines.append(f"part {index} of {count}, counted from 0: {names}")
     if report.outcome.published and not report.outcome.written:
-        lines.append("nothing left to do: the result is there")
+        lines.append("nothing left to do: the result exists already")
     elif report.outcome.kept:
         lines.append(f"kept from the interrupted run: {len(report.outcome.kept)} files")
     if not report.outcome.published and not report.dry_run:
-        lines.append("not published yet: other parts are still to be written")
+        lines.append("not published yet: other parts are not complete")
     if report.check is not None and report.check.how != "not checked":
-        lines.append(f"checked: {report.check.class_name} takes it (by the {_BY[report.check.how]})")
+        lines.append(f"checked: {report.check.class_name} loads it (by the {_CHECKED_BY[report.check.how]})")
     if report.dropped_optimizer:
         lines.append(f"left out: {report.dropped_optimizer} optimizer entries")
     if report.dropped_others:
         lines.append(f"left out: {some(_by_container(report), _MOST)}")
-    lines += [f"left out: {twin} (tied to {kept})" for twin, kept in report.tied.items()]
+    lines += [f"left out: {alias} (tied to {kept})" for alias, kept in report.tied.items()]
     if report.uncast:
         lines.append(f"not cast, since quantised or a scale: {some(report.uncast, _MOST)}")
     if report.left_assets:
-        lines.append(
-            f"files not taken along (--include-asset PATTERN does): {some(report.left_assets, _MOST)}"
-        )
+        lines.append(f"files not copied (--include-asset PATTERN does): {some(report.left_assets, _MOST)}")
     lines += [f"cast: {name} from {old} to {new}" for name, (old, new) in report.casts.items()]
     return "\n".join(lines)
 
 
 def _by_container(report: ConvertReport) -> list[str]:
-    """What was left out, whole containers as such: a trainer's counters and random states are a hundred entries."""
-    homes: dict[str, list[str]] = {}
+    """The entries that were left out. Those of one container are one item: the counters and random states of a trainer
+    may be a hundred entries."""
+    containers: dict[str, list[str]] = {}
     for name in report.dropped_others:
         root, *inner = map(str, report.source.path(name))
-        is_models = not inner or report.state.model.prefix.startswith(f"{root}.")
-        homes.setdefault(name if is_models else root, []).append(name)
+        is_in_model = not inner or report.state.model.prefix.startswith(f"{root}.")
+        containers.setdefault(name if is_in_model else root, []).append(name)
     return [
-        names[0] if len(names) == 1 else f"{home} ({len(names)} entries)" for home, names in homes.items()
+        names[0] if len(names) == 1 else f"{container} ({len(names)} entries)"
+        for container, names in containers.items()
     ]
-
-
-def _prefixes(model: ModelNames) -> str:
-    return ", ".join(f"{candidate}." for candidate in model.candidates) or model.prefix or "(root)"

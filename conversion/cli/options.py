@@ -1,4 +1,4 @@
-"""The arguments and options of ``vescale-convert``, those that commands share once."""
+"""The arguments and options of ``vescale-convert``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import Any
 
 import click
 
-from vescale_fsdp.conversion.checks.byte_sizes import parse_bytes
 from vescale_fsdp.conversion.formats.table import OPTIMIZER_FORMS
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.formats import FORMATS
 
-_MANY_DIGITS = (
-    8  # of a number of ranks; planning takes time with its logarithm, and there is no end to digits
-)
+_MAX_RANK_DIGITS = 7  # planning time grows with the number of digits
 
 
 def part_of(text: str) -> tuple[int, int]:
@@ -45,43 +42,50 @@ def part_of(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+_UNITS = {"": 1, "B": 1} | {
+    unit + end: base**power
+    for power, unit in enumerate("KMGT", 1)
+    for end, base in (("B", 1000), ("", 1000), ("IB", 1024))
+}
+
+
 class Size(click.ParamType[int]):
-    """Bytes with a unit."""
+    """A number of bytes: ``5GB`` (decimal), ``512MiB`` (binary) or ``1000000``."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        try:
-            return parse_bytes(value)
-        except ConversionError as error:
-            self.fail(str(error), param, ctx)
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].upper() not in _UNITS:
+            self.fail(f"{value!r} is not a size such as 5GB, 512MiB or 1000000.", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 class FiniteRange(click.FloatRange):
-    """Numbers that can be compared with: nothing is above or below nan."""
+    """Finite numbers: nan and infinity are no tolerances."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
-            self.fail(f"{value} is no tolerance.", param, ctx)
+            self.fail(f"{value} is not a tolerance.", param, ctx)
         return number
 
 
 class Location(click.ParamType[str]):
-    """A path or URL; ``~`` is the home folder, which shells leave as it is in ``--assets=~/x`` and in quotes."""
+    """A path or URL. ``~`` is expanded here, since shells do not expand it in ``--assets=~/x`` or in quotes."""
 
     name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not value.strip():  # as from a variable of the shell that is not set
-            self.fail(f"{value!r} is no path.", param, ctx)
+        if not value.strip():  # such as an unset variable of the shell
+            self.fail(f"{value!r} is not a path.", param, ctx)
         return os.path.expanduser(value)
 
 
 class RulesOption(click.Option):
-    """Names the shipped rules in its help, and looks for them only then."""
+    """Lists the shipped rules in its help text; the files are only listed when help is printed."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         from vescale_fsdp.conversion.rules.rule_file import shipped_rules
@@ -94,7 +98,7 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 def with_options(*options: Decorator) -> Decorator:
-    """Several options as one decorator, in the order of the help."""
+    """Several options as one decorator; help lists them in this order."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         for option in reversed(options):
@@ -105,9 +109,9 @@ def with_options(*options: Decorator) -> Decorator:
 
 
 def positive_numbers(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
-    """A list such as ``8,64,512``; the callback of an option."""
+    """Callback of an option: parse a list such as ``8,64,512``."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < _MANY_DIGITS and int(part) for part in parts):
+    if not all(part.isdecimal() and len(part) <= _MAX_RANK_DIGITS and int(part) for part in parts):
         raise click.BadParameter(
             f"{text!r} is not a list of numbers such as 8,64,512, of seven digits at most."
         )
@@ -133,9 +137,7 @@ SOURCE_OPTIONS = with_options(
         "--from", "kind", type=click.Choice(tuple(FORMATS)), help="Format of SRC; detected by default."
     ),
     click.option("--trust-pickle", is_flag=True, help="Let pickles in SRC import and run code."),
-    click.option(
-        "--step", type=click.IntRange(0), help="Which step, if SRC is the folder around a run's steps."
-    ),
+    click.option("--step", type=click.IntRange(0), help="Step to use if SRC is the folder of a whole run."),
 )
 WRITING_OPTIONS = with_options(
     SOURCE_OPTIONS,
@@ -144,9 +146,11 @@ WRITING_OPTIONS = with_options(
         "--assets",
         "--config",
         type=Location(),
-        help="Folder with config.json and tokenizer: to-hf copies them, key rules take sizes from them.",
+        help="Folder with config.json and tokenizer. to-hf copies them; key rules read sizes from config.json.",
     ),
-    click.option("--include", multiple=True, metavar="PATTERN", help="Only names that match (repeatable)."),
+    click.option(
+        "--include", multiple=True, metavar="PATTERN", help="Write only names that match (repeatable)."
+    ),
     click.option("--exclude", multiple=True, metavar="PATTERN", help="Skip matching names (repeatable)."),
     click.option(
         "--dtype",
@@ -157,28 +161,42 @@ WRITING_OPTIONS = with_options(
     click.option(
         "--dequantize",
         metavar="TYPE",
-        help="Make quantised weights floats of this type: fp8, mxfp4, bitsandbytes, compressed-tensors.",
+        help="Convert quantised weights (fp8, mxfp4, bitsandbytes, compressed-tensors) to this float type.",
     ),
     click.option(
         "--quantize",
         multiple=True,
         metavar="[PATTERN=]SCHEME",
-        help="Make weights fp8-128x128 or mxfp4; PATTERN=keep leaves some (repeatable).",
+        help="Quantise weights to fp8-128x128 or mxfp4; PATTERN=keep leaves some as they are (repeatable).",
     ),
     click.option("--rules", cls=RulesOption, type=Location(), metavar="NAME|FILE"),
-    click.option("--rules-to", type=click.Choice(["hf", "ours"]), help="Which side of the rules OUT is on."),
+    click.option(
+        "--rules-to",
+        type=click.Choice(["hf", "ours"]),
+        help="Names that OUT gets: Hugging Face's, or the other side of the rules.",
+    ),
     click.option(
         "--on-disagreement",
         type=click.Choice(["refuse", "first"]),
         default="refuse",
         show_default=True,
-        help="If rules join parameters whose steps, learning rates or groups differ.",
+        help="What to do if rules join parameters whose steps, learning rates or groups differ.",
     ),
     click.option(
-        "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest data file."
+        "--max-shard-size",
+        "max_shard_bytes",
+        type=Size(),
+        default="5GB",
+        show_default=True,
+        help="Maximum size of a data file.",
     ),
     click.option(
-        "--memory-budget", type=Size(), default="512MiB", show_default=True, help="All buffers together."
+        "--memory-budget",
+        "memory_budget_bytes",
+        type=Size(),
+        default="512MiB",
+        show_default=True,
+        help="Memory for all buffers.",
     ),
     click.option(
         "--threads", type=click.IntRange(1), default=4, show_default=True, help="Threads that read and write."
@@ -203,9 +221,11 @@ MERGE_OPTIONS = with_options(
     click.argument("out", type=Location()),
     WRITING_OPTIONS,
 )
-# What some targets have beside those, by their names in the table of formats.
+# Options that only some targets have, by their names in the table of formats.
 TARGET_OPTIONS = {
-    "prefix": click.option("--prefix", help="Put the model under this prefix; '' puts it at the root."),
+    "prefix": click.option(
+        "--prefix", help="Prefix of the model's names in OUT; '' writes them without one."
+    ),
     "optimizer": click.option(
         "--optimizer",
         type=click.Choice(OPTIMIZER_FORMS),
@@ -220,21 +240,21 @@ TARGET_OPTIONS = {
     "adapter": click.option(
         "--adapter",
         is_flag=True,
-        help="Write the adapter alone, as a folder of peft; --assets has its adapter_config.json.",
+        help="Write only the adapter, as a peft folder; --assets must contain its adapter_config.json.",
     ),
-    "adapter_name": click.option("--adapter-name", help="Which adapter, if SRC holds several."),
+    "adapter_name": click.option("--adapter-name", help="Adapter to write if SRC contains several."),
     "no_assets": click.option(
         "--no-assets", is_flag=True, help="Do not copy config or tokenizer files, not even SRC's own."
     ),
     "require_check": click.option(
         "--require-check",
         is_flag=True,
-        help="Fail where nobody can say whether the class in config.json takes the result.",
+        help="Fail if it cannot be checked whether the class in config.json loads the result.",
     ),
     "include_asset": click.option(
         "--include-asset",
         multiple=True,
         metavar="PATTERN",
-        help="Also copy files of --assets that match, even if they hold no settings (repeatable).",
+        help="Also copy other files of --assets that match (repeatable).",
     ),
 }

@@ -25,12 +25,67 @@ from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
-from vescale_fsdp.conversion.formats.table import TRAINED
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, some
 from vescale_fsdp.formats import DCP_INSIDE, FORMATS, all_formats
 from vescale_fsdp.lazy import lazy_function
 
+_log = logging.getLogger(__name__)
 _with_side_files = lazy_function("vescale_fsdp.conversion.formats.side_files", "with_side_files")
+_TRAINED = ("dcp", "shards", "hf", "bin", "ranks")  # in these folders trainers leave files of their own
+_STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
+_LISTED_STEPS = 8  # the most that an error lists
+# Files that decide the format of a checkpoint in a folder below.
+_INSIDE = (
+    rf"([^/]+/)*({re.escape(MANIFEST_NAME)}|(diffusion_pytorch_)?model\.safetensors(\.index\.json)?|\.metadata"
+    r"|[^/]*mp_rank_\d+_model_states\.pt|model_world_size_\d+_rank_\d+\.pt)"
+)
+# Known files that cannot be read: pattern of the name, what the file is, how to get something that can be read.
+_FOREIGN = (
+    (
+        r"(.*/)?mp_rank_\d+(_\d+)*/model_(optim_rng|rng)\.pt",
+        "Megatron-LM's per-rank files, which do not say what part of a tensor each holds",
+        "save with --ckpt-format torch_dist, which is torch.distributed.checkpoint",
+    ),
+    (r".*\.gguf", "llama.cpp's quantised file", "convert the repository that it was made from"),
+    (
+        r"(.*/)?(tf_model.*\.h5|flax_model.*\.msgpack)",
+        "weights of TensorFlow or Flax",
+        "save them from torch",
+    ),
+    (_INSIDE, "a folder around checkpoints", "pass the folder of one checkpoint"),
+    (
+        r"(config|tokenizer_config)\.json",
+        "a model's settings without its weights",
+        "copy or download the files of its weights too, such as model.safetensors",
+    ),
+)
+# Files of unfinished work: pattern of the name, pattern of the file that would complete them, problem, what to do.
+_UNFINISHED = (
+    (
+        r"(.*/)?__\d+_\d+\.distcp",
+        r"(.*/)?\.metadata",
+        "A save with torch.distributed.checkpoint did not finish: its .metadata, which is written last, is missing.",
+        "take an older checkpoint, or save again",
+    ),
+    (
+        r"(.*/)?\d{5,}-of-\d{5,}\.safetensors",
+        rf"(.*/)?{re.escape(MANIFEST_NAME)}",
+        f"A native save did not finish: its {MANIFEST_NAME}, which is written last, is missing.",
+        "take an older step, or save again",
+    ),
+    (
+        r"(.*/)?\.?[^/]*\.(vescale-convert\.jsonl|partial)",
+        None,
+        "A conversion did not finish.",
+        "run its command again with --resume",
+    ),
+    (r"(.*/)?[^/]*\.(incomplete|crdownload|part)", None, "A download did not finish.", "download it again"),
+)
+_NEVER_EMPTY = re.compile(
+    rf"\.(safetensors(\.index\.json)?|bin|pth?|ckpt)$|(^|/)(\.metadata|zarr\.json|{re.escape(MANIFEST_NAME)})$"
+)
+_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
+_MOST_NUMBERED = 10_000  # a file's name can state any count
 
 
 def open_source(
@@ -46,12 +101,12 @@ def open_source(
         url: local path or fsspec URL of a folder, or of a file for single-file formats.
         kind: the format, by its name in `vescale_fsdp.formats.FORMATS`; None to detect it.
         trust_pickle: whether pickles may import and run what they name.
-        step: which step of a run, if ``url`` is the folder around its steps; ``"newest"`` for the last one, and for
-            what is no such folder.
+        step: the step, if ``url`` is a run folder; ``"newest"`` for the newest step of a run folder, and for any other
+            folder the checkpoint in it.
 
     Raises:
-        ConversionError: if nothing known is there.
-        CorruptCheckpointError: if something known is there but damaged.
+        ConversionError: if the path contains no known format.
+        CorruptCheckpointError: if the checkpoint is damaged.
 
     Examples:
         >>> import torch
@@ -65,62 +120,62 @@ def open_source(
     folder = open_store(url)
     files = folder.list_files()
     steps = steps_in(files) if kind is None or step is not None else {}
-    if isinstance(step, int) or (steps and not says_which(files)):
+    # With a file `latest`, DeepSpeed's reader chooses the step.
+    if isinstance(step, int) or (steps and "latest" not in files):
         own = [number for number, name in steps.items() if name == step_name(number)]
         url = step_url(url, steps, abandoned_steps(folder, own), step)
         folder = open_store(url)
     try:
         with gc_paused():
-            found = kind or _detect(folder, url)
-            form = FORMATS.get(found) or dict(all_formats()).get(found)
+            detected = kind or _detect(folder, url)
+            form = FORMATS.get(detected) or dict(all_formats()).get(detected)
             if form is None:
-                raise _unreadable(url, [], f"kind {found}")
-            where = open_parent(url) if form.is_file else (folder, "")
-            source: Source = form.open(*where, trust_pickle)
-            if found in TRAINED:
+                raise _unreadable(url, [], f"kind {detected}")
+            store, file = open_parent(url) if form.is_file else (folder, "")
+            source: Source = form.open(store, file, trust_pickle)
+            if detected in _TRAINED:
                 source = _with_side_files(source, trust_pickle=trust_pickle)
     except RecursionError as error:
         raise CorruptCheckpointError(
             "The checkpoint cannot be read.",
             expected="a state of some levels",
-            got="one that is nested too deeply, or holds itself",
+            got="a state that is nested too deeply, or contains itself",
             where=url,
             todo="save it again as dicts and lists of tensors, or use another copy",
         ) from error
     except VescaleError as error:
-        _refuse_incomplete(url, folder, error)
+        # An incomplete checkpoint, or one of another kind, explains most errors; those are more useful messages.
+        if listed := folder.list_files():
+            refuse_incomplete(folder, listed, error)
+        else:
+            parent, name = open_parent(url)
+            refuse_incomplete(parent, [name] if parent.size(name) is not None else [], error)
         if kind in FORMATS:
-            _refuse_wrong_kind(kind, folder, url, error)
+            _refuse_other_kind(kind, folder, url, error)
         raise
     if kind is not None and not source.tensors:
-        _refuse_wrong_kind(kind, folder, url, None)
+        _refuse_other_kind(kind, folder, url, None)
     return source
 
 
-def _refuse_wrong_kind(kind: str, folder: Storage, url: str, error: VescaleError | None) -> None:
-    """Say so if looking finds another kind than the one that was asked for."""
-    looks_like = _detect(folder, url)
-    if looks_like != kind:
+def _refuse_other_kind(kind: str, folder: Storage, url: str, error: VescaleError | None) -> None:
+    """Refuse a checkpoint if another kind is detected than ``kind``, which the user passed."""
+    detected = _detect(folder, url)
+    if detected != kind:
         raise ConversionError(
-            "The source is not of the kind that was asked for.",
+            "The source is not of the kind that was passed.",
             expected=f"a checkpoint of kind {kind}",
-            got=f"one that looks like {looks_like}",
+            got=f"one that looks like {detected}",
             where=url,
             todo=f"pass one of kind {kind}, or leave out --from {kind}",
         ) from error
 
 
-def _refuse_incomplete(url: str, folder: Storage, error: VescaleError) -> None:
-    if files := folder.list_files():
-        refuse_incomplete(folder, files, error)
-    else:
-        parent, name = open_parent(url)
-        refuse_incomplete(parent, [name] if parent.size(name) is not None else [], error)
-
-
 def _detect(folder: Storage, url: str) -> str:
+    """The name of the format of the files at ``url``; ``folder`` has none if ``url`` is a file."""
     files = folder.list_files()
     for kind, form in all_formats() if files else ():
+        # In a folder with a model and an adapter, the model is the checkpoint.
         if kind == "adapter" and any(map(is_weight_file, set(files) - {"adapter_model.safetensors"})):
             continue
         if not form.is_file and any(re.fullmatch(form.file, file) for file in files):
@@ -135,7 +190,7 @@ def _detect(folder: Storage, url: str) -> str:
         raise ConversionError(
             "There is nothing to read.",
             expected="a checkpoint folder or file",
-            got=_what_is_there(url),
+            got=_describe_path(url),
             where=url,
             todo="check the path",
         )
@@ -149,54 +204,24 @@ def _detect(folder: Storage, url: str) -> str:
     raise _unreadable(url, [name], f"a file {name}")
 
 
-def _what_is_there(url: str) -> str:
+def _describe_path(url: str) -> str:
     """Describe a path that contains no readable checkpoint."""
     path = Path(url)
     if path.is_dir():
-        lost = [each.name for each in path.iterdir() if each.is_symlink() and not os.path.exists(each)]
-        return f"links that lead nowhere: {some(sorted(lost))}" if lost else "an empty folder"
+        broken = [each.name for each in path.iterdir() if each.is_symlink() and not os.path.exists(each)]
+        return f"broken symbolic links: {some(sorted(broken))}" if broken else "an empty folder"
     if os.path.exists(path):
         return "a device or a pipe"
-    return "a link that leads nowhere" if path.is_symlink() else "no such file or folder"
-
-
-_INSIDE = (  # one of several checkpoints, in whatever folder
-    rf"([^/]+/)*({re.escape(MANIFEST_NAME)}|(diffusion_pytorch_)?model\.safetensors(\.index\.json)?|\.metadata"
-    r"|[^/]*mp_rank_\d+_model_states\.pt|model_world_size_\d+_rank_\d+\.pt)"
-)
-# Checkpoints that others write, which have a way to a format read here: a file's name, whose it is, the way.
-_FOREIGN = (
-    (
-        r"(.*/)?mp_rank_\d+(_\d+)*/model_(optim_rng|rng)\.pt",
-        "Megatron-LM's per-rank files, which do not say what part of a tensor each holds",
-        "save with --ckpt-format torch_dist, which is torch.distributed.checkpoint",
-    ),
-    (r".*\.gguf", "llama.cpp's quantised file", "convert the repository that it was made from"),
-    (
-        r"(.*/)?(tf_model.*\.h5|flax_model.*\.msgpack)",
-        "weights of TensorFlow or Flax",
-        "save them from torch",
-    ),
-    (
-        _INSIDE,
-        "a folder around checkpoints",
-        "pass the folder of one checkpoint",
-    ),
-    (
-        r"(config|tokenizer_config)\.json",
-        "a model's settings without its weights",
-        "copy or download the files of its weights too, such as model.safetensors",
-    ),
-)
+    return "a broken symbolic link" if path.is_symlink() else "no such file or folder"
 
 
 def _unreadable(url: str, files: list[str], got: str) -> ConversionError:
-    """What to do about files of a kind that is known and cannot be read, or of none that is known."""
-    problem = "This is not a checkpoint of a known kind."
+    """The error for files of no readable format, with advice for known ones."""
+    problem = "This is not a checkpoint of a known format."
     todo = "pass the folder that was given to dcp.save, or name the format with --from"
-    known = ((p, file, whose, way) for p, whose, way in _FOREIGN for file in files if re.fullmatch(p, file))
-    for _, file, whose, way in known:
-        problem, got, todo = "This is not a checkpoint that can be read.", f"{whose} ({file})", way
+    known = ((p, file, what, way) for p, what, way in _FOREIGN for file in files if re.fullmatch(p, file))
+    for _, file, what, way in known:
+        problem, got, todo = "This format cannot be read.", f"{what} ({file})", way
         break
     return ConversionError(
         problem,
@@ -207,141 +232,99 @@ def _unreadable(url: str, files: list[str], got: str) -> ConversionError:
     )
 
 
-# A file that is left by what did not end; the file that would say that it did; what did not end; what to do.
-_UNFINISHED = (
-    (
-        r"(.*/)?__\d+_\d+\.distcp",
-        r"(.*/)?\.metadata",
-        "a save with torch.distributed.checkpoint that did not end: its .metadata, written last, is not there",
-        "take an older checkpoint, or save again",
-    ),
-    (
-        r"(.*/)?\d{5,}-of-\d{5,}\.safetensors",
-        rf"(.*/)?{re.escape(MANIFEST_NAME)}",
-        f"a native save that did not end: its {MANIFEST_NAME}, written last, is not there",
-        "take an older step, or save again",
-    ),
-    (
-        r"(.*/)?\.?[^/]*\.(vescale-convert\.jsonl|partial)",
-        None,
-        "a conversion that did not end",
-        "run its command again with --resume",
-    ),
-    (r"(.*/)?[^/]*\.(incomplete|crdownload|part)", None, "a download that did not end", "download it again"),
-)
-_NEVER_EMPTY = re.compile(
-    rf"\.(safetensors(\.index\.json)?|bin|pth?|ckpt)$|(^|/)(\.metadata|zarr\.json|{re.escape(MANIFEST_NAME)})$"
-)
-_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
-
-
 def refuse_incomplete(store: Storage, files: Iterable[str], error: VescaleError | None = None) -> None:
-    """Say so if what could not be read as a checkpoint is what something unfinished has left.
+    """Refuse files that are the remains of unfinished work, or an incomplete copy of a checkpoint.
 
     Args:
-        error: why it could not be read.
+        error: why the files could not be read.
 
     Raises:
-        ConversionError: naming what it is and what to do.
-        CorruptCheckpointError: if files are empty that never are.
+        ConversionError: naming the unfinished work, and what to do.
+        CorruptCheckpointError: if files are empty that no format leaves empty.
     """
-    found = sorted(files)
-    refuse_pointers(store, found, error)
-    if empty := [file for file in found if _NEVER_EMPTY.search(file) and store.size(file) == 0]:
+    names = sorted(files)
+    refuse_pointers(store, names, error)
+    if empty := [file for file in names if _NEVER_EMPTY.search(file) and store.size(file) == 0]:
         raise CorruptCheckpointError(
             "A file of the checkpoint is empty.",
-            expected="files with something in them",
+            expected="files with content",
             got=some(empty),
             where=store.where,
             todo="copy or download it again, or take an older checkpoint",
         ) from error
-    for left, deciding, what, todo in _UNFINISHED:
-        files_left = [file for file in found if re.fullmatch(left, file)]
-        if files_left and not (deciding and any(re.fullmatch(deciding, file) for file in found)):
-            raise _unfinished(store, some(files_left), what, todo) from error
-    if missing := _missing_numbers(found):
-        what = "a copy or download that did not end"
-        raise _unfinished(store, f"no {some(missing)}", what, "copy or download the folder again") from error
-
-
-def _unfinished(store: Storage, got: str, what: str, todo: str) -> ConversionError:
-    return ConversionError(
-        f"This is {what}.", expected="a finished checkpoint", got=got, where=store.where, todo=todo
-    )
+    problems = []
+    for remains, completing, problem, todo in _UNFINISHED:
+        files_left = [file for file in names if re.fullmatch(remains, file)]
+        if files_left and not (completing and any(re.fullmatch(completing, file) for file in names)):
+            problems.append((problem, some(files_left), todo))
+    if missing := _missing_numbers(names):
+        problem = "Files are missing: the copy or download is incomplete."
+        problems.append((problem, f"no {some(missing)}", "copy or download the folder again"))
+    if problems:
+        problem, got, todo = problems[0]
+        raise ConversionError(
+            problem, expected="a finished checkpoint", got=got, where=store.where, todo=todo
+        ) from error
 
 
 def _missing_numbers(files: Iterable[str]) -> list[str]:
-    """Files that the numbers in others' names count and that are not there."""
+    """Missing files of numbered series such as ``model-00001-of-00003.safetensors``."""
     known = set(files)
     missing: dict[str, None] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, sorted(known))):
         stem, _, count, end = match.groups()
-        names = (f"{stem}-{number:05d}-of-{count}{end}" for number in range(1, min(int(count), 10_000) + 1))
+        numbers = range(1, min(int(count), _MOST_NUMBERED) + 1)
+        names = (f"{stem}-{number:05d}-of-{count}{end}" for number in numbers)
         missing |= dict.fromkeys(name for name in names if name not in known)
     return list(missing)
 
 
-_STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
-_log = logging.getLogger(__name__)
-_MOST = 8  # that an error lists
-
-
 def steps_in(files: Collection[str]) -> dict[int, str]:
-    """Step -> its folder, of the checkpoints beside each other under a folder with these files; finished ones alone."""
+    """Step -> folder of each finished checkpoint, of a run folder with these files; empty for a checkpoint's folder."""
     patterns = [form.file for form in FORMATS.values() if not form.is_file]
     deciding = re.compile("|".join(f"(?:{pattern})" for pattern in (*patterns, DCP_INSIDE)))
-    found: dict[int, str] = {}
+    steps: dict[int, str] = {}
     for file in files:
         folder, _, inner = file.partition("/")
         match = _STEP.fullmatch(folder)
         if not inner and deciding.fullmatch(file):
-            return {}  # the folder is a checkpoint itself
+            return {}
         if match and inner and deciding.fullmatch(inner):
-            found[int(match[2])] = folder
-    return dict(sorted(found.items()))
-
-
-def says_which(files: Collection[str]) -> bool:
-    """Whether a file beside the steps says which is meant, as DeepSpeed leaves it; its reader goes by it."""
-    return "latest" in files
+            steps[int(match[2])] = folder
+    return dict(sorted(steps.items()))
 
 
 def step_url(
     url: str, steps: Mapping[int, str], abandoned: Collection[int], step: int | Literal["newest"] | None
 ) -> str:
-    """The folder of the step that is meant, of those in ``url``.
+    """The folder of a step of the run in ``url``.
 
     Args:
-        abandoned: steps that a rollback has left behind: never the newest, but there for who names one.
+        abandoned: steps that a rollback has left behind: never the newest, but readable by number.
 
     Raises:
-        ConversionError: if nobody says which, or there is no such step.
+        ConversionError: if no step is named, or the step does not exist.
     """
-    # As `CheckpointManager.restore` and `latest` pick it. All abandoned: then nobody can say which is meant.
+    # As `CheckpointManager.restore` chooses it. None if a rollback has abandoned all steps.
     newest = max((number for number in steps if number not in abandoned), default=None)
     wanted = newest if step == "newest" else step
     if isinstance(wanted, int) and wanted in steps:
         later = [number for number in steps if number > wanted and number in abandoned]
         if step == "newest" and later:
-            _log.warning(
-                "%s: step %d is the newest; a rollback has abandoned %s",
-                url,
-                wanted,
-                ", ".join(map(str, later)),
-            )
+            skipped = ", ".join(map(str, later))
+            _log.warning("%s: step %d is the newest; a rollback has abandoned %s", url, wanted, skipped)
         return f"{url}/{steps[wanted]}"
-    there = ", ".join(map(str, list(steps)[-_MOST:]))
-    todo = (
-        f"pass --step {newest}, which is the newest, or the folder of one checkpoint"
-        if newest is not None
-        else "pass --step to go back to one of them: a rollback has abandoned all"
-        if steps
-        else None
-    )
+    last_steps = ", ".join(map(str, list(steps)[-_LISTED_STEPS:]))
+    if newest is not None:
+        todo = f"pass --step {newest}, which is the newest, or the folder of one checkpoint"
+    elif steps:
+        todo = "pass --step to go back to one of them: a rollback has abandoned all"
+    else:
+        todo = "leave out --step"
     raise ConversionError(
-        "This folder holds the steps of a run." if wanted is None else "There is no such step.",
-        expected=f"one of the steps {there}" if steps else "a folder around the steps of a run",
+        "This folder contains the steps of a run." if wanted is None else "There is no such step.",
+        expected=f"one of the steps {last_steps}" if steps else "a folder around the steps of a run",
         got="no step was named" if wanted is None else wanted,
         where=url,
-        todo=todo or "leave out --step",
+        todo=todo,
     )

@@ -1,15 +1,15 @@
-"""What trainers leave beside a checkpoint of the model: optimizers, schedulers, random states, counters.
+"""Files that trainers save next to a model's checkpoint: optimizers, schedulers, random states, counters.
 
     optimizer.bin  optimizer.pt  optimizer_1.bin         optimizer, optimizer_1       accelerate, Trainer
     scheduler.bin  scheduler.pt  scaler.pt  sampler.bin  scheduler, scaler, sampler
     random_states_0.pkl  random_states_1.pkl             random_states.0, .1          accelerate, a file per rank
     rng_state.pth  rng_state_0.pth                       rng_state.0                  Trainer, a file per rank
-    custom_checkpoint_0.pkl                              custom_checkpoint_0          accelerate: what a user registered
+    custom_checkpoint_0.pkl                              custom_checkpoint_0          accelerate: objects of the user
     trainer_state.json                                   trainer_state                Trainer
     meta.pt                                              at the root                  Lightning and Fabric
 
-They join the model's state under these names. A file whose pickle names more than tensors and plain values is left out,
-and said to be: the weights can be read without it.
+Their state joins the model's under these names. A file whose pickle names more than tensors and plain values is left
+out with a warning: the weights can be read without it.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ _OF_RANK = re.compile(r"(rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 _LIGHTNING = "meta.pt"
 _TRAINER_STATE = "trainer_state.json"
 _Locate = Callable[[TensorInfo, StoredChunk], StoredChunk]
-_CLASSES = ("training_args.bin",)  # pickles of a class of arguments, which say nothing of the state
+_OMITTED = ("training_args.bin",)  # a pickled class of arguments, no state
 
 
 def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
-    """The source with what lies beside its weights; itself, if that is nothing. Reads pickles and JSON.
+    """The source with the state in a trainer's files next to it; reads their pickles and JSON.
 
     Raises:
-        CorruptCheckpointError: if a file is damaged, or has what the checkpoint has too.
+        CorruptCheckpointError: if a file is damaged, or has an entry that the checkpoint has too.
     """
-    entries, read = Entries(), list[str]()
+    entries, read_files = Entries(), list[str]()
     for file in source.store.list_files():
         container = _container(file)
         if container is not None:
             try:
                 entries.update(_entries_of(source.store, file, container, trust_pickle))
-                read.append(file)
+                read_files.append(file)
             except ConversionError as error:
                 entries.omitted.append(file)
                 entries.warnings.append(f"{file} is left out. {' '.join(str(error).splitlines()[:3])}")
-        elif file in _CLASSES:
+        elif file in _OMITTED:
             entries.omitted.append(file)
     if not (entries.tensors or entries.values or entries.omitted):
         return source
     if doubles := {**source.tensors, **source.values}.keys() & {**entries.tensors, **entries.values}.keys():
         raise CorruptCheckpointError(
-            "A file beside the checkpoint has an entry that the checkpoint has too.",
+            "A file next to the checkpoint has an entry that the checkpoint has too.",
             expected="other names",
             got=min(doubles),
             where=source.store.where,
-            todo="take away the file that is not of this checkpoint",
+            todo="remove the file that does not belong to this checkpoint",
         )
     return replace(
         source,
@@ -72,15 +72,15 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
         values={**source.values, **entries.values},
         paths={**source.paths, **entries.paths},
         readers={**source.readers, **entries.readers},
-        facts={**source.facts, "beside the model": ", ".join(read) or "nothing that can be read"},
+        facts={**source.facts, "next to the model": ", ".join(read_files) or "nothing that can be read"},
         omitted=(*source.omitted, *entries.omitted),
         warnings=(*source.warnings, *entries.warnings),
-        locate=source.locate and partial(_located, source.locate, frozenset(read)),
+        locate=source.locate and partial(_located, source.locate, frozenset(read_files)),
     )
 
 
 def _container(file: str) -> Path | None:
-    """Where the state in a file belongs; None for files of other kinds."""
+    """The path under which the state in a file belongs; None for files without state."""
     if match := _STATE.fullmatch(file):
         return (match[1],)
     if match := _OF_RANK.fullmatch(file):
@@ -89,10 +89,10 @@ def _container(file: str) -> Path | None:
 
 
 def _located(
-    locate: _Locate, whole_files: frozenset[str], info: TensorInfo, chunk: StoredChunk
+    locate: _Locate, side_files: frozenset[str], info: TensorInfo, chunk: StoredChunk
 ) -> StoredChunk:
-    """A chunk in a file beside is located already; those of the checkpoint itself are found as its format says."""
-    return chunk if chunk.file in whole_files else locate(info, chunk)
+    """Find the items of a chunk in its file; chunks of a trainer's file have their place already."""
+    return chunk if chunk.file in side_files else locate(info, chunk)
 
 
 def _entries_of(store: Storage, file: str, container: Path, trust: bool) -> Entries:

@@ -1,8 +1,8 @@
-"""How the formats of `vescale_fsdp.formats` are opened and written.
+"""How formats are written, and the reader of the zarr format.
 
-A new format has a row there, an opener here, and a reader and writer in a folder of its own. Readers and writers are
-imported when a checkpoint of the format is met, so that a DCP folder does not wait for the libraries of other formats,
-and ``--help``, which is made from these tables, for none.
+A new format has a row in `vescale_fsdp.formats`, which names its reader, and as a target a row here. Planners of files
+are imported when a conversion to the format runs: a conversion to DCP does not wait for the libraries of other
+formats, and ``--help``, which is made from this table, waits for none.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.storage.base import Storage
     from vescale_fsdp.conversion.convert_options import ConvertOptions
 
-    Plan = Callable[
-        [CarriedState, ConvertOptions, Assets, str], OutputPlan
-    ]  # the text is the target's file name
+    Plan = Callable[[CarriedState, ConvertOptions, Assets, str], OutputPlan]
 
 OPTIMIZER_FORMS = ("keep", "nested", "flattened", "drop")
 
@@ -32,10 +30,10 @@ class Target(NamedTuple):
     """How a format is written.
 
     Args:
-        command: the command line's name for it; empty for what is an option of another command.
-        summary: what that command does, for its help.
-        plan: lists the files of a result.
-        options: names of the command line's options that this target has beside those of all.
+        command: the command that converts to it; empty if an option of another command does.
+        summary: help text of the command.
+        plan: lists the files of a result; the last argument is the file name of the target.
+        options: names of the command's options, besides those of all commands.
         keeps_repeats: whether items that a source repeats by strides are written once.
     """
 
@@ -50,7 +48,7 @@ _granularities = lazy_function("vescale_fsdp.layout.granularity", "parse_granula
 _plan_native = lazy_function("vescale_fsdp.checkpoint.formats.native.plan", "plan_native")
 _plan_dcp = lazy_function("vescale_fsdp.checkpoint.formats.dcp.plan", "plan_dcp")
 _plan_zarr = lazy_function("vescale_fsdp.checkpoint.formats.zarr.plan", "plan_zarr")
-_plan_adapter = lazy_function("vescale_fsdp.conversion.adapters.peft_folder", "plan_adapter")
+_plan_adapter = lazy_function("vescale_fsdp.conversion.formats.peft", "plan_adapter")
 _plan_hf = lazy_function("vescale_fsdp.checkpoint.formats.huggingface.plan", "plan_hf")
 _plan_torch = lazy_function("vescale_fsdp.checkpoint.formats.torch_save.write", "plan_torch")
 
@@ -92,13 +90,6 @@ TARGETS = {
         keeps_repeats=True,
     ),
 }
-TRAINED = (
-    "dcp",
-    "shards",
-    "hf",
-    "bin",
-    "ranks",
-)  # folders in which trainers leave more than the format's own files
 
 
 def open_zarr(store: Storage) -> Source:

@@ -1,1 +1,1 @@
-"""One page that shows what a checkpoint holds: `vescale-convert report`."""
+"""What a checkpoint contains: the texts of `vescale-convert inspect` and the page of `vescale-convert report`."""

@@ -1,7 +1,7 @@
 """The page of `vescale-convert report`, and its contents as plain values: one entry per tensor.
 
 Each tensor is read once, a few MiB at a time. A tensor that is far larger than its stored bytes (a stride of zero can
-repeat one item for terabytes) is sampled, and its summary says how many values were read.
+repeat one item for terabytes) is sampled, and its summary contains the number of values that were read.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Any
 import numpy as np
 
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
-from vescale_fsdp.checkpoint.moves.copying import Progress
+from vescale_fsdp.checkpoint.moves.copying import Progress, no_progress
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, is_inflated
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, read_range
 from vescale_fsdp.checkpoint.steps.retention import read_record
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.conversion.checks.diff import Views, matched_views
+from vescale_fsdp.conversion.diff import Views, matched_views
 from vescale_fsdp.conversion.report.tensor_values import ValueDistance, ValueSummary, values_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.model_shapes import natural_key
 
-_PIECE_BYTES = 4 * 2**20  # 4 MiB, of either side
-_SAMPLED_PIECES = 4  # of a tensor that is not read whole
+_PIECE_BYTES = 4 * 2**20  # 4 MiB are read at a time, from either side
+_SAMPLED_PIECES = 4  # pieces that are read of a sampled tensor
 _MOST_STEPS = 10_000
 _VALUE_CHARS = 200
 
 
 def checkpoint_report(
-    source: Source, against: Source | None = None, *, progress: Progress = lambda _: None
+    source: Source, against: Source | None = None, *, progress: Progress = no_progress
 ) -> dict[str, Any]:
-    """All that a page needs.
+    """The contents of a page, as plain values.
 
     Args:
-        source: what it is about.
-        against: what it is compared with.
+        source: the checkpoint that the page describes.
+        against: another checkpoint, which the values are compared with.
         progress: called with bytes read since the last call.
 
     Raises:
@@ -84,7 +84,7 @@ def checkpoint_report(
 
 
 def _pairs(source: Source, against: Source | None) -> tuple[dict[str, tuple[str, str]], Views]:
-    """The key of each tensor of the source, and the other side's tensors by key."""
+    """The key of each tensor of the source, and the tensors of the other checkpoint by key."""
     if against is None:
         return {name: ("other", name) for name in source.tensors}, {}
     left, right = matched_views(source, against)
@@ -102,7 +102,7 @@ def _against(against: Source, left: dict[str, tuple[str, str]], right: Views) ->
 def _measure(
     view: TensorView, other: TensorView | None, progress: Progress, *, is_sampled: bool
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """A tensor's summary and its distance from another; None of what cannot be said."""
+    """A tensor's summary, and its distance from another; None for codes, and for tensors of different shapes."""
     summary, distance = ValueSummary(), ValueDistance()
     info = view.info
     comparable = other is not None and other.info.shape == info.shape
@@ -133,14 +133,14 @@ def _measure(
 
 
 def _starts(numel: int, step: int, *, is_sampled: bool) -> Sequence[int]:
-    """Where pieces of so many items begin; of a sample they are spread evenly."""
+    """The first items of the pieces that are read; the pieces of a sample are spread evenly."""
     if not is_sampled:
         return range(0, numel, step)
     return [index * (numel - step) // (_SAMPLED_PIECES - 1) for index in range(_SAMPLED_PIECES)]
 
 
 def _history(source: Source) -> list[dict[str, Any]]:
-    """Records of the steps beside this one, if a manager saved it."""
+    """The records of all steps of the run, if a `CheckpointManager` saved this checkpoint."""
     root, _, folder = source.url.rstrip("/").rpartition("/")
     if source.kind != "native" or parse_step_name(folder) is None or not root:
         return []
@@ -152,11 +152,11 @@ def _history(source: Source) -> list[dict[str, Any]]:
     ]
 
 
-_MOST_RUNS = 64  # of a tensor; more could not be told apart on a page
+_MOST_RUNS = 64  # per tensor; more could not be distinguished on the page
 
 
 class FileNumbers:
-    """Numbers of files, in the order in which they are met."""
+    """Numbers the files in the order of their first use."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -172,9 +172,12 @@ class FileNumbers:
 
 
 def holders_of(tensor: StoredTensor, files: FileNumbers) -> list[list[int]]:
-    """Runs of chunks; those behind the last that is shown are left out."""
+    """Runs of equal chunks in successive files, as [first file's number, number of files, items per file].
+
+    A file's number is -1 if the items are all zeros and stored nowhere. At most `_MOST_RUNS` runs are returned.
+    """
     runs: list[list[int]] = []
-    items: list[list[int]] = []  # per file, boxes of one piece joined
+    items: list[list[int]] = []  # [file's number, items]; successive boxes in one file are joined
     for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.box.offsets):
         number = files.of(chunk.file) if chunk.file else -1
         if items and items[-1][0] == number:
@@ -191,7 +194,7 @@ def holders_of(tensor: StoredTensor, files: FileNumbers) -> list[list[int]]:
 
 
 def layout_to_json(layout: GroupLayout) -> dict[str, object]:
-    """What the page draws lanes from: for each slot its place in the buffer, or its pieces where it is scattered."""
+    """A layout as the page draws it: the place of each slot in the buffer, or the pieces of a scattered slot."""
     slots = [
         [slot.fqn, slot.offset, slot.numel, slot.block_numel, [list(run) for run in slot.runs]]
         for slot in layout.slots
@@ -206,13 +209,13 @@ def report_page(report: Mapping[str, Any]) -> str:
     """One HTML document.
 
     Args:
-        report: what `checkpoint_report` gives.
+        report: what `checkpoint_report` returns.
     """
     files = resources.files(__package__)
     page = files.joinpath("page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):
         page = page.replace(f"/* {name} */", files.joinpath(name).read_text(encoding="utf-8"))
-    # Names come from a file: none may end the script element, whatever it is called.
+    # Names come from a file, and none of them may end the script element.
     data = json.dumps(report, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     before, _, after = page.partition(_PLACE)
     return f"{before}{data}{after}"

@@ -20,7 +20,7 @@ _NUM_BINS = 64
 
 
 def values_of(raw: np.ndarray, dtype: DType) -> np.ndarray | None:
-    """Raw items as numbers; complex ones as their parts. None for codes, which mean nothing without their scales."""
+    """Raw items as numbers, complex ones as two numbers each. None for codes, whose values depend on their scales."""
     if dtype.kind == "float":
         target = _F64 if dtype.bits == 64 else _F32
         return cast_array(raw, dtype, target).view(np.float64 if target is _F64 else np.float32)
@@ -34,13 +34,13 @@ def values_of(raw: np.ndarray, dtype: DType) -> np.ndarray | None:
 
 
 class ValueSummary:
-    """Least, largest, mean, norm and so on of the values that were added.
+    """Statistics of the values that were added.
 
     Attributes:
-        numel, nans, zeros: how many values, and how many of each kind.
-        least, largest: of those that are finite.
-        total, squares: sums of finite values and of their squares.
-        bins: 2D [2, bins], magnitudes of negative and of positive values.
+        numel, nans, zeros: the number of values, of NaNs and of zeros.
+        least, largest: the extremes of the finite values.
+        total, squares: sums of the finite values and of their squares.
+        bins: 2D [2, bins], counts of negative and of positive values by magnitude.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class ValueSummary:
         self.bins = np.zeros((2, _NUM_BINS), np.int64)
 
     def add(self, values: np.ndarray) -> None:
-        """Count a piece."""
+        """Add the values of a piece."""
         self.numel += values.size
         finite = np.isfinite(values)
         if not finite.all():
@@ -66,33 +66,33 @@ class ValueSummary:
         self.squares += float(np.dot(wide, wide))
         self.zeros += int(np.count_nonzero(values == 0))
         _, exponents = np.frexp(values)
-        places = np.clip((exponents + _NUM_BINS - 1) >> 1, 0, _NUM_BINS - 1)
-        for row, chosen in ((0, values < 0), (1, values > 0)):
-            self.bins[row] += np.bincount(places[chosen], minlength=_NUM_BINS)
+        bins = np.clip((exponents + _NUM_BINS - 1) >> 1, 0, _NUM_BINS - 1)
+        for row, mask in ((0, values < 0), (1, values > 0)):
+            self.bins[row] += np.bincount(bins[mask], minlength=_NUM_BINS)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; what there is none of is left out."""
+        """Plain values; without extremes, mean, norm and bins if no value is finite."""
         count = self._num_finite
         infinities = self.numel - self.nans - count
-        found: dict[str, Any] = {"nan": self.nans, "inf": infinities, "zero": self.zeros}
+        summary: dict[str, Any] = {"nan": self.nans, "inf": infinities, "zero": self.zeros}
         if count:
-            found |= {
+            summary |= {
                 "min": self.least,
                 "max": self.largest,
                 "mean": self.total / count,
                 "norm": math.sqrt(self.squares),
                 "bins": [[[int(i), int(row[i])] for i in np.flatnonzero(row)] for row in self.bins],
             }
-        return found
+        return summary
 
 
 class ValueDistance:
-    """Distance of the pairs of values that were added; pairs of NaN are equal.
+    """Distance between the pairs of values that were added; NaN equals NaN.
 
     Attributes:
-        differing: values that are not equal.
+        differing: the number of pairs that are not equal.
         largest: the largest distance of finite values.
-        squares, reference: sums of squared distances, and of squares of the other's values.
+        squares, reference: sums of the squared distances, and of the squares of the other tensor's values.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class ValueDistance:
         self.largest = self.squares = self.reference = 0.0
 
     def add(self, ours: np.ndarray, others: np.ndarray) -> None:
-        """Compare a piece of each."""
+        """Add a piece of both tensors."""
         a, b = ours.astype(np.float64), others.astype(np.float64)
         self.differing += int(np.count_nonzero((a != b) & ~(np.isnan(a) & np.isnan(b))))
         finite = np.isfinite(a) & np.isfinite(b)
@@ -110,8 +110,8 @@ class ValueDistance:
         self.reference += float(np.dot(b[finite], b[finite]))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; the relative distance is that of the norms, absent where the other is all zeros."""
-        found: dict[str, Any] = {"differing": self.differing, "max": self.largest}
+        """Plain values; "relative" is the norm of the distance by the other tensor's norm, absent if that is zero."""
+        distance: dict[str, Any] = {"differing": self.differing, "max": self.largest}
         if self.reference:
-            found["relative"] = math.sqrt(self.squares / self.reference)
-        return found
+            distance["relative"] = math.sqrt(self.squares / self.reference)
+        return distance

@@ -1,8 +1,8 @@
-"""Key rules on a whole training state: the model's tensors, and the optimizer's state that belongs to them.
+"""Apply key rules to a training state: the model's tensors, and the optimizer's state of its parameters.
 
-Moments have their parameter's shape and take the same rules. Step counters are one number per parameter: a
-result gets the counter of the first tensor it was made from. CarriedState of any other shape (row factors,
-quantised blocks) does not follow its parameter's items, so it is refused rather than guessed.
+Moments have the shape of their parameter, and the same rules apply to them. A step counter is one number per parameter:
+a result gets the counter of the first tensor that it was made from. Optimizer state of any other shape (row factors,
+quantised blocks) is refused, since it cannot be known how rules change it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,17 @@ from vescale_fsdp.errors import ConversionError, some
 
 @dataclass(frozen=True)
 class _OptimizerEntry:
-    """Where an optimizer entry speaks of a parameter: the path with the parameter's name cut out."""
+    """An optimizer entry of one parameter.
+
+    Attributes:
+        fqn: the parameter.
+        rebuild: makes the path of the same entry of another parameter.
+        slot: the entry's name with ``*`` in place of the parameter; equal for all parameters.
+    """
 
     fqn: str
-    rebuild: Callable[[str], Path]  # the path for another parameter
-    slot: str  # equal for entries that differ in the parameter only
+    rebuild: Callable[[str], Path]
+    slot: str
 
 
 def state_with_rules(
@@ -45,55 +51,55 @@ def state_with_rules(
     to_hf: bool,
     on_disagreement: str = "refuse",
 ) -> CarriedState:
-    """The same state in the other side's names and layouts.
+    """The state in the names and layouts of the other side.
 
     Args:
-        on_disagreement: ``"refuse"`` parameters that rules join if their steps, options or groups differ; ``"first"``
-            takes those of the first.
+        on_disagreement: what to do if rules join parameters whose steps, options or groups differ: ``"refuse"``, or
+            use the values of the ``"first"``.
 
     Raises:
-        ConversionError: if the rules do not fit the model, or optimizer state cannot follow them.
+        ConversionError: if the rules do not fit the model, or cannot be applied to the optimizer state.
     """
     state.model.require_one("key rules rename only one", rules.name)
     container = state.container
     model = {fqn: state.views[name] for name, fqn in state.model.names.items()}
     own = own_optimizer(state, container, {fqn: view.info.shape for fqn, view in model.items()})
     applied = apply_rules(rules, model, config, to_hf=to_hf)
-    made = _Made()
+    result = _Entries()
     for fqn, view in applied.views.items():
-        made.add_view((*container, fqn), view, some(applied.origins.get(fqn, ("[[zeros]]",))))
-    names = dict(zip(made.views, applied.views, strict=True))
-    places = _find_entries(state, own, model)
+        result.add_view((*container, fqn), view, some(applied.origins.get(fqn, ("[[zeros]]",))))
+    names = dict(zip(result.views, applied.views, strict=True))
+    entries = _find_entries(state, own, model)
     if on_disagreement == "refuse":
-        _require_agreement(state, own, places, applied)
+        _check_agreement(state, own, entries, applied)
     moments: dict[str, dict[str, TensorView]] = defaultdict(dict)
     slots: dict[str, _OptimizerEntry] = {}
     for name, view in state.views.items():
         if name in state.is_model:
             continue
-        place = places.get(name)
-        if place is None:
-            _require_no_numbers(state, name, own)
-            made.add_view(state.path(name), view, name)
+        entry = entries.get(name)
+        if entry is None:
+            _check_has_name(state, name, own)
+            result.add_view(state.path(name), view, name)
         else:
-            moments[place.slot][place.fqn] = view
-            slots[place.slot] = place
+            moments[entry.slot][entry.fqn] = view
+            slots[entry.slot] = entry
     for slot, views in moments.items():
-        _apply_to_slot(slots[slot], views, model, applied, rules, config, made, to_hf=to_hf)
+        _apply_to_slot(slots[slot], views, model, applied, rules, config, result, to_hf=to_hf)
     for name, value in state.values.items():
-        path, place = state.path(name), places.get(name)
+        path, entry = state.path(name), entries.get(name)
         if name in own or optimizer_container(path) is None:
-            _add_value(path, value, place, applied, made)
+            _add_value(path, value, entry, applied, result)
         else:
-            made.add_value(path, value, name)  # another model's optimizer
+            result.add_value(path, value, name)  # another model's optimizer
     left_out = (*state.left_out, *applied.dropped)
     kept = [name_of(other) for other in other_models(state)]
-    warnings = [f"{some(kept)} kept their names: the rules are for the model alone"] if kept else []
+    warnings = [f"{some(kept)} kept their names: the rules apply only to the model"] if kept else []
     return replace(
         state,
-        views=made.views,
-        values=made.values,
-        paths=made.paths,
+        views=result.views,
+        values=result.values,
+        paths=result.paths,
         model=replace(state.model, names=names),
         is_model=frozenset(names),
         left_out=left_out,
@@ -101,35 +107,35 @@ def state_with_rules(
     )
 
 
-def _require_agreement(
-    state: CarriedState, own: Collection[str], places: Mapping[str, _OptimizerEntry], applied: Applied
+def _check_agreement(
+    state: CarriedState, own: Collection[str], entries: Mapping[str, _OptimizerEntry], applied: Applied
 ) -> None:
     """Refuse to join parameters whose step counters, options or groups differ: the result has one of each."""
     joined = {
-        fqn: names for fqn, names in applied.origins.items() if len(names) > 1 and fqn not in applied.twins
+        fqn: names for fqn, names in applied.origins.items() if len(names) > 1 and fqn not in applied.aliases
     }
     slots: dict[str, dict[str, str]] = defaultdict(dict)  # slot -> parameter -> entry
-    for name, place in places.items():
-        slots[place.slot][place.fqn] = name
-    for slot, entries in slots.items():
-        if any(name in state.views and state.views[name].info.numel != 1 for name in entries.values()):
-            continue  # moments, which are joined as their parameters are
+    for name, entry in entries.items():
+        slots[entry.slot][entry.fqn] = name
+    for slot, by_fqn in slots.items():
+        if any(name in state.views and state.views[name].info.numel != 1 for name in by_fqn.values()):
+            continue  # moments, which are joined like their parameters
         for fqn, names in joined.items():
-            found = {name: _value_of(state, entries[name]) if name in entries else None for name in names}
-            if any(value != found[names[0]] for value in found.values()):
-                raise _disagreement(fqn, slot, found)
+            values = {name: _value_of(state, by_fqn[name]) if name in by_fqn else None for name in names}
+            if any(value != values[names[0]] for value in values.values()):
+                raise _disagreement(fqn, slot, values)
     for name in own:
         path = state.path(name)
         if name in state.values and path[-1] == "params" and "param_groups" in path:
             members = set(state.values[name]())
             for fqn, names in joined.items():
-                inside = {each: each in members for each in names}
-                if len(set(inside.values())) > 1:
-                    raise _disagreement(fqn, name, inside)
+                is_member = {each: each in members for each in names}
+                if len(set(is_member.values())) > 1:
+                    raise _disagreement(fqn, name, is_member)
 
 
 def _value_of(state: CarriedState, name: str) -> Any:
-    """A value, or the bytes of a tensor of one item."""
+    """The value of an entry; of a tensor with one item, its bytes."""
     if name not in state.views:
         return state.values[name]()
     import numpy as np
@@ -138,22 +144,23 @@ def _value_of(state: CarriedState, name: str) -> Any:
     return read_range(view, 0, 1, np.empty(view.info.nbytes, dtype=np.uint8)).tobytes()
 
 
-def _disagreement(fqn: str, slot: str, found: Mapping[str, Any]) -> ConversionError:
+def _disagreement(fqn: str, slot: str, values: Mapping[str, Any]) -> ConversionError:
     return ConversionError(
         "Key rules join parameters whose optimizer state differs.",
         expected=f"one value of {slot} for all parameters that become {fqn}",
-        got=", ".join(f"{name}: {value!r:.60}" for name, value in found.items()),
+        got=", ".join(f"{name}: {value!r:.60}" for name, value in values.items()),
         where=fqn,
-        todo="pass --on-disagreement first to take that of the first, or leave the optimizer out: --optimizer drop",
+        todo="pass --on-disagreement first to use the first value, or leave the optimizer out: --optimizer drop",
     )
 
 
-class _Made:
+class _Entries:
+    """The entries of the result; refuses two of one name."""
+
     def __init__(self) -> None:
         self.views: dict[str, TensorView] = {}
         self.values: dict[str, StoredValue] = {}
         self.paths: dict[str, Path] = {}
-
         self._origins: dict[str, str] = {}
 
     def add_view(self, path: Path, view: TensorView, origin: str) -> None:
@@ -168,7 +175,7 @@ class _Made:
         if name in self._origins:
             raise ConversionError(
                 "Two entries would get one name.",
-                expected="rules that make each name once, and none that another entry has",
+                expected="rules that make each name once, and no name of another entry",
                 got=f"{self._origins[name]} and {origin} become {name}",
                 todo="correct the rules, or leave one of the two out with --exclude",
             )
@@ -176,8 +183,8 @@ class _Made:
         return name
 
 
-def _require_no_numbers(state: CarriedState, name: str, own: Collection[str]) -> None:
-    """Refuse moments of a parameter that is a number: rules move tensors, and nothing says which it is."""
+def _check_has_name(state: CarriedState, name: str, own: Collection[str]) -> None:
+    """Refuse moments whose parameter is only known by its number, since rules need its name."""
     path = state.path(name)
     home = optimizer_container(path) if name in own else None
     if home is None or state.views[name].info.numel == 1:
@@ -196,31 +203,31 @@ def _require_no_numbers(state: CarriedState, name: str, own: Collection[str]) ->
 def _find_entries(
     state: CarriedState, own: Collection[str], fqns: Iterable[str]
 ) -> dict[str, _OptimizerEntry]:
-    """Optimizer entries that belong to one parameter, nested (a part of the path) or flattened (inside
-    one)."""
+    """The optimizer entries of single parameters: the parameter's name is a part of the path (nested form), or inside
+    the last part (flattened form)."""
     known = set(fqns)
     lengths = {fqn.count(".") + 1 for fqn in known}
-    found: dict[str, _OptimizerEntry] = {}
+    entries: dict[str, _OptimizerEntry] = {}
     for name in (*state.views, *state.values):
         if name not in own:
             continue
         path = state.path(name)
         at = next((i for i, part in enumerate(path) if part in known), None)
         if at is not None:
-            found[name] = _nested_entry(path, at)
+            entries[name] = _nested_entry(path, at)
             continue
         last = str(path[-1])
         fqn = _longest_inside(last, known, lengths)
         if fqn is not None:
-            found[name] = _flat_entry(path, last, fqn)
-    return found
+            entries[name] = _flat_entry(path, last, fqn)
+    return entries
 
 
 def _longest_inside(text: str, known: Collection[str], lengths: Iterable[int]) -> str | None:
-    """The longest of the known names that lies in a dotted text, with something behind it.
+    """The longest known name inside a dotted text, not at its end.
 
     Args:
-        lengths: numbers of parts that known names have.
+        lengths: the numbers of dotted parts of the known names.
     """
     parts = text.split(".")
     runs = (".".join(parts[at : at + length]) for length in lengths for at in range(len(parts) - length))
@@ -240,50 +247,50 @@ def _flat_entry(path: Path, last: str, fqn: str) -> _OptimizerEntry:
 
 
 def _apply_to_slot(
-    place: _OptimizerEntry,
+    entry: _OptimizerEntry,
     views: dict[str, TensorView],
     model: Mapping[str, TensorView],
     applied: Applied,
     rules: RuleSet,
     config: Mapping[str, Any],
-    made: _Made,
+    result: _Entries,
     *,
     to_hf: bool,
 ) -> None:
-    """One kind of optimizer state, such as all ``exp_avg``."""
-    follows = all(view.info.shape == model[fqn].info.shape for fqn, view in views.items())
-    if not follows and all(view.info.numel == 1 for view in views.values()):
+    """Apply rules to one kind of optimizer state, such as all ``exp_avg``."""
+    has_shapes = all(view.info.shape == model[fqn].info.shape for fqn, view in views.items())
+    if not has_shapes and all(view.info.numel == 1 for view in views.values()):
         for fqn, origin in applied.made_from(views):
-            made.add_view(place.rebuild(fqn), views[origin], views[origin].info.name)
+            result.add_view(entry.rebuild(fqn), views[origin], views[origin].info.name)
         return
     for fqn, view in views.items():
         if view.info.shape != model[fqn].info.shape:
             raise ConversionError(
-                "Optimizer state does not follow its parameter.",
-                expected=f"shape {model[fqn].info.shape}, as {fqn} has",
+                "Optimizer state does not have the shape of its parameter.",
+                expected=f"shape {model[fqn].info.shape}, the shape of {fqn}",
                 got=f"shape {view.info.shape}",
                 where=view.info.name,
                 todo="leave the optimizer out: --exclude 'optimizer.*'",
             )
     kept = {fqn: view for fqn, view in views.items() if fqn not in applied.dropped}
     for fqn, view in apply_rules(rules, kept, config, to_hf=to_hf, partial=True).views.items():
-        made.add_view(place.rebuild(fqn), view, f"{place.slot} of {fqn}")
+        result.add_view(entry.rebuild(fqn), view, f"{entry.slot} of {fqn}")
 
 
 def _add_value(
-    path: Path, value: StoredValue, place: _OptimizerEntry | None, applied: Applied, made: _Made
+    path: Path, value: StoredValue, entry: _OptimizerEntry | None, applied: Applied, result: _Entries
 ) -> None:
-    if place is not None:  # an option of one parameter, in flattened form
-        for fqn in applied.by_first_origin.get(place.fqn, ()):
-            made.add_value(place.rebuild(fqn), value, name_of(path))
+    if entry is not None:  # an option of one parameter, in flattened form
+        for fqn in applied.by_first_origin.get(entry.fqn, ()):
+            result.add_value(entry.rebuild(fqn), value, name_of(path))
     elif path[-1] == "params" and "param_groups" in path:
-        made.add_value(path, lambda: _renamed(value(), applied), name_of(path))
+        result.add_value(path, lambda: _renamed(value(), applied), name_of(path))
     else:
-        made.add_value(path, value, name_of(path))
+        result.add_value(path, value, name_of(path))
 
 
 def _renamed(names: Any, applied: Applied) -> Any:
-    """The list of a group's parameters, in the new names."""
+    """The list of a group's parameters, under their new names."""
     known = {*chain.from_iterable(applied.origins.values()), *applied.dropped}
     if unknown := [str(name) for name in names if name not in known]:
         raise ConversionError(
@@ -292,6 +299,6 @@ def _renamed(names: Any, applied: Applied) -> Any:
             got=some(unknown),
             todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",
         )
-    places = {name: place for place, name in enumerate(names)}
-    made = sorted(applied.made_from(places), key=lambda pair: places[pair[1]])
-    return [fqn for fqn, _ in made]
+    order = {name: index for index, name in enumerate(names)}
+    renamed = sorted(applied.made_from(order), key=lambda pair: order[pair[1]])
+    return [fqn for fqn, _ in renamed]

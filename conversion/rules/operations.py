@@ -1,17 +1,16 @@
 """The closed set of operations of key rules, each with its inverse.
 
-A rule is written from Hugging Face's layout ("hf") to another ("ours"). An operation gets a *bundle*: one
-node per name pattern of the rule, where a node is a tensor, or a list of them where a pattern counts
-(experts). Running the operations forward makes ours from hf, running the inverses backward makes hf from
-ours.
+A rule is written from Hugging Face's layout ("hf") to another ("ours"). An operation takes a *bundle*: one node per
+name pattern of the rule. A node is a tensor, or a list of tensors if the pattern counts (experts). The operations in
+order make ours from hf; their inverses in reverse order make hf from ours.
 
     {concat = {dim, sizes, groups}}  several nodes -> one      {stack = {over, dim, count}}  a counted list -> one
     {transpose = [dims]}   {reshape = {hf, ours}}   {interleave = {dim, groups, parts}}   {rope = {heads}}
     {pad = {dim, from, to}}   {trim = {dim, to}}   {cast = {to, back}}
 
-``trim`` is for padding of a size that is written down nowhere: what ours has beyond ``to`` is left out, and hf's is
-taken as it is. ``groups`` joins within each of so many groups: [q q k v] [q q k v] ... instead of
-[q q q q] [k k] [v v]. ``heads`` may be a list, one for each pattern of the rule, where 0 leaves its tensor alone.
+``trim`` removes padding whose size is not recorded anywhere: items of ours beyond ``to`` are left out, and tensors of
+hf stay as they are. ``groups`` joins within each of that many groups: [q q k v] [q q k v] ... instead of
+[q q q q] [k k] [v v]. ``heads`` may be a list with one number per pattern of the rule; 0 leaves its tensor unchanged.
 """
 
 from __future__ import annotations
@@ -37,23 +36,23 @@ class Operation(ABC):
 
     @abstractmethod
     def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
-        """From hf's side towards ours."""
+        """From hf's layout to ours."""
 
     @abstractmethod
     def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
-        """From our side towards hf's."""
+        """From our layout to hf's."""
 
 
 def _each(node: Node, change: Callable[[TensorView], TensorView]) -> Node:
     return [_each(item, change) for item in node] if isinstance(node, list) else change(node)
 
 
-def _require_size(view: TensorView, dim: int, size: int, text: str) -> None:
-    """Refuse a tensor that is to be taken apart if it does not have the size the parts need."""
+def _check_size(view: TensorView, dim: int, size: int, text: str) -> None:
+    """Refuse a tensor whose size is not the one that the rule's sizes add up to."""
     shape = view.info.shape
     if dim >= len(shape) or shape[dim] != size:
         raise ConversionError(
-            "A tensor does not have the size that the rule says.",
+            "A tensor does not have the size in the rule.",
             expected=f"{size} in dim {dim} ({text})",
             got=f"shape {shape}",
             where=view.info.name,
@@ -62,16 +61,21 @@ def _require_size(view: TensorView, dim: int, size: int, text: str) -> None:
 
 
 class _EachTensor(Operation):
-    """An operation on every tensor by itself."""
+    """An operation that changes each tensor on its own."""
 
     @abstractmethod
-    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
-        """The changed tensor of the rule's pattern number ``place``."""
+    def make(self, view: TensorView, sizes: Sizes, pattern: int, *, back: bool) -> TensorView:
+        """The changed tensor.
+
+        Args:
+            pattern: the index of the tensor's name pattern in the rule.
+            back: from ours to hf.
+        """
 
     def _run(self, bundle: Bundle, sizes: Sizes, *, back: bool) -> Bundle:
         return [
-            _each(node, lambda view, place=place: self.make(view, sizes, place, back=back))  # type: ignore[misc]
-            for place, node in enumerate(bundle)
+            _each(node, lambda view, pattern=pattern: self.make(view, sizes, pattern, back=back))  # type: ignore[misc]
+            for pattern, node in enumerate(bundle)
         ]
 
     def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
@@ -85,7 +89,7 @@ class _EachTensor(Operation):
 class _Transpose(_EachTensor):
     dims: tuple[int, ...]
 
-    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+    def make(self, view: TensorView, sizes: Sizes, pattern: int, *, back: bool) -> TensorView:
         dims = tuple(self.dims.index(dim) for dim in range(len(self.dims))) if back else self.dims
         return MappedView(Permute(dims), (view,))
 
@@ -95,26 +99,26 @@ class _Reshape(_EachTensor):
     hf: tuple[str | int, ...]
     ours: tuple[str | int, ...]
 
-    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+    def make(self, view: TensorView, sizes: Sizes, pattern: int, *, back: bool) -> TensorView:
         return MappedView(Reshape(tuple(sizes(size) for size in (self.hf if back else self.ours))), (view,))
 
 
 @dataclass(frozen=True)
 class _Interleave(_EachTensor):
     dim: int
-    groups: tuple[str | int, ...]  # one for all, or one for each pattern
+    groups: tuple[str | int, ...]  # one number for all patterns, or one for each
     parts: int
 
-    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
-        if place >= len(self.groups) > 1:
+    def make(self, view: TensorView, sizes: Sizes, pattern: int, *, back: bool) -> TensorView:
+        if pattern >= len(self.groups) > 1:
             raise ConversionError(
-                "A rule gives numbers of heads or groups for fewer tensors than it has names.",
+                "A rule has fewer numbers of heads or groups than names.",
                 expected="one number for all names, or one for each",
                 got=f"{list(self.groups)}",
                 where=view.info.name,
-                todo="write one number for each name of the rule; 0 leaves its tensor alone",
+                todo="write one number for each name of the rule; 0 leaves its tensor unchanged",
             )
-        groups = sizes(self.groups[place if len(self.groups) > 1 else 0])
+        groups = sizes(self.groups[pattern if len(self.groups) > 1 else 0])
         return MappedView(Interleave(self.dim, groups, self.parts, back), (view,)) if groups else view
 
 
@@ -124,36 +128,36 @@ class _Pad(_EachTensor):
     small: str | int
     large: str | int
 
-    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+    def make(self, view: TensorView, sizes: Sizes, pattern: int, *, back: bool) -> TensorView:
         small, large = sizes(self.small), sizes(self.large)
-        _require_size(view, self.dim, large if back else small, str(self.large if back else self.small))
+        _check_size(view, self.dim, large if back else small, str(self.large if back else self.small))
         return MappedView(Slice(self.dim, 0, small) if back else Pad(self.dim, large), (view,))
 
 
 @dataclass(frozen=True)
 class Trim(_EachTensor):
-    """Ours may be padded; the only operation that loses something, which whoever applies it says."""
+    """Removes padding of ours. The only operation that loses items; whoever applies it adds a warning."""
 
     dim: int
     to: str | int
 
-    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+    def make(self, view: TensorView, sizes: Sizes, pattern: int, *, back: bool) -> TensorView:
         size = sizes(self.to)
         if view.info.shape[self.dim : self.dim + 1] == (size,):
             return view
         if not back:
-            _require_size(view, self.dim, size, str(self.to))
+            _check_size(view, self.dim, size, str(self.to))
         return MappedView(Slice(self.dim, 0, size), (view,))
 
 
 @dataclass(frozen=True)
 class Cast(_EachTensor):
-    """Another type; the only operation that changes values."""
+    """Changes the dtype. The only operation that changes values."""
 
     to: str
     back_to: str
 
-    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+    def make(self, view: TensorView, sizes: Sizes, pattern: int, *, back: bool) -> TensorView:
         dtype = dtype_from_torch(self.back_to if back else self.to)
         return view if view.info.dtype == dtype else CastView(view, dtype)
 
@@ -167,7 +171,7 @@ class _Concat(Operation):
     def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
         if len(bundle) != len(self.sizes):
             raise ConversionError(
-                "A rule joins more or fewer tensors than it gives sizes for.",
+                "A rule that joins tensors has another number of sizes than of names.",
                 expected=f"{len(self.sizes)} sizes for {len(self.sizes)} names",
                 got=f"{len(bundle)} names",
                 todo="write one size for each name of the rule",
@@ -178,19 +182,20 @@ class _Concat(Operation):
         if isinstance(nodes[0], list):
             return [self._join(column, lengths, groups) for column in zip(*nodes, strict=True)]
         for view, length, text in zip(nodes, lengths, self.sizes, strict=True):
-            _require_size(view, self.dim, groups * length, str(text))
+            _check_size(view, self.dim, groups * length, str(text))
         if groups == 1:
             return MappedView(Concat(self.dim), tuple(nodes))
         grouped = tuple(self._in_groups(view, groups) for view in nodes)
         return self._flat(MappedView(Concat(self.dim + 1), grouped))
 
     def _in_groups(self, view: TensorView, groups: int) -> TensorView:
-        """The dim in two: group, and place in the group."""
+        """The dim split in two: group, and index in the group."""
         shape = view.info.shape
         size = shape[self.dim] // groups
         return MappedView(Reshape((*shape[: self.dim], groups, size, *shape[self.dim + 1 :])), (view,))
 
     def _flat(self, view: TensorView) -> TensorView:
+        """The inverse of `_in_groups`."""
         shape = view.info.shape
         joined = shape[self.dim] * shape[self.dim + 1]
         return MappedView(Reshape((*shape[: self.dim], joined, *shape[self.dim + 2 :])), (view,))
@@ -203,7 +208,7 @@ class _Concat(Operation):
         text = " + ".join(map(str, self.sizes))
 
         def cut(view: TensorView, start: int, size: int) -> TensorView:
-            _require_size(view, self.dim, total, text)
+            _check_size(view, self.dim, total, text)
             if groups == 1:
                 return MappedView(Slice(self.dim, start, size), (view,))
             return self._flat(MappedView(Slice(self.dim + 1, start, size), (self._in_groups(view, groups),)))
@@ -216,7 +221,7 @@ class _Concat(Operation):
 
 @dataclass(frozen=True)
 class StackCounted(Operation):
-    """A pattern's counted tensors as one tensor with a dim more."""
+    """Joins a pattern's counted tensors along a new dim."""
 
     over: str
     dim: int
@@ -230,14 +235,14 @@ class StackCounted(Operation):
                     "A list of tensors is incomplete.",
                     expected=f"{count} tensors ({self.count})",
                     got=f"{len(node)}, from {node[0].info.name} to {node[-1].info.name}",
-                    todo="check that the source holds all of them, or pass its own config.json",
+                    todo="check that the source contains all of them, or pass its own config.json",
                 )
         return [MappedView(Stack(self.dim), tuple(node)) for node in bundle]
 
     def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
         count = sizes(self.count)
         for view in bundle:
-            _require_size(view, self.dim, count, str(self.count))
+            _check_size(view, self.dim, count, str(self.count))
         return [[MappedView(Index(self.dim, index), (view,)) for index in range(count)] for view in bundle]
 
 
@@ -259,10 +264,10 @@ _PARSERS: Mapping[str, Callable[[Any], Operation]] = {
 
 
 def parse_operation(data: Mapping[str, Any], *, where: str) -> Operation:
-    """From one table of a rule's ``ops``.
+    """The operation of one table in a rule's ``ops``.
 
     Raises:
-        ConversionError: for an operation outside the set, or one without its fields.
+        ConversionError: for an unknown operation, or one without its fields.
     """
     try:
         ((kind, value),) = data.items()

@@ -1,8 +1,8 @@
-"""Key rules: how one framework's tensors become another's, as data.
+"""Key rules: files that describe how tensors of one framework become tensors of another.
 
-A rule file is TOML with names in [let], rules in [[rule]], keys that may vanish in [[drop]] and keys that
-only the other framework has in [[zeros]]. It is written once, from Hugging Face's names ("hf") to another
-framework's ("ours"), and used both ways: every operation has an inverse.
+A rule file is TOML with sizes in [let], rules in [[rule]], keys that may be left out in [[drop]] and keys that only the
+other framework has in [[zeros]]. It is written once, from Hugging Face's names ("hf") to another framework's ("ours"),
+and used in both directions: every operation has an inverse.
 
     format = 1
     [let]
@@ -15,23 +15,23 @@ framework's ("ours"), and used both ways: every operation has an inverse.
     hf = "model.layers.{l}.self_attn.rotary_emb.inv_freq"
     [[drop]]
     hf = "model.layers.{l}.*"
-    from = { l = "num_hidden_layers" }           # only where {l} is at least that
-    warn = "modules for multi-token prediction"  # what people are told they lose
+    from = { l = "num_hidden_layers" }           # only keys whose {l} is at least that
+    warn = "modules for multi-token prediction"  # names the loss in a warning
     [[refuse]]
     hf = "*.weight_scale_inv"
     todo = "convert a copy in bf16"
     [[zeros]]
-    ours  = "layers.{l}.moe.expert_bias_E"       # made once for each match of "beside", dropped on the way back
+    ours  = "layers.{l}.moe.expert_bias_E"       # made for each match of "beside", dropped in the other direction
     beside = "model.layers.{l}.mlp.gate.weight"
     shape = ["num_experts"]
     dtype = "float32"
 
-``{l}`` stands for a whole number, and ``*``, in drops and refusals only, for anything. ``optional = true`` lets
-a rule match nothing. ``tie = "NAME"`` makes our tensor from hf's NAME where hf leaves its own out (tied
-weights). Keys without a rule are an error unless the file says ``keep_others = true``.
+``{l}`` matches a whole number, and ``*``, in drops and refusals only, any text. A rule with ``optional = true`` may
+match nothing. ``tie = "NAME"`` makes our tensor from hf's NAME if hf leaves out the tied weight. Keys without a rule
+are an error unless the file says ``keep_others = true``.
 
-A file may start from a shipped one: ``extends = "torchtitan-llama"`` takes its rules, except those whose hf
-names have a rule here, and [rename] gives our side's names of that file other spellings.
+A file may extend a shipped one: ``extends = "torchtitan-llama"`` adds the rules of that file, except rules whose hf
+names have a rule in this file, and [rename] changes our names in that file.
 """
 
 from __future__ import annotations
@@ -55,41 +55,41 @@ _CAPTURE = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Pattern:
-    """A name with captures of whole numbers, such as ``layers.{l}.w``; ``*`` is any text."""
+    """A name with captures of whole numbers, such as ``layers.{l}.w``; ``*`` matches any text."""
 
     text: str
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names of its captures."""
+        """The names of the captures."""
         return frozenset(_CAPTURE.findall(self.text))
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
         parts = _CAPTURE.split(self.text)
         seen: set[str] = set()
-        found = ""
-        for place, part in enumerate(parts):
-            if place % 2 == 0:
-                found += ".*".join(map(re.escape, part.split("*")))
+        regex = ""
+        for index, part in enumerate(parts):  # texts and names of captures in turn
+            if index % 2 == 0:
+                regex += ".*".join(map(re.escape, part.split("*")))
             else:
-                found += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]*)"
+                regex += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]*)"
                 seen.add(part)
-        return re.compile(found)
+        return re.compile(regex)
 
     def match(self, name: str) -> dict[str, int] | None:
-        """The captures, if the name fits."""
-        found = self._regex.fullmatch(name)
-        return {key: int(value) for key, value in found.groupdict().items()} if found else None
+        """The captures of a name; None if it does not match."""
+        match = self._regex.fullmatch(name)
+        return {key: int(value) for key, value in match.groupdict().items()} if match else None
 
     def fill(self, captures: Mapping[str, int]) -> str:
         """The name with these captures."""
-        return _CAPTURE.sub(lambda found: str(captures[found[1]]), self.text)
+        return _CAPTURE.sub(lambda match: str(captures[match[1]]), self.text)
 
 
 @dataclass(frozen=True)
 class KeyRule:
-    """One rule; proves that both sides speak of the same captures."""
+    """One rule. Both sides must have the same captures."""
 
     hf: tuple[Pattern, ...]
     ours: tuple[Pattern, ...]
@@ -100,11 +100,11 @@ class KeyRule:
     def __post_init__(self) -> None:
         ours = [pattern.names for pattern in self.ours]
         shared = {names | ({self.over} if self.over else set()) for names in ours}
-        alike = all(p.names in shared for p in self.hf) and len(shared) == 1
-        is_open = any("*" in p.text for p in (*self.hf, *self.ours))
-        if not self.hf or not self.ours or not alike or is_open:
+        is_same = all(p.names in shared for p in self.hf) and len(shared) == 1
+        has_star = any("*" in p.text for p in (*self.hf, *self.ours))
+        if not self.hf or not self.ours or not is_same or has_star:
             raise ConversionError(
-                "The two sides of a rule do not fit together.",
+                "The two sides of a rule do not match.",
                 expected="the same captures on both sides, and one more on hf's if a stack counts over it; no *",
                 got=f"{[p.text for p in self.hf]} and {[p.text for p in self.ours]}",
                 todo="correct the rule",
@@ -112,16 +112,18 @@ class KeyRule:
 
     @cached_property
     def over(self) -> str | None:
-        """The capture that a stack counts, which hf's side alone has."""
+        """The capture that a stack counts; only hf's side has it."""
         return next((op.over for op in self.ops if isinstance(op, StackCounted)), None)
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Keys that may vanish: those that match, and whose captures are at least so much.
+    """Keys that may be left out.
 
     Args:
-        warn: what they are, if people must be told that it is lost.
+        pattern: of the keys.
+        least: capture -> an expression for its least value.
+        warn: a description of the keys, for a warning; None for no warning.
     """
 
     pattern: Pattern
@@ -134,15 +136,19 @@ class Drop:
             raise _bad(self.pattern.text, expected, ", ".join(self.least))
 
     def among(self, names: Iterable[str], size: Callable[[str | int], int]) -> list[str]:
-        """The keys that go; ``size`` evaluates an expression, and is asked only if a key matches."""
-        found = [(name, captures) for name in names if (captures := self.pattern.match(name)) is not None]
-        least = {key: size(text) for key, text in self.least.items()} if found else {}
-        return [name for name, captures in found if all(captures[key] >= least[key] for key in least)]
+        """The names that are left out.
+
+        Args:
+            size: evaluates an expression; called only if a name matches.
+        """
+        matches = [(name, captures) for name in names if (captures := self.pattern.match(name)) is not None]
+        least = {key: size(text) for key, text in self.least.items()} if matches else {}
+        return [name for name, captures in matches if all(captures[key] >= least[key] for key in least)]
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Keys of hf that no rule could carry over rightly, and what to do about them."""
+    """Keys of hf that no rule can convert, and what to do about them."""
 
     pattern: Pattern
     todo: str
@@ -150,7 +156,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Zeros:
-    """A tensor of ours that hf has no counterpart of: zeros, one for each match of a name of hf's."""
+    """A tensor of zeros that only our side has: one for each key of hf that matches ``beside``."""
 
     ours: Pattern
     beside: Pattern
@@ -174,11 +180,11 @@ class RuleSet:
     drops_ours: tuple[Drop, ...] = field(default=())
     refusals: tuple[Refusal, ...] = field(default=())
     zeros: tuple[Zeros, ...] = field(default=())
-    keep_others: bool = False  # keys that no rule matches keep their names, but for these
-    prefixes: tuple[tuple[str, str], ...] = field(default=())  # (hf's, ours) of whole trees of names
+    keep_others: bool = False  # keys that no rule matches keep their names, except for their prefixes
+    prefixes: tuple[tuple[str, str], ...] = field(default=())  # (hf's, ours)
 
     def moved(self, name: str, *, to_hf: bool) -> str:
-        """The name of a key that no rule matches, on the other side: under another prefix, or as it is."""
+        """The new name of a key that no rule matches: with the other prefix, or unchanged."""
         for hf, ours in self.prefixes:
             old, new = (ours, hf) if to_hf else (hf, ours)
             if name.startswith(old):
@@ -186,7 +192,7 @@ class RuleSet:
         return name
 
     def is_of_other_side(self, name: str, *, to_hf: bool) -> bool:
-        """Whether a key looks as keys do on the side that is made, not as on the one that is given."""
+        """Whether a key already has a prefix of the side that it would be converted to."""
         hf, ours = (
             max((len(pair[side]) for pair in self.prefixes if name.startswith(pair[side])), default=0)
             for side in (0, 1)
@@ -195,6 +201,9 @@ class RuleSet:
 
     def renamed(self, spellings: Mapping[str, str]) -> RuleSet:
         """The same rules with other names on our side.
+
+        Args:
+            spellings: name in the rules -> new name.
 
         Raises:
             ConversionError: for a name that no rule has.
@@ -216,9 +225,9 @@ class RuleSet:
         )
 
     def extended_by(self, own: RuleSet) -> RuleSet:
-        """These rules under those of a file that extends them."""
-        taken = {pattern.text for rule in own.rules for pattern in rule.hf}
-        kept = tuple(rule for rule in self.rules if not any(p.text in taken for p in rule.hf))
+        """These rules together with the rules of a file that extends them, which take precedence."""
+        replaced = {pattern.text for rule in own.rules for pattern in rule.hf}
+        kept = tuple(rule for rule in self.rules if not any(p.text in replaced for p in rule.hf))
         return RuleSet(
             own.name,
             {**self.lets, **own.lets},
@@ -247,7 +256,7 @@ def load_rules(name: str) -> RuleSet:
     """A shipped rule set by name, or one from a file or URL that ends in ``.toml``.
 
     Raises:
-        ConversionError: if there is none, or it is not valid.
+        ConversionError: if there is no such file, or it is not valid.
 
     Examples:
         >>> load_rules("torchtitan-llama").name
@@ -293,7 +302,7 @@ def _parse(name: str, data: Mapping[str, Any]) -> RuleSet:
         tuple((str(prefix["hf"]), str(prefix["ours"])) for prefix in data.get("prefix", ())),
     )
     if own.prefixes and not own.keep_others:
-        raise _bad(name, "keep_others = true beside [[prefix]], which is of keys without a rule", "false")
+        raise _bad(name, "keep_others = true, as [[prefix]] applies to keys without a rule", "false")
     base = data.get("extends")
     if base is None and "rename" not in data:
         return own

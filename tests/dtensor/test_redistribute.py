@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
 from vescale_fsdp import collectives
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute_async
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute as move
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
@@ -234,7 +234,7 @@ def all_pairs() -> int:
             there = move(tensor, target)
             assert torch.equal(there.full_tensor(), full), (source, target)
             assert there.placements == weights[target].placements
-            assert torch.equal(redistribute_async(tensor.detach(), target).wait().full_tensor(), full)
+            assert torch.equal(move(tensor.detach(), target, async_op=True).wait().full_tensor(), full)
             there.backward(weights[target])
             assert isinstance(tensor.grad, DTensor) and tensor.grad.placements == tensor.placements
             assert torch.equal(tensor.grad.full_tensor(), weight), (source, target)
@@ -253,7 +253,7 @@ def overlapping() -> bool:
     fulls = [plain(SHAPE, i) for i in range(4)]
     tensors = [distribute_tensor(full, mesh, [CUTS]) for full in fulls]
     targets = [ROWS, OWNER, Replicate(), Shard(1)]
-    pending = [redistribute_async(t, [target]) for t, target in zip(tensors, targets, strict=True)]
+    pending = [move(t, [target], async_op=True) for t, target in zip(tensors, targets, strict=True)]
     arrived = [p.wait() for p in pending]
     assert torch.equal(arrived[0].to_local(), pending[0].wait().to_local())
     return all(torch.equal(a.full_tensor(), full) for a, full in zip(arrived, fulls, strict=True))

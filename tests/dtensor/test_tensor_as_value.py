@@ -19,7 +19,7 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
 from vescale_fsdp import Whole, fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, is_ragged
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.dtensor.spec import axis_text
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
@@ -168,7 +168,7 @@ def copies() -> None:
     for original in (tensor, parameter, within_tensor, sliced):
         for twin in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
             assert isinstance(twin, torch.nn.Parameter) is isinstance(original, torch.nn.Parameter)
-            assert is_ragged(twin) and twin.placements == tensor.placements
+            assert isinstance(twin, RaggedDTensor) and twin.placements == tensor.placements
             assert twin.requires_grad == original.requires_grad and twin.layout_ref == tensor.layout_ref
             assert torch.equal(twin.to_local(), tensor.to_local())
             assert (

@@ -55,8 +55,7 @@ LEVELS = (
         "checkpoint",
         "conversion.rules",
     ),
-    ("conversion.checks",),
-    ("conversion.adapters",),
+    ("conversion.diff",),
     ("conversion.formats", "conversion.report", "elastic"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
     ("conversion",),
@@ -80,10 +79,13 @@ STRANGERS = {
     "quantize": {"checkpoint", "conversion"},
     "optim": {"checkpoint", "conversion"},
 }
-# Front doors, which bring in what stands on them: public names, the rules of operators, the console command.
+# Front doors, which import what stands on them: public names, the rules of operators, the console command.
 DOORS = {
     "",
     "checkpoint.__init__",
+    "checkpoint.data",
+    "checkpoint.dcp",
+    "checkpoint.state_dict",
     "conversion.__init__",
     "conversion.__main__",
     "dtensor.__init__",
@@ -276,10 +278,11 @@ def test_every_folder_has_its_row() -> None:
 
 
 def test_no_folder_is_crowded() -> None:
-    """At most 14 files and folders in a folder: more is a heap."""
+    """At most 14 files and folders in a folder, front doors not counted: more is a heap."""
     held: dict[Path, set[str]] = {}
     others = (file for folder in ("tests", "tools", "examples") for file in (ROOT / folder).rglob("*.py"))
-    for file in (*SOURCES.values(), *others):
+    inside = (file for module, file in SOURCES.items() if short(module) not in DOORS)
+    for file in (*inside, *others):
         for entry in (file, *file.parents):
             if entry.parent == ROOT or ROOT not in entry.parents:
                 break

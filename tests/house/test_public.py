@@ -1,63 +1,97 @@
-"""The public names of the packages: exactly `__all__`, sorted, and nothing but re-exports."""
+"""The public names: few, listed once per package, and enough to name what the public functions take and return."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-PACKAGES = [
-    "vescale_fsdp",
-    "vescale_fsdp.checkpoint",
-    "vescale_fsdp.transfer",
-    "vescale_fsdp.conversion",
-    "vescale_fsdp.elastic",
-    "vescale_fsdp.integrations",
-    "vescale_fsdp.layout",
-    "vescale_fsdp.optim",
-    "vescale_fsdp.quantize",
-]
-# What runs when a package is imported: both cost microseconds.
-PACKAGE_CALLS = {
-    "vescale_fsdp": ["pickled_paths.install", "lazily_export"],
-    "vescale_fsdp.checkpoint": ["lazily_export"],
-    "vescale_fsdp.transfer": ["lazily_export"],
-    "vescale_fsdp.conversion": ["lazily_export"],
-    "vescale_fsdp.elastic": ["lazily_export"],
-    "vescale_fsdp.integrations": ["lazily_export"],
-    "vescale_fsdp.layout": ["lazily_export"],
-}
-PLUMBING = {"TYPE_CHECKING", "annotations", "lazily_export"}  # what `__init__` itself imports
+from tests.house.docs.public_names import MODULES, PACKAGES, PUBLIC
+
+MOST_NAMES, MOST_AT_THE_TOP = 90, 28
+# What runs when a package is imported; each takes microseconds.
+CALLS = {"pickled_paths.install", "lazily_export"}
+PLUMBING = {"annotations", "lazily_export", "pickled_paths"}  # what `__init__` itself imports
 
 
-@pytest.mark.parametrize("name", PACKAGES)
+def test_public_names_are_few() -> None:
+    """A new name has to replace one, or be a method or an argument."""
+    counts = {name: len(importlib.import_module(name).__all__) for name in PACKAGES}
+
+    assert sum(counts.values()) <= MOST_NAMES, counts
+    assert counts["vescale_fsdp"] <= MOST_AT_THE_TOP
+
+
+@pytest.mark.parametrize("name", [*PACKAGES, *MODULES])
 def test_all_is_what_is_public(name: str) -> None:
-    """`__all__` is sorted and lists every public name but submodules, as far as there are any."""
-    package = importlib.import_module(name)
-    public = [key for key in dir(package) if not key.startswith("_")]
-    names = sorted(key for key in public if not isinstance(getattr(package, key), ModuleType))
-
-    assert sorted(vars(package).get("__all__", [])) == [n for n in names if n not in PLUMBING]
+    """`__all__` is sorted, every name is there, and a package has no other public name but its submodules."""
+    module = importlib.import_module(name)
+    assert list(module.__all__) == sorted(module.__all__)
+    assert all(getattr(module, key) is not None for key in module.__all__)
+    if name in PACKAGES:
+        public = {key for key in dir(module) if not key.startswith("_")}
+        values = {key for key in public if not isinstance(getattr(module, key), ModuleType)}
+        others = {key: getattr(module, key).__module__ for key in values - PLUMBING - set(module.__all__)}
+        assert set(others.values()) <= set(PACKAGES), others  # classes that pickles name by a package
 
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_package_only_re_exports(name: str) -> None:
-    """The package file holds a docstring, imports (lazy or not) and `__all__`: work at import surprises."""
-    file = Path(str(importlib.import_module(name).__file__))
-    body = ast.parse(file.read_text()).body
-    typed = [node for node in body if isinstance(node, ast.If)]
+    """The package file has a docstring, imports (lazy or not) and `__all__`: work at import surprises."""
+    body = ast.parse(Path(str(importlib.import_module(name).__file__)).read_text()).body
     calls = [node.value for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr, ast.If)
+    targets = [ast.unparse(t) for node in body if isinstance(node, ast.Assign) for t in node.targets]
 
-    assert all(isinstance(node, allowed) for node in body)
-    assert [ast.unparse(node.test) for node in typed] == ["TYPE_CHECKING"] * len(typed)
-    assert all(isinstance(node, ast.ImportFrom) for block in typed for node in block.body)
-    assert [ast.unparse(call.func) for call in calls] == PACKAGE_CALLS.get(name, [])
-    assert [ast.unparse(t) for node in body if isinstance(node, ast.Assign) for t in node.targets] in (
-        [],
-        ["__all__"],
-        ["__all__", "__version__"],
-    )
+    assert all(isinstance(node, ast.ImportFrom | ast.Assign | ast.Expr) for node in body)
+    assert {ast.unparse(call.func) for call in calls} <= CALLS
+    assert set(targets) <= {"__all__", "__version__"}
+
+
+def _classes_in(hint: object) -> Iterator[type]:
+    """The classes of a type hint, also inside unions, generics and callables."""
+    if isinstance(hint, type) and not isinstance(hint, types.GenericAlias):
+        yield hint
+    for part in typing.get_args(hint):
+        for item in part if isinstance(part, list) else [part]:
+            yield from _classes_in(item)
+
+
+def _hints_of(function: object) -> dict[str, object]:
+    """Type hints. A name that its module imports for type checkers alone has to be a public one."""
+    names = {value.__name__: value for value in PUBLIC.values() if isinstance(value, type)}
+    names |= vars(sys.modules[function.__module__])
+    hints = inspect.get_annotations(function)  # type: ignore[arg-type]
+    return {name: eval(hint, names) if isinstance(hint, str) else hint for name, hint in hints.items()}
+
+
+FUNCTIONS = {
+    name: value
+    for name, value in PUBLIC.items()
+    if inspect.isfunction(value) and value.__module__.startswith("vescale_fsdp")
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_classes_of_public_functions_are_public(name: str) -> None:
+    """Every class of ours that a public function takes or returns, or a subclass of it, can be imported publicly."""
+    classes = {kind for hint in _hints_of(FUNCTIONS[name]).values() for kind in _classes_in(hint)}
+    ours = {
+        kind for kind in classes if kind.__module__.startswith("vescale_fsdp") and kind.__name__[0] != "_"
+    }
+    public = [value for value in PUBLIC.values() if isinstance(value, type)]
+
+    assert len(FUNCTIONS) > 20
+    assert {
+        kind.__qualname__
+        for kind in ours
+        if not any(kind in value.__mro__ for value in public)
+        and not any(getattr(sys.modules[module], kind.__name__, None) is kind for module in MODULES)
+    } == set()

@@ -43,10 +43,10 @@ from vescale_fsdp.checkpoint import (
     save,
     verify,
 )
+from vescale_fsdp.checkpoint.dcp import check_storage_writer
 from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, diff, open_source
-from vescale_fsdp.dtensor import check_storage_writer
 from vescale_fsdp.errors import CheckpointError
-from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon, split_params
+from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
 
 
@@ -102,7 +102,7 @@ def shard() -> Net:
 
 def train(model: Net) -> torch.optim.Optimizer:
     """A step by each optimizer; torch's own is kept."""
-    matrices, others = split_params(model)
+    matrices, others = Muon.split_params(model)
     optimizers: list[torch.optim.Optimizer] = [
         Muon(matrices, lr=1e-3),
         AdamW8bit(others, lr=1e-3),

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.integrations import BoundNamesWarning, UntriedVersionWarning, as_fsdp2
+from vescale_fsdp.errors import BoundNamesWarning, UntriedVersionWarning
+from vescale_fsdp.integrations import as_fsdp2
 from vescale_fsdp.quantize import QuantizedGather
 
 PATHS = ("", "0", "1.0", "1")

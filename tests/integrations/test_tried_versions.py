@@ -14,7 +14,8 @@ import pytest
 import torch.distributed.fsdp as torch_fsdp
 
 from tools.docs import compatibility
-from vescale_fsdp.integrations import UntriedVersionWarning, as_fsdp2, install, tried_versions
+from vescale_fsdp.errors import UntriedVersionWarning
+from vescale_fsdp.integrations import as_fsdp2, install, tried_versions
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 
 ROOT = Path(__file__).parents[2]

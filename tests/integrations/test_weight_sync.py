@@ -16,9 +16,10 @@ from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.integrations.weight_sync import WholeTensors
 from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.quantize import Fp8Blocks, quantize
+from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.torch_private import local_of
-from vescale_fsdp.transfer import codes, concatenate, rank_transfers, scales
+from vescale_fsdp.transfer import rank_transfers
+from vescale_fsdp.transfer.links import codes, concatenate, scales
 
 Full = dict[str, torch.Tensor]
 State = dict[str, Any]
@@ -68,7 +69,7 @@ def whole_tensors() -> list[int]:
         for local in map(local_of, state.values()):
             local.mul_(-1 if step else 1)
         now = {name: -value if step else value for name, value in full.items()}
-        quantized = quantize(now["large"], codec)
+        quantized = codec.quantize(now["large"])
         wanted = {name: now[name].bfloat16() for name in ("norm", "large")} | {"steps": now["steps"]}
         wanted |= {"qk": torch.cat([now["q"], now["k"]]).bfloat16()}
         wanted |= {"codes": quantized.codes.view(torch.float8_e4m3fn), "scale": quantized.scales}

@@ -12,8 +12,7 @@ from torch import nn
 from tests.layout.test_planner import layer
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import PaddingPolicy, Rows, Whole, fully_shard
-from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout import PaddingWarning
+from vescale_fsdp.errors import LayoutError, PaddingWarning
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.padding import _warn_once, check_padding, find_remedies, remedy_texts
 from vescale_fsdp.layout.planner import TensorSpec, padding_ratio, plan_buffers, plan_group

@@ -10,7 +10,7 @@ import torch
 from tests.support.optim_cases import full_tensors
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo
 from vescale_fsdp.optim.adamw8bit import decode_dynamic, encode_dynamic
-from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Mxfp8, quantize
+from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Mxfp8
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 def test_codes_are_the_cpus(codec: BlockCodec) -> None:
     """Codes and scales have the CPU's bits."""
     x = full_tensors([(300, 200)], 0)["p0_300x200"]
-    here, there = quantize(x, codec), quantize(x.cuda(), codec)
+    here, there = codec.quantize(x), codec.quantize(x.cuda())
 
     assert torch.equal(there.codes.cpu(), here.codes)
     assert torch.equal(there.scales.cpu(), here.scales)

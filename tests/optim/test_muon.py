@@ -30,7 +30,7 @@ from tests.support.optim_cases import (
 from vescale_fsdp import RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Element, Rows, Whole
-from vescale_fsdp.optim import AdamWOptions, Muon, split_params
+from vescale_fsdp.optim import AdamWOptions, Muon
 
 ADAMW = AdamWOptions(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
@@ -411,7 +411,7 @@ def test_split_params_knows_roles() -> None:
             "lm_head": torch.nn.Linear(4, 10, bias=False),
         }
     )
-    matrices, rest = split_params(model)
+    matrices, rest = Muon.split_params(model)
 
     assert [id(p) for p in matrices] == [id(model["layer"].weight)]
     assert {id(p) for p in rest} == {
@@ -450,7 +450,7 @@ def model_run(sharded: bool) -> dict[str, torch.Tensor]:
     if sharded:
         fully_shard(model[1], granularity=Muon.granularity(whole=["weight"]))
         fully_shard(model, granularity=Muon.granularity())
-    matrices, rest = split_params(model, adamw=["0.*"])
+    matrices, rest = Muon.split_params(model, adamw=["0.*"])
     optimizer = Muon(matrices, lr=0.02, adamw_params=rest, adamw=ADAMW)
     for step in range(3):
         tokens = torch.randint(0, 12, (4, 6), generator=torch.Generator().manual_seed(step))

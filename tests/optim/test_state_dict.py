@@ -23,7 +23,7 @@ from vescale_fsdp import checkpoint as native
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.granularity import Flat, Granularity, Rows, Tiles, Whole
-from vescale_fsdp.optim import AdamW8bit, AdamWOptions, Muon, Shampoo, split_params
+from vescale_fsdp.optim import AdamW8bit, AdamWOptions, Muon, Shampoo
 
 KINDS = ("muon", "adamw8bit", "adamw8bit-tiles", "shampoo")
 WORLDS = (1, 2, 3, 4)
@@ -80,7 +80,7 @@ def build(
         mesh = cpu_mesh(2, 2) if hybrid else cpu_mesh()
         fully_shard(model.up, mesh=mesh, granularity=rule)
         fully_shard(model, mesh=mesh, granularity=rule)
-    matrices, rest = split_params(model)
+    matrices, rest = Muon.split_params(model)
     adamw = AdamWOptions(lr=0.01)
     if kind == "muon":
         return model, Muon(matrices, lr=0.02, adamw_params=rest, adamw=adamw)

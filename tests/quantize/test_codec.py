@@ -12,7 +12,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.optim_cases import as_fsdp2, as_ragged, full_tensors, full_value
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Element
-from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8, Quantized, quantize
+from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8, Quantized
 
 CODECS = {
     "fp8-128x128": Fp8Blocks(),
@@ -45,7 +45,7 @@ def test_fp8_is_the_definition(shape: tuple[int, int], block: tuple[int, int]) -
     """Codes and scales equal a block-by-block reference, short blocks included."""
     x = full_tensors([shape], 0)[f"p0_{shape[0]}x{shape[1]}"]
     expected_codes, expected_scales = reference_fp8(x, *block)
-    got = quantize(x, Fp8Blocks(*block))
+    got = Fp8Blocks(*block).quantize(x)
 
     assert torch.equal(got.codes, expected_codes.view(torch.uint8))
     assert torch.equal(got.scales.view(-1), expected_scales)
@@ -54,15 +54,15 @@ def test_fp8_is_the_definition(shape: tuple[int, int], block: tuple[int, int]) -
 def test_int8_rows_are_the_definition() -> None:
     """One scale per row, codes rounded to the nearest, ties to even; a row with a NaN stays visible."""
     x = full_tensors([(5, 70)], 0)["p0_5x70"]
-    got = quantize(x, Int8Rows())
+    got = Int8Rows().quantize(x)
 
     scales = (1 / (127 / x.abs().amax(1).double()).float()).float()
     assert torch.equal(got.scales.view(-1), scales)
     assert torch.equal(got.codes.view(torch.int8), (x / scales[:, None]).round().to(torch.int8))
     assert (got.dequantize() - x).abs().max() <= scales.max() / 2 * 1.001
     x[3, 4] = torch.nan
-    assert quantize(x, Int8Rows()).dequantize()[3].isnan().all()
-    assert quantize(x, Int8Rows(1, 32)).scales.shape == (5, 3)
+    assert Int8Rows().quantize(x).dequantize()[3].isnan().all()
+    assert Int8Rows(1, 32).quantize(x).scales.shape == (5, 3)
 
 
 def test_mxfp8_is_torchaos() -> None:
@@ -74,7 +74,7 @@ def test_mxfp8_is_torchaos() -> None:
     x[3] = 0
     x[5, 40] = float("nan")
     scales, codes = mx.to_mx(x, torch.float8_e4m3fn, 32)
-    got = quantize(x, Mxfp8())
+    got = Mxfp8().quantize(x)
 
     assert torch.equal(got.scales, scales.view(torch.uint8))
     finite = torch.ones(64, 256, dtype=torch.bool)
@@ -88,7 +88,7 @@ def test_round_trip_is_close(name: str) -> None:
     """Decoded values are within e4m3's half step of the block's scale; zeros and signs stay."""
     x = full_tensors([(300, 200)], 0)["p0_300x200"]
     x[0] = 0
-    back = quantize(x, CODECS[name]).dequantize()
+    back = CODECS[name].quantize(x).dequantize()
 
     assert ((back - x).norm() / x.norm()).item() < 0.04
     assert (back[0] == 0).all()
@@ -99,7 +99,7 @@ def test_a_broken_weight_stays_visible(codec: BlockCodec) -> None:
     """NaN and infinity decode to NaN in their block, and nowhere else."""
     x = torch.ones(256, 256)
     x[0, 0], x[200, 200] = float("nan"), float("inf")
-    back = quantize(x, codec).dequantize()
+    back = codec.quantize(x).dequantize()
 
     assert back[0, 0].isnan()
     assert back[200, 200].isnan()
@@ -115,7 +115,7 @@ def sharded_run(name: str, kind: str) -> list[tuple[bool, bool, bool, int]]:
     params = as_fsdp2(tensors, mesh) if kind == "fsdp2" else as_ragged(tensors, mesh, codec.granularity)
     results = []
     for fqn, param in params.items():
-        whole, local = quantize(tensors[fqn], codec), quantize(param, codec)
+        whole, local = codec.quantize(tensors[fqn]), codec.quantize(param)
         gathered = local.full()
         results.append(
             (
@@ -143,10 +143,10 @@ def misaligned_run() -> tuple[str, float]:
     full = full_tensors([(300, 200)], 0)["p0_300x200"]
     param = as_ragged({"w": full}, cpu_mesh(), Element())["w"]
     with pytest.raises(LayoutError) as caught:
-        quantize(param, Fp8Blocks())
-    parts = [quantize(part, Fp8Blocks()).dequantize() for part in full.split([150, 150])]
+        Fp8Blocks().quantize(param)
+    parts = [Fp8Blocks().quantize(part).dequantize() for part in full.split([150, 150])]
     return str(caught.value), (
-        torch.cat(parts) != quantize(full, Fp8Blocks()).dequantize()
+        torch.cat(parts) != Fp8Blocks().quantize(full).dequantize()
     ).float().mean().item()
 
 
@@ -160,7 +160,7 @@ def test_a_cut_block_is_refused_because_it_would_differ() -> None:
 def test_square_blocks_commute_with_transposition() -> None:
     """128 x 128 blocks of the transpose are the transposed blocks: one copy serves forward and backward."""
     x = full_tensors([(256, 384)], 0)["p0_256x384"]
-    straight, turned = quantize(x, Fp8Blocks()), quantize(x.t().contiguous(), Fp8Blocks())
+    straight, turned = Fp8Blocks().quantize(x), Fp8Blocks().quantize(x.t().contiguous())
 
     assert torch.equal(straight.codes.t(), turned.codes)
     assert torch.equal(straight.scales.t(), turned.scales)
@@ -169,7 +169,7 @@ def test_square_blocks_commute_with_transposition() -> None:
 @pytest.mark.parametrize("codec", [Fp8Blocks(), Mxfp8()])
 def test_bytes_per_element(codec: BlockCodec) -> None:
     """1.0002 bytes per element in 128 x 128 blocks, 1.031 in MX."""
-    parts: Quantized = quantize(torch.zeros(1024, 1024), codec)
+    parts: Quantized = codec.quantize(torch.zeros(1024, 1024))
     total = sum(t.numel() * t.element_size() for t in (parts.codes, parts.scales))
 
     assert total / 1024**2 == pytest.approx(1.00024 if isinstance(codec, Fp8Blocks) else 1.03125, rel=1e-5)

@@ -14,7 +14,7 @@ from tests.support.faults.rounding_noise import exact_products
 from tests.support.optim_cases import full_value
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Mxfp8, QuantizedGather, quantize
+from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Mxfp8, QuantizedGather
 
 CODECS: dict[str, BlockCodec] = {"fp8": Fp8Blocks(16, 16), "fp8-rows": Fp8Blocks(1, 16), "mxfp8": Mxfp8()}
 
@@ -68,7 +68,7 @@ def rounded_run(name: str, dtype: torch.dtype | None) -> tuple[torch.Tensor, dic
     """One process: the model with its matrices quantised and decoded beforehand."""
     model = make_model()
     for param in model.parameters():
-        value = quantize(param, CODECS[name]).dequantize() if param.ndim == 2 else param.detach()
+        value = CODECS[name].quantize(param).dequantize() if param.ndim == 2 else param.detach()
         param.data = value.to(dtype) if dtype is not None else value
     return run_model(model, dtype)
 

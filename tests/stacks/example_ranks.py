@@ -19,8 +19,7 @@ from examples.stacks.options import Options
 from tests.support.distributed import run_ranks
 from vescale_fsdp import FSDPModule
 from vescale_fsdp.conversion.cli.main import cli as vescale_convert
-from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.integrations import uninstall
+from vescale_fsdp.integrations import installation as installation_module
 
 HALF = 25
 KINDS = [("SHARDED_STATE_DICT", False), ("FULL_STATE_DICT", True)]  # and cpu_ram_efficient_loading
@@ -94,11 +93,8 @@ def _as_under_torchrun(train: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def _uninstall_all() -> None:
-    while True:
-        try:
-            uninstall()
-        except LifecycleError:
-            return
+    for installation in list(installation_module._installed):  # those that examples leave active
+        installation.uninstall()
 
 
 def divide_once_more(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from vescale_fsdp.checkpoint import ReshardableLoader, ReshardableSampler
+from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler
 
 # torchdata calls what newer torch deprecates.
 pytestmark = [

@@ -161,7 +161,7 @@ def test_a_failure_stops_nothing(tmp_path: Path) -> None:
 def test_a_gpus_run_has_all_steps(tmp_path: Path) -> None:
     """Correctness comes first, with a negative control; several GPUs add NCCL."""
     names = [step.name for step in steps(tmp_path, dry=False, num_gpus=4)]
-    proving = [step.proves for step in steps(tmp_path, dry=False, num_gpus=4)]
+    proving = [step.checks for step in steps(tmp_path, dry=False, num_gpus=4)]
 
     assert proving == sorted(proving, reverse=True)
     for word in ("a weight changed", "over gloo", "over NCCL", "marked gpu", "sanitizer", "8k_tokens", "moe"):

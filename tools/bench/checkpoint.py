@@ -1,18 +1,18 @@
-"""Saving and loading beside raw file IO and torch's DCP: one run, alternating, medians.
+"""Speed of saving and loading, compared with raw file IO and torch's DCP.
 
     python tools/bench/checkpoint.py                                2 ranks save 1 GiB, 2 and 3 ranks load it
     python tools/bench/checkpoint.py --ranks 4 --load-ranks 2 --megabytes 4096 --json checkpoint.json
-    python tools/bench/checkpoint.py --only cold --megabytes 4096   reads of what the page cache does not hold
+    python tools/bench/checkpoint.py --only cold --megabytes 4096   reads from disk, not from the page cache
     python tools/bench/checkpoint.py --only plan --dcp-ranks 256    planning and metadata, simulated ranks
 
-Save and load run in the same processes, turn by turn, on the same bytes: ours, ``write`` + ``fsync`` (or
-``readinto``) of this rank's buffers by the same number of processes, and ``dcp.save`` / ``dcp.load`` of the same
-tensors. Reads come from the page cache, for all alike, except in the cold rows: there files are dropped from it
-before each read, a row is void if mincore still finds 1 %, and the raw rival reads with as many threads as we do.
+Three ways alternate in the same processes, on the same bytes; figures are medians: this package; ``write`` + ``fsync``
+(or ``readinto``) of this rank's buffers; ``dcp.save`` / ``dcp.load`` of the same tensors. Reads come from the page
+cache, except in the cold rows: there files are dropped from the cache before each read, a row is void if mincore still
+finds 1 % of them in it, and the raw way reads with as many threads as this package.
 The stall of an asynchronous save is compared with one memcpy of the shard. Peak memory is the growth of the
 resident set's high-water mark during one call.
-What a lost node's part costs from its partner's memory is in `lost_node.py`.
-Planning needs no processes: layouts of 256 and 16,384 ranks are planned here and now.
+`lost_node.py` measures reading the part of a lost node from its partner's memory.
+Planning for 256 and 16,384 ranks is simulated in one process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools.bench.parts.cold_reads import measure_cold, measure_replicas
 from tools.bench.parts.shards import Settings, Shards, fact_rows, median, spawn, start_rank, timed
 from tools.bench.rows import Row, print_table, write_json
-from vescale_fsdp.checkpoint import DCP, CheckpointManager, load, save
+from vescale_fsdp.checkpoint import CheckpointManager, load, save
+from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, LayoutCut, RankSet, ShardCut
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
@@ -56,7 +57,7 @@ from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 @contextmanager
 def peak_growth(found: dict[str, float], name: str) -> Iterator[None]:
-    """How far the resident set rises above where it stood, in MiB; Linux only, 0 elsewhere."""
+    """Growth of the resident set's peak during a call, in MiB; 0 on other systems than Linux."""
     status = Path("/proc/self/status")
     if not status.exists():
         yield
@@ -75,7 +76,7 @@ def _status_mib(status: Path, key: str) -> float:
 
 @contextmanager
 def counted_collectives(found: Counter[str]) -> Iterator[None]:
-    """Counts calls of every collective that could gather plans, and of what could bring tensors to another rank."""
+    """Counts calls of collectives that could gather plans, and of operations that could send tensors to other ranks."""
     names = (
         "all_gather",
         "all_gather_object",
@@ -104,7 +105,7 @@ def counted_collectives(found: Counter[str]) -> Iterator[None]:
 
 
 def _save_worker(rank: int, settings: Settings) -> None:
-    """Saves and same-layout loads, turn by turn; what the last turn wrote is left for the other world size."""
+    """Worker: alternate saves and loads of the same layout; the last files are kept for the other world size."""
     shards = Shards(settings, start_rank(rank, settings.ranks, settings.port))
     root = Path(settings.folder)
     raw, native, stock = root / f"raw{rank}", root / "native", root / "dcp"
@@ -155,7 +156,7 @@ def _save_worker(rank: int, settings: Settings) -> None:
 
 
 def _load_worker(rank: int, settings: Settings) -> None:
-    """Loads by another number of ranks than saved."""
+    """Worker: loads by another number of ranks."""
     shards = Shards(settings, start_rank(rank, settings.load_ranks, settings.port))
     root = Path(settings.folder)
     seconds: dict[str, list[float]] = {}
@@ -176,7 +177,7 @@ def _load_worker(rank: int, settings: Settings) -> None:
 
 
 def measure_io(settings: Settings) -> list[Row]:
-    """Save, same-layout load, asynchronous stall; then loads by another number of ranks."""
+    """Rows of saves, loads of the same layout, the asynchronous stall, and loads by another number of ranks."""
     assets = Path(settings.folder, "assets")
     assets.mkdir()
     (assets / "config.json").write_text("{}")
@@ -226,7 +227,7 @@ def measure_io(settings: Settings) -> list[Row]:
 
 
 def simulated(world: int, num_tensors: int) -> Structure:
-    """The structure every rank of a large world would find: groups of nine tensors, ragged by element."""
+    """The state's structure on a large world: groups of nine tensors, ragged by element."""
     layouts, entries = [], []
     for first in range(0, num_tensors, 9):
         count = min(9, num_tensors - first)
@@ -240,7 +241,7 @@ def simulated(world: int, num_tensors: int) -> Structure:
 
 
 def plan_seconds(structure: Structure, world: int) -> tuple[float, Manifest]:
-    """CPU time of all planning of a save on one rank: digest, manifest, own file's header and offsets."""
+    """CPU time of planning a save on one rank: digest, manifest, header and offsets of the rank's file."""
     start = time.process_time()
     with gc_paused():  # as `save` does
         assert len(structure.digest) == 16
@@ -253,13 +254,13 @@ def plan_seconds(structure: Structure, world: int) -> tuple[float, Manifest]:
 
 
 def by_rows(structure: Structure, world: int) -> Structure:
-    """The same tensors cut as FSDP2 does: every tensor by rows over all ranks."""
+    """The same tensors sharded as by FSDP2: every tensor by rows over all ranks."""
     entries = tuple(replace(entry, cuts=(ShardCut(0),)) for entry in structure.entries)
     return Structure(structure.tree, entries, ((Axis(world, 1),),), ())
 
 
 def dcp_plan(structure: Structure, world: int) -> tuple[float, int]:
-    """DCP's own planning of the same plan on its coordinator, and the bytes of its metadata."""
+    """CPU time of DCP's planning of the same state on its coordinator, and the bytes of its metadata."""
     plans = [pickle.dumps(_dcp_local_plan(structure, rank)) for rank in range(world)]
     start = time.process_time()
     _, metadata = create_default_global_save_plan([pickle.loads(plan) for plan in plans])

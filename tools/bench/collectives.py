@@ -1,9 +1,9 @@
-"""Gather and reduction of a group's buffer on gloo: in place (ours) beside gloo's own collectives.
+"""Gather and reduction of a group's buffer on gloo: this package's, in place, against gloo's own collectives.
 
     python tools/bench/collectives.py                     2 ranks, 30 MB
     python tools/bench/collectives.py --ranks 4 --numel 4000000 --json collectives.json
 
-Medians over alternating calls, one thread per rank, all ranks on this machine. Extra memory is the growth of
+Medians over alternating calls; all ranks on this machine, one thread per rank. Extra memory is the growth of
 the resident set's high-water mark during a call (glibc's mmap threshold fixed, so that freed blocks leave it).
 """
 
@@ -31,7 +31,7 @@ from vescale_fsdp.collectives import all_gather_into, reduce_scatter_into
 
 
 def measure(rank: int, ranks: int, numel: int, rounds: int, port: int, out: str) -> None:
-    """Worker: every way takes its turn."""
+    """Worker: time both ways, alternating."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=ranks)

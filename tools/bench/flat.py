@@ -1,11 +1,11 @@
-"""AdamW's step on flat shards beside the same AdamW per parameter: time, kernels and memory of the step.
+"""Time, kernels and memory of AdamW's step: on flat shards, against the same AdamW per parameter.
 
     python tools/bench/flat.py                    one rank of 64 (torch's fake process group), both models
     python tools/bench/flat.py --world 8 --json flat.json
 
-One process holds one rank's shards and gradients; the optimizers take turns on them. Kernels are operators that
-compute, as a dispatch mode sees them. Memory is what a step needs beside weights, gradients and state, as growth of
-the resident set's high-water mark (set MALLOC_MMAP_THRESHOLD_=65536, so that glibc gives freed blocks back).
+One process has one rank's shards and gradients; the optimizers alternate on them. Kernels are the computing operators
+that a dispatch mode sees. Memory is what a step needs besides weights, gradients and state, as growth of the
+resident set's high-water mark (set MALLOC_MMAP_THRESHOLD_=65536, so that glibc gives freed blocks back).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": Tru
 
 
 class CountKernels(TorchDispatchMode):
-    """Counts operators that are no views."""
+    """Counts operators other than views."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""A Hugging Face folder straight into live shards, beside raw reads of the bytes that each rank needs.
+"""Loading a Hugging Face folder into live shards, against raw reads of the bytes that each rank needs.
 
     python tools/bench/live.py                                  2 ranks, 1 GiB in files of 256 MiB
     python tools/bench/live.py --ranks 4 --megabytes 4096 --json live.json
 
-Three ways of filling, turn by turn with ``readinto`` of as many bytes of the same files by the same processes, all from
-the page cache: the names and types of the folder; q, k and v joined by key rules; bfloat16 files into float32 shards.
+Three loads: names and dtypes of the folder; q, k and v concatenated by key rules; bfloat16 files into float32 shards.
+Each alternates with ``readinto`` of as many bytes of the same files by the same processes, all from the page cache.
 Peak memory is the growth of the resident set's high-water mark during one call.
 """
 
@@ -64,7 +64,7 @@ ours = "{l}.down"
 
 
 def write_folder(folder: Path, total_bytes: int, dtype: torch.dtype) -> None:
-    """A Hugging Face folder of so many bytes."""
+    """Write a Hugging Face folder of the configured size."""
     folder.mkdir()
     layer_bytes = _LAYER_NUMEL * dtype.itemsize
     layers, per_file = max(1, total_bytes // layer_bytes), max(1, _FILE_BYTES // layer_bytes)
@@ -84,7 +84,7 @@ def write_folder(folder: Path, total_bytes: int, dtype: torch.dtype) -> None:
 
 
 def ragged_state(layers: int, mesh: DeviceMesh, *, joined: bool) -> dict[str, torch.Tensor]:
-    """A rank's shards: one flat buffer per layer, ragged views of it."""
+    """A rank's shards: ragged views of one flat buffer per layer."""
     shapes: dict[str, tuple[int, ...]] = dict(_SHAPES)
     if joined:
         shapes = {
@@ -108,7 +108,7 @@ def ragged_state(layers: int, mesh: DeviceMesh, *, joined: bool) -> dict[str, to
 
 
 def read_raw(folder: Path, rank: int, world: int, memory: bytearray) -> None:
-    """This rank's share of all files, with plain reads into one memory."""
+    """Read this rank's share of all files into one buffer."""
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size // world
         with open(file, "rb", buffering=0) as opened:
@@ -142,7 +142,7 @@ def _worker(rank: int, settings: Settings) -> None:
 
 
 def measure(settings: Settings) -> list[Row]:
-    """One row for each way, and its memory."""
+    """Rows of speed and memory for each load."""
     root = Path(settings.folder)
     for dtype in set(_WAYS.values()):
         write_folder(root / dtype, settings.megabytes << 20, getattr(torch, dtype))
@@ -153,7 +153,7 @@ def measure(settings: Settings) -> list[Row]:
     for way, dtype in _WAYS.items():
         total = sum(file.stat().st_size for file in (root / dtype).glob("*.safetensors")) / 1e9
         ours, raw = total / median(figures, way), total / median(figures, f"raw {way}")
-        target = ">= 0.6" if dtype == "float32" else None  # a cast is no read
+        target = ">= 0.6" if dtype == "float32" else None  # a cast costs more than a read
         rows.append(Row(case, f"HF folder into shards, {way}", "GB/s", ours, raw, "readinto", target))
         peak = max(figure["memory"][way] for figure in figures)
         rows.append(Row(case, f"peak extra memory, {way}", "MiB", peak, None, None, "<= 256"))

@@ -1,16 +1,15 @@
-"""Peak memory of a training step on an accelerator, by simulation: ours beside FSDP2, one rank of 64.
+"""Peak memory of a training step on an accelerator, simulated for one rank of 64: this package against FSDP2.
 
     python tools/bench/memory.py                              the whole table, minutes
     python tools/bench/memory.py --cases blocks --json memory.json
 
-Nothing runs on a GPU, and no GPU is needed: `tools/bench/parts/simulated_accelerator.py` says what is counted and how.
-Sequences are short, so that weights and gradients make the peak, but for the last case: where activations make it,
-there is nothing to win. Rivals compute as ours does and reduce in fp32; what FSDP2 takes when it reduces in bf16,
-which rounds its sums, stands beside it without a target.
+No GPU is needed: `tools/bench/parts/simulated_accelerator.py` explains what is counted and how. Sequences are short, so
+that weights and gradients make up the peak. In the last case activations do, and sharding makes no difference. FSDP2
+computes in the same dtype and reduces in fp32. Its figure with reductions in bf16, which round the sums, has no target.
 
-    bf16            bf16 compute; gradients travel in bf16 and are summed in fp32
-    bf16 wide       the same, with `set_narrow_reduction(False)`: gradients travel in fp32
-    fp32            fp32 all through
+    bf16            bf16 compute; gradients are sent in bf16 and summed in fp32
+    bf16 wide       the same with `set_narrow_reduction(False)`: gradients are sent in fp32
+    fp32            everything in fp32
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class Case:
 
     shape: DecoderShape
     tokens: int
-    ends_are_units: bool = False  # embedding and head, else they are the root's
-    by_activations: bool = False  # whether these make the peak
+    ends_are_units: bool = False  # embedding and head are units; else they are in the root's unit
+    by_activations: bool = False  # activations make up the peak
 
 
 CASES = {
@@ -86,7 +85,7 @@ def measure(
     narrow: bool = True,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> MemoryUse:
-    """Memory of one rank that trains the case; the optimizer is AdamW by default."""
+    """Memory of one rank that trains the case, by default with AdamW."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     function = cast(Callable[..., Any], fully_shard if ours else torch_fully_shard)
 
@@ -104,7 +103,7 @@ def measure(
 
 
 def stepped_in_backward(model: nn.Module) -> torch.optim.Optimizer:
-    """Our flat AdamW, each unit of it behind the unit's reduction."""
+    """The flat AdamW of this package, which steps each unit after its reduction."""
     optimizer = FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-4, foreach=True)
     optimizer.step_in_backward(model)
     return optimizer

@@ -1,12 +1,12 @@
-"""Optimizers beside their rivals: Muon's step, collectives and bytes, bytes of state, and loss curves.
+"""Optimizers against alternatives: Muon's step, collectives and bytes, bytes of state, and loss curves.
 
     python tools/bench/optim.py                           Muon on 2 and 4 gloo ranks, state bytes, collectives
     python tools/bench/optim.py --json optim.json
     python tools/bench/optim.py --curves 200 --picture loss.svg   also train with four optimizers and draw the losses
 
-Muon's rivals: torch.optim.Muon on FSDP2's DTensors, and gathering every update to every rank. All take turns in
-the same processes, step by step; medians over the steps, the slowest rank counts. Bytes are counted per rank from
-the collectives' sizes: (N-1)/N of a ring for reductions and gathers, what leaves the rank for all-to-alls.
+Alternatives to Muon: torch.optim.Muon on FSDP2's DTensors, and gathering every update on every rank. All alternate in
+the same processes, step by step. Figures are medians over the steps, of the slowest rank. Bytes are counted per rank
+from the collectives' sizes: (N-1)/N of the buffer for reductions and gathers, the bytes sent for all-to-alls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from examples.llama import Llama, LlamaShape
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp import fully_shard
 from vescale_fsdp.layout.granularity import Flat, Tiles, Whole
-from vescale_fsdp.optim import AdamW8bit, AdamWOptions, Muon, Shampoo, split_params
+from vescale_fsdp.optim import AdamW8bit, AdamWOptions, Muon, Shampoo
 from vescale_fsdp.torch_private import local_of
 
 SHAPES = {
@@ -63,7 +63,7 @@ class Wire(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # let it unfold: its collectives come by on their own
+            return NotImplemented  # decompose it: its collectives are counted when they are called
         name = func._schema.name.split("::")[1]
         if func.namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap")):
             self.collectives += 1
@@ -95,7 +95,7 @@ def _bytes_sent(name: str, args: tuple[Any, ...]) -> float:
 
 
 class GatherToAll:
-    """The simple distributed Muon: every rank gathers every update in bf16 and iterates on all of them."""
+    """A simple distributed Muon: every rank gathers every update in bf16 and iterates on all matrices."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.inner = torch.optim.Muon(params, lr=0.02)
@@ -120,7 +120,7 @@ class GatherToAll:
 
 
 def matrices_on(rival: str, mesh: DeviceMesh, scale: str) -> Any:
-    """A rival's optimizer over the hidden matrices of the model, with gradients that stay."""
+    """One of the compared optimizers, over the hidden matrices of the model; gradients stay the same in all steps."""
     torch.manual_seed(0)
     model = Llama(SHAPES[scale])
     if rival in ("torch.optim.Muon", "gather to all", "ours on FSDP2"):
@@ -128,7 +128,7 @@ def matrices_on(rival: str, mesh: DeviceMesh, scale: str) -> Any:
             torch_fully_shard(layer, mesh=mesh)
     else:
         rule = Whole("matrix") if "whole" in rival else Muon.granularity()
-        if "whole" in rival:  # one unit, so that whole matrices find ranks to go to
+        if "whole" in rival:  # one unit, so that its whole matrices are spread over the ranks
             fully_shard(list(model.model.layers), mesh=mesh, granularity=rule)
         else:
             for layer in model.model.layers:
@@ -146,7 +146,7 @@ def matrices_on(rival: str, mesh: DeviceMesh, scale: str) -> Any:
 
 
 def muon_worker(rank: int, world: int, folder: str, steps: int, out: str, scale: str) -> None:
-    """Time and count all rivals' steps, by turns."""
+    """Worker: time and count the steps of all optimizers, alternating."""
     _join(rank, world, folder)
     mesh = init_device_mesh("cpu", (world,))
     optimizers = {rival: matrices_on(rival, mesh, scale) for rival in RIVALS}
@@ -173,7 +173,7 @@ def muon_worker(rank: int, world: int, folder: str, steps: int, out: str, scale:
 
 
 def muon_rows(world: int, steps: int, scale: str) -> list[Row]:
-    """Muon on ``world`` ranks against its rivals."""
+    """Rows of Muon on ``world`` ranks."""
     found = _spawn(muon_worker, world, steps, scale)
     times, wires = found["seconds"], found["wires"]
     rows = []
@@ -199,7 +199,7 @@ def muon_rows(world: int, steps: int, scale: str) -> list[Row]:
 
 
 def state_rows() -> list[Row]:
-    """Bytes of AdamW's state per parameter that has 8-bit state, measured on the tensors."""
+    """Rows of AdamW's state in bytes per parameter with 8-bit state, measured on the tensors."""
     rows = []
     for block, most in ((Flat(256), "<= 2.035"), (Flat(2048), "<= 2.008"), (Tiles(32, 32), "<= 2.01")):
         params = [p for p in Llama(SHAPES["small"]).parameters() if p.ndim == 2]
@@ -218,9 +218,9 @@ def state_rows() -> list[Row]:
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer of the curves; AdamW's settings wherever AdamW has a part."""
+    """An optimizer of the loss curves; parts that AdamW updates have AdamW's settings."""
     adamw = AdamWOptions(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    matrices, rest = split_params(model)
+    matrices, rest = Muon.split_params(model)
     if name == "Muon":
         return Muon(matrices, lr=0.02, weight_decay=0.1, adamw_params=rest, adamw=adamw)
     if name == "Shampoo":
@@ -242,7 +242,7 @@ GRANULARITIES: dict[str, Any] = {
 
 
 def curve_worker(rank: int, world: int, folder: str, steps: int, out: str) -> None:
-    """Train the demo's model with each optimizer, sharded; losses by step, and the collectives of the last step."""
+    """Worker: train the sharded demo model with each optimizer; losses by step, collectives of the last step."""
     _join(rank, world, folder)
     batches = Batches(read_corpus(), batch_size=8)
     losses: dict[str, list[float]] = {}
@@ -273,7 +273,7 @@ def curve_worker(rank: int, world: int, folder: str, steps: int, out: str) -> No
 
 
 def curve_rows(world: int, steps: int, picture: Path | None) -> list[Row]:
-    """Final losses beside AdamW's, collectives of a step; draws the curves."""
+    """Rows of final losses against AdamW's and of collectives per step; draws the curves."""
     found = _spawn(curve_worker, world, steps)
     losses = found["losses"]
     last = max(1, steps // 10)
@@ -330,12 +330,12 @@ def _join(rank: int, world: int, folder: str) -> None:
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     torch.set_num_threads(1)
-    # Meeting in a file: a port that is free now may be taken before the ranks have started.
+    # Rendezvous in a file: a free port may be in use by the time the ranks start.
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
 
 
 def _spawn(worker: Callable[..., None], world: int, steps: int, *more: str) -> Any:
-    """Run a worker on ``world`` ranks; what rank 0 wrote."""
+    """Run a worker on ``world`` ranks; returns rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         mp.spawn(worker, (world, folder, steps, str(out), *more), nprocs=world)

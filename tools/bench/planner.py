@@ -1,4 +1,4 @@
-"""Padding, copies and planning time of real decoder layers, beside FSDP2 and the LCM rule. No GPU, no ranks.
+"""Padding, copies and planning time of real decoder layers, against FSDP2 and the LCM rule. Needs no GPU or ranks.
 
     python tools/bench/planner.py                                    every model, 8 to 16,384 shards
     python tools/bench/planner.py --models gpt-oss --granularity rows:128 --shards 512,768,1024
@@ -8,13 +8,13 @@ One decoder layer is one group, all its parameters on all shards. Columns, in % 
 
     padding         plan_group(scatter="never"): every tensor one run of the buffer, gathers copy nothing
     auto, copied    plan_buffers, as fully_shard plans: padding of one buffer or two, and elements of scattered tensors
-    blocks/rank     payload per rank in blocks of the group's largest block; below about 8, rounding rules
+    blocks/rank     payload per rank in the group's largest blocks; below about 8, rounding to whole blocks dominates
     ms              planning with "auto", CPU time, nothing cached, median of three
-    FSDP2           dim 0 of every tensor rounded up to the number of ranks, whatever the granularity
+    FSDP2           dim 0 of every tensor rounded up to the number of ranks, for any granularity
     LCM rows        Megatron-FSDP v2: S is a multiple of the LCM of all row sizes (a row: a slice of dim 0)
-    LCM blocks      the same rule with the blocks that the granularity asks of us
+    LCM blocks      the same rule with the blocks of the granularity
 
-The rivals' rules are re-derived from published descriptions and give the least those rules allow.
+The other rules are derived from published descriptions, with the least padding that they allow.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Measured:
 
 
 def specs_of(model: str, granularity: str, *, layer: int = 0) -> list[TensorSpec]:
-    """What the planner is given for one decoder layer."""
+    """The planner's input for one decoder layer."""
     rule = parse_granularity(granularity)
     return [
         TensorSpec(f"layers.{layer}.{fqn}", shape, "bfloat16", rule.block_numel(shape))
@@ -81,7 +81,7 @@ def specs_of(model: str, granularity: str, *, layer: int = 0) -> list[TensorSpec
 
 
 def fsdp2_padding(shapes: Iterable[tuple[int, ...]], num_shards: int) -> float:
-    """FSDP2: each rank holds ``ceil(dim 0 / ranks)`` slices of dim 0 of every tensor."""
+    """FSDP2's padding: each rank has room for ``ceil(dim 0 / ranks)`` slices of dim 0 of every tensor."""
     padded = payload = 0
     for shape in shapes:
         row = numel_of(shape[1:])
@@ -91,13 +91,13 @@ def fsdp2_padding(shapes: Iterable[tuple[int, ...]], num_shards: int) -> float:
 
 
 def lcm_padding(blocks: Iterable[int], payload_numel: int, num_shards: int) -> float:
-    """The LCM rule: S is the least multiple of the LCM of all blocks that holds a rank's part of the payload."""
+    """The LCM rule's padding: S is the least multiple of the LCM of all blocks with room for a rank's payload."""
     step = math.lcm(*blocks)
     return -(-payload_numel // (num_shards * step)) * step * num_shards / payload_numel - 1
 
 
 def measure(model: str, granularity: str, num_shards: int) -> Measured:
-    """Plan one layer both ways, and what the rivals would pad."""
+    """Plan one layer with and without scattering, and compute the padding of the other rules."""
     specs, shapes = specs_of(model, granularity), list(LAYERS[model].values())
     seconds = []
     for _ in range(3):
@@ -128,7 +128,7 @@ def _forget_plans() -> None:
 
 
 def rows_of(found: Measured) -> list[Row]:
-    """The figures of one case, with the targets that apply to it."""
+    """Rows of one case, with its targets."""
     target = None
     if found.granularity == "element":
         target = "<= 0.01"
@@ -158,7 +158,7 @@ def rows_of(found: Measured) -> list[Row]:
 
 
 def whole_model(model: str, granularity: str, num_layers: int, num_shards: int) -> Row:
-    """Planning time of all layers of a model, nothing cached before the first."""
+    """Planning time of all layers of a model, with empty caches."""
     layers = [specs_of(model, granularity, layer=layer) for layer in range(num_layers)]
     seconds = []
     for _ in range(5):

@@ -1,8 +1,8 @@
-"""How every benchmark reports: rows of one form, a table on the screen, JSON in a file.
+"""The rows of all benchmarks, printed as a table and written as JSON.
 
-A row is ``{case, metric, unit, ours, rival, rival_name, ratio, target, met}``; ``ratio`` is ours / rival,
-``met`` says whether the ratio keeps the target, and is null where there is none. The last row of the JSON
-holds versions and the number of cores.
+A row is ``{case, metric, unit, ours, rival, rival_name, ratio, target, met}``. ``ratio`` is ours / rival, where
+``rival`` is the figure of the compared program. ``met`` tells whether the ratio meets the target; null without a
+target. The last row of the JSON has versions and the number of cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure beside a rival's. Smaller is better unless ``target`` starts with '>='."""
+    """A measured figure and the compared program's. Smaller is better unless ``target`` starts with '>='."""
 
     case: str
     metric: str
@@ -29,16 +29,16 @@ class Row:
     ours: float
     rival: float | None = None
     rival_name: str | None = None
-    target: str | None = None  # such as "< 0.9", on the ratio (on ours where there is no rival)
+    target: str | None = None  # for the ratio, such as "< 0.9"; for `ours` if nothing is compared
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the rival's."""
+        """``ours / rival``; None without a rival."""
         return self.ours / self.rival if self.rival else None
 
     @property
     def met(self) -> bool | None:
-        """Whether the target holds; None without one."""
+        """Whether the target is met; None without a target."""
         if self.target is None:
             return None
         relation, bound = self.target.split()
@@ -49,12 +49,12 @@ class Row:
         return {"<": value < limit, "<=": value <= limit, ">": value > limit, ">=": value >= limit}[relation]
 
     def to_json(self) -> dict[str, Any]:
-        """The row as the JSON holds it."""
+        """The row as JSON values."""
         return {**asdict(self), "ratio": self.ratio, "met": self.met}
 
 
 def machine() -> dict[str, Any]:
-    """Versions and cores, so that a table can be judged."""
+    """Versions and number of cores, the context of a table."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "python": platform.python_version(),

@@ -1,18 +1,18 @@
-"""What a rank of thousands pays for their number: time and memory of one process under torch's fake group.
+"""Time and memory of one rank as the number of ranks grows, in one process with torch's fake group.
 
     python tools/bench/scale.py                                     1,000 parameters, 64 to 16,384 ranks
     python tools/bench/scale.py --parameters 1000,36000 --ranks 16384 --rival-ranks 0
     python tools/bench/scale.py --json scale.json
 
-The model is units of small square matrices, made on the meta device, so that what is counted is the sharder's own:
+The model has units of small square matrices on the meta device, so that the sharding itself dominates:
 
-    fully_shard     of all units and the root; memory is the most that it added to the resident set
-    first step      forward, backward and AdamW's step, with what is made at the first use; its collectives send
-                    nothing, but the fake group's own cost grows with the ranks
-    take_state      what `save` begins with, of weights and both moments (the rival's are walked by it too)
+    fully_shard     of all units and the root; memory is the growth of the resident set's peak
+    first step      forward, backward and AdamW's step, with all lazy initialization; its collectives send nothing, but
+                    the fake group's own cost grows with the ranks
+    take_state      the first part of `save`: collecting weights and both moments (also for FSDP2's tensors)
 
-Seconds are of CPU time: nothing waits here, and other load on the machine counts little. Each case runs in a process
-of its own. FSDP2 runs up to ``--rival-ranks``: at 16,384 it takes minutes and gigabytes.
+Seconds are CPU time: nothing waits here, and other load on the machine matters little. Each case runs in its own
+process. FSDP2 runs up to ``--rival-ranks`` ranks: at 16,384 it takes minutes and gigabytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tools.bench.step import _high_water_bytes, _reset_high_water, _resident_byt
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint.state.capture import take_state
 
-SIDE = 24  # of a matrix: 576 elements, so that a unit of 600 has more of them than there are ranks
+SIDE = 24  # rows and columns of a matrix: a unit of 600 matrices then has more elements than there are ranks
 UNITS = {1000: 100, 36_000: 60}  # 10 matrices each; 600 as in a layer of 200 experts
 METRICS = {
     "fully_shard": "s",
@@ -56,14 +56,14 @@ TARGETS = {
 
 
 class Chain(nn.Module):
-    """A unit: its matrices one after the other."""
+    """A unit: matrices that are applied one after another."""
 
     def __init__(self, num_matrices: int) -> None:
         super().__init__()
         self.matrices = nn.ParameterList(nn.Parameter(torch.empty(SIDE, SIDE)) for _ in range(num_matrices))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, SIDE] to the same."""
+        """[rows, SIDE] -> [rows, SIDE]."""
         for matrix in self.matrices:
             rows = rows @ matrix
         return rows
@@ -103,20 +103,20 @@ def measure(parameters: int, ranks: int, rival: bool) -> dict[str, float]:
 
 
 def in_own_process(*case: Any) -> dict[str, float]:
-    """The figures of a case, from a process that has measured nothing else."""
+    """The figures of a case, measured in a new process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(measure, case)
 
 
 def rows_of(parameters: int, ranks: int, rival_ranks: int) -> list[Row]:
-    """Measure one case, and the rival where it ends in a reasonable time."""
+    """Measure one case, and FSDP2 if it takes a reasonable time."""
     ours = in_own_process(parameters, ranks, False)
     theirs = in_own_process(parameters, ranks, True) if ranks <= rival_ranks else {}
     case = f"{parameters} parameters, {ranks} ranks"
     return [
         Row(case, metric, unit, ours[metric], theirs.get(metric), "FSDP2" if theirs else None, target)
         for metric, unit in METRICS.items()
-        # Targets are of our own figures, at the largest number of ranks.
+        # Targets are for this package's own figures, at the largest number of ranks.
         for target in [TARGETS.get((parameters, metric)) if ranks == 16_384 and not theirs else None]
     ]
 

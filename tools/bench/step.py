@@ -1,20 +1,19 @@
-"""Step time, memory, copies and hook time of training: ours, FSDP2 and DDP in one run, alternating.
+"""Step time, memory, copies and hook time of training with this package, FSDP2 and DDP.
 
     python tools/bench/step.py                                 2 gloo ranks, dense and MoE
     python tools/bench/step.py --ranks 4 --models moe --json step.json
     python tools/bench/step.py --shapes                        step time on many other shapes (parts/step_shapes.py)
-    python tools/bench/step.py --fake-world 64                 one process as one rank of 64: its copies and its
-                                                               memory; gathers and reductions move nothing
-    python tools/bench/step.py --device cuda                   NCCL over the GPUs there are (with --fake-world 64:
+    python tools/bench/step.py --fake-world 64                 one process as one rank of 64: copies and memory;
+                                                               its collectives send nothing
+    python tools/bench/step.py --device cuda                   NCCL over all GPUs (with --fake-world 64:
                                                                one GPU as one rank of 64)
 
-Time: all rivals live in the same processes and take turns, step by step; medians over the steps. Memory:
-each rival in processes of its own. On the CPU it is the growth of the resident set's high-water mark over
-what the process held before the model was built (after the plain model has been trained once and dropped, so
-that code and tables are in memory), with glibc's mmap threshold fixed for all; on a GPU the allocator's
-peaks. The floor is arithmetic: what every sharder must hold, without activations. Hooks: a chain of tiny
-layers, CPU time of the process (gloo's threads included, waiting not) per unit beyond the plain chain's; on one
-rank, where nobody sends anything, and on the ranks of the run.
+Time: all runtimes alternate in the same processes, step by step; medians over the steps. Memory: each runtime has its
+own processes. On the CPU, memory is the growth of the resident set's high-water mark since before the model was built.
+The plain model is trained once and deleted before that, so that code and tables are in memory, and glibc's mmap
+threshold is fixed. On a GPU, memory is the allocator's peak. The floor is computed: what every sharding runtime must
+store, without activations. Hooks: CPU time of the process per unit of a chain of tiny layers, less the plain chain's
+(with gloo's threads, without waiting); on one rank, which sends nothing, and on the ranks of the run.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker must know; picklable."""
+    """Arguments of a worker; picklable."""
 
     device: str
     ranks: int
@@ -87,7 +86,7 @@ class Settings:
 
 @dataclass
 class Figures:
-    """What rank 0 measured, by rival."""
+    """Rank 0's measurements, by runtime."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     copies: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -95,14 +94,14 @@ class Figures:
 
 
 def moe_shape(device: torch.device, scale: str) -> MoEShape:
-    """Sizes of the MoE model; on the CPU seven experts, which divide by nothing."""
+    """Sizes of the MoE model; seven experts on the CPU, so that no number of ranks divides them."""
     if device.type == "cuda" or scale == "large":
         return MoEShape(2048, 8, 64, 1024, 4)
     return MoEShape(384, 6, 7, 512, 2)
 
 
 def build(model: str, scale: str, device: torch.device) -> nn.Module:
-    """The benchmark's model, materialised on the device."""
+    """The benchmark's model, on the device."""
     torch.manual_seed(0)
     big = device.type == "cuda" or scale == "large"
     with torch.device(device):
@@ -117,13 +116,13 @@ def build(model: str, scale: str, device: torch.device) -> nn.Module:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The units of a model besides its root."""
+    """The units of a model, without the root."""
     layers = model.model.layers if isinstance(model, Llama) else model.layers
     return list(cast(nn.ModuleList, layers))
 
 
 def shard(rival: str, model: nn.Module, mesh: DeviceMesh, half: bool) -> nn.Module:
-    """Give the model to a rival."""
+    """Shard the model with one of the runtimes."""
     if rival == "ddp":
         replica = DistributedDataParallel(model)
         if dist.get_backend() == "fake":
@@ -137,13 +136,13 @@ def shard(rival: str, model: nn.Module, mesh: DeviceMesh, half: bool) -> nn.Modu
 
 
 def _keep_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """An all-reduce that does nothing: a fake group's own has no result, which DDP does not take."""
+    """An all-reduce that does nothing. A fake group's all-reduce has no result, which DDP does not accept."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
-# DDP compares annotations with types, and here they are text (from __future__ import annotations).
+# DDP compares annotations with types, but `from __future__ import annotations` makes them strings.
 _keep_bucket.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
 
 
@@ -160,7 +159,7 @@ def example(name: str, settings: Settings) -> torch.Tensor:
 
 
 class Trainer:
-    """One rival's model, optimizer and data."""
+    """Model, optimizer and data of one runtime."""
 
     def __init__(self, rival: str, name: str, settings: Settings, mesh: DeviceMesh) -> None:
         device = torch.device(mesh.device_type)
@@ -174,7 +173,7 @@ class Trainer:
         self.batch = example(name, settings)
 
     def step(self) -> float:
-        """One training step; seconds."""
+        """Run one training step; returns seconds."""
         _synchronize(self.batch.device)
         start = time.perf_counter()
         loss = self.model(self.batch).float().pow(2).mean()
@@ -205,10 +204,10 @@ class CountCopies(TorchDispatchMode):
 
 
 def start(rank: int, settings: Settings) -> DeviceMesh:
-    """Join the process group; one thread on the CPU."""
+    """Join the process group, and use one thread on the CPU."""
     if settings.device == "cpu":
         torch.set_num_threads(1)
-        # A fake gather leaves what was in memory before; as weights that may mean denormals, which are slow.
+        # A fake gather writes nothing. Old memory, read as weights, may contain denormals, which are slow.
         torch.set_flush_denormal(True)
     else:
         torch.cuda.set_device(rank)
@@ -224,7 +223,7 @@ def start(rank: int, settings: Settings) -> DeviceMesh:
 
 
 def forward_copies(trainer: Trainer) -> dict[str, int]:
-    """Copy operators of a gather: those of a forward, beyond the model's own."""
+    """Number of copy operators of a gather: those of a forward, without the model's own."""
     counter = CountCopies()
     with counter, torch.no_grad():
         trainer.model(trainer.batch)
@@ -232,7 +231,7 @@ def forward_copies(trainer: Trainer) -> dict[str, int]:
 
 
 def time_rank(rank: int, settings: Settings, name: str, rivals: tuple[str, ...]) -> None:
-    """Worker: all rivals take turns."""
+    """Worker: time the steps of all runtimes, alternating."""
     mesh = start(rank, settings)
     trainers = {rival: Trainer(rival, name, settings, mesh) for rival in rivals}
     figures = Figures({rival: [] for rival in rivals})
@@ -240,7 +239,7 @@ def time_rank(rank: int, settings: Settings, name: str, rivals: tuple[str, ...])
         for _ in range(3):
             trainer.step()
     for step in range(settings.steps):
-        # The order turns, so that nobody always runs after the same neighbour.
+        # The order rotates, so that no runtime always runs after the same other one.
         turn = [rivals[(step + i) % len(rivals)] for i in range(len(rivals))]
         for rival in turn:
             dist.barrier()
@@ -251,7 +250,7 @@ def time_rank(rank: int, settings: Settings, name: str, rivals: tuple[str, ...])
 
 
 def page_in(name: str, settings: Settings) -> None:
-    """Train the plain model once and drop it: code and tables that a step brings into memory are no rival's."""
+    """Train the plain model once and delete it, so that code and tables of a step are in memory."""
     model = build(name, settings.scale, torch.device(settings.device)).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = example(name, settings)
@@ -264,7 +263,7 @@ def page_in(name: str, settings: Settings) -> None:
 
 
 def memory_rank(rank: int, settings: Settings, name: str, rival: str) -> None:
-    """Worker: one rival's peak memory over a few steps."""
+    """Worker: one runtime's peak memory over a few steps."""
     mesh = start(rank, settings)
     cuda = settings.device == "cuda"
     page_in(name, settings)
@@ -289,7 +288,7 @@ def memory_rank(rank: int, settings: Settings, name: str, rival: str) -> None:
 
 
 def hook_rank(rank: int, settings: Settings, rivals: tuple[str, ...]) -> None:
-    """Worker: CPU seconds per unit of forward and backward, of chains of tiny units and of the plain chain."""
+    """Worker: CPU seconds per unit of forward and backward, for chains of tiny units and for the plain chain."""
     mesh = start(rank, settings)
     device = torch.device(settings.device)
 
@@ -339,7 +338,7 @@ def _finish(rank: int, settings: Settings, figures: Figures) -> None:
 
 
 def launch(settings: Settings, worker: Callable[..., None], *args: Any) -> Figures:
-    """Run a worker on all ranks and return what rank 0 measured."""
+    """Run a worker on all ranks and return rank 0's result."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -350,10 +349,10 @@ def launch(settings: Settings, worker: Callable[..., None], *args: Any) -> Figur
 
 
 def floor_bytes(name: str, settings: Settings) -> int:
-    """What every sharder holds at the peak of a backward, activations aside.
+    """Bytes that every sharding runtime stores at the peak of a backward, without activations.
 
-    Master weights, two AdamW states, the sharded gradients of the units that are through, and of the unit in
-    hand the gathered weights and the full gradients as autograd makes them; the root's weights stay gathered.
+    Master weights, two AdamW states, the sharded gradients of finished units, the gathered weights and full gradients
+    of the current unit, and the root's gathered weights.
     """
     model = build(name, settings.scale, torch.device("meta"))
     units = [sum(p.numel() for p in block.parameters()) for block in reversed(blocks_of(model))]
@@ -367,7 +366,7 @@ def floor_bytes(name: str, settings: Settings) -> int:
 
 
 def target_of(settings: Settings, name: str, metric: str, rival: str) -> str | None:
-    """What a ratio is held to."""
+    """The target of a ratio."""
     if rival != "fsdp2":
         return None
     if settings.fake_world:
@@ -388,8 +387,8 @@ def bench_model(settings: Settings, name: str, rounds: int) -> list[Row]:
     for rival in RIVALS[1:]:
         target = target_of(settings, name, "step time", rival)
         rows.append(Row(case, "step time", "ms", median_ms["ours"], median_ms[rival], rival, target))
-    # glibc raises this threshold as large blocks are freed and then keeps them in its heap: fixed, the
-    # resident set is what is alive, for everybody.
+    # glibc raises this threshold when large blocks are freed and then keeps such blocks in its heap. With a fixed
+    # threshold the resident set is the live memory, for all runtimes.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 * 1024)  # 64 KiB
     peaks: dict[str, dict[str, list[int]]] = {}
     for _ in range(rounds):
@@ -412,7 +411,7 @@ def bench_model(settings: Settings, name: str, rounds: int) -> list[Row]:
 
 
 def shapes_rank(rank: int, settings: Settings) -> None:
-    """Worker: every shape that goes with this number of ranks."""
+    """Worker: all shapes that are possible with this number of ranks."""
     start(rank, settings)
     seconds: dict[str, list[float]] = {}
     for case in SHAPES:

@@ -1,12 +1,12 @@
-"""Weights from a trainer on 2 ranks to an engine, tensor-parallel over 2: ours beside what else moves them.
+"""Sending weights from a trainer on 2 ranks to an engine with tensor parallelism over 2: `Transfer` and alternatives.
 
     python tools/bench/transfer.py                          100 million parameters, bf16, gloo
     python tools/bench/transfer.py --layers 2 --rounds 3    smaller
 
-Rivals: raw `dist.send` of the same bytes between the same pairs of ranks; gathering each tensor on rank 0 and
-broadcasting it to the engine, which takes its shard; saving to memory (``/dev/shm``) and loading from there. Medians
+Alternatives: raw `dist.send` of the same bytes between the same pairs of ranks; gathering each tensor on rank 0 and
+broadcasting it to the engine, which keeps its shard; saving to memory (``/dev/shm``) and loading from there. Medians
 over alternating rounds, of the slowest rank. Extra memory is the growth of the resident set's high-water mark.
-The last rows plan for ranks that do not exist: 4,096 to 1,024.
+The last rows are plans for 4,096 simulated trainer ranks and 1,024 engine ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ State = dict[str, Any]
 
 
 def groups(layers: int) -> list[dict[str, tuple[tuple[int, ...], Placement]]]:
-    """Names, shapes and the engine's placements of a llama's tensors, unit by unit."""
+    """Names, shapes and the engine's placements of a Llama's tensors, unit by unit."""
     found: list[dict[str, tuple[tuple[int, ...], Placement]]] = [{"embed": ((VOCAB, HIDDEN), Shard(0))}]
     for layer in range(layers):
         unit: dict[str, tuple[tuple[int, ...], Placement]] = {}
@@ -71,7 +71,7 @@ def groups(layers: int) -> list[dict[str, tuple[tuple[int, ...], Placement]]]:
 
 
 def trainer_state(units: list[dict[str, Any]], mesh: DeviceMesh, block: Granularity) -> State:
-    """The trainer's shards, as the planner cuts them."""
+    """The trainer's shards, laid out by the planner."""
     state: State = {}
     for unit in units:
         specs = [
@@ -88,7 +88,7 @@ def trainer_state(units: list[dict[str, Any]], mesh: DeviceMesh, block: Granular
 def engine_state(
     units: list[dict[str, Any]], mesh: DeviceMesh, *, coded: bool
 ) -> tuple[State, dict[str, Link]]:
-    """The engine's empty shards, and what they are made of."""
+    """The engine's empty shards, and the links to the trainer's tensors."""
     state: State = {}
     links: dict[str, Link] = {}
     codec = Fp8Blocks()
@@ -120,7 +120,8 @@ class Bench:
         units = groups(layers)
         self.trainers, self.engines = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
         self.mesh = self.trainers if self.is_trainer else self.engines
-        # Rank 1 gets one too: torch names later groups by how many a process has (2.13), and other names never meet.
+        # Rank 1 creates one too: torch 2.13 names later groups by the number of groups of a process, and ranks with
+        # different names would not find each other.
         self.relay, _ = dist.new_group([0, 2, 3]), dist.new_group([1])
         self.units = units
         links: dict[str, Link] = {}
@@ -145,15 +146,15 @@ class Bench:
         self.raw = {peer: torch.ones(nbytes, dtype=torch.uint8) for peer, nbytes in self.pairs.items()}
 
     def ours(self) -> None:
-        """A transfer of bf16."""
+        """A transfer in bf16."""
         self.transfer.run(self.state, self.into)
 
     def fp8(self) -> None:
-        """A transfer of codes and scales."""
+        """A transfer of FP8 codes and scales."""
         self.coded.run(self.tiled, self.into_coded)
 
     def sends(self) -> None:
-        """The same bytes between the same ranks, from memory that has them in order."""
+        """The same bytes between the same ranks, from contiguous buffers."""
         for turn in range(2):
             other = (self.rank + turn) % 2
             if self.is_trainer:
@@ -163,7 +164,7 @@ class Bench:
                 dist.recv(self.raw[source], source)
 
     def gathers(self) -> None:
-        """Every tensor on rank 0, and from there to all of the engine."""
+        """Gather every tensor on rank 0 and broadcast it to the engine's ranks."""
         for unit in self.units:
             for name, (shape, placement) in unit.items():
                 full = torch.empty(shape, dtype=torch.bfloat16)
@@ -179,7 +180,7 @@ class Bench:
                     self.into[name].to_local().copy_(own)
 
     def files(self) -> None:
-        """Saved to memory by the trainer, loaded by the engine."""
+        """The trainer saves to memory, the engine loads."""
         path = f"{self.folder}/state"
         if self.state is not None:
             save(path, self.state, overwrite=True, process_group=self.trainers.get_group())
@@ -189,7 +190,7 @@ class Bench:
 
 
 def measure(rank: int, layers: int, rounds: int, port: int, folder: str) -> None:
-    """Worker: every way takes its turn."""
+    """Worker: time all ways, alternating."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
@@ -220,7 +221,7 @@ def measure(rank: int, layers: int, rounds: int, port: int, folder: str) -> None
 
 
 def needed(bench: Bench) -> int:
-    """Bytes of the engine's shards, of which it holds nothing."""
+    """Bytes of the engine's shards, none of which it has yet."""
     return sum(
         2 * (tensor.to_local().numel() if isinstance(tensor, DTensor) else tensor.numel())
         for tensor in (bench.into or {}).values()
@@ -228,7 +229,7 @@ def needed(bench: Bench) -> int:
 
 
 def simulated(num_sources: int, num_targets: int, num_tensors: int) -> TransferPlan:
-    """Ragged shards of groups of ten tensors, no two alike, to tensor parallelism over 8 in as many replicas."""
+    """Descriptions of ragged shards (groups of ten tensors), and of replicas with tensor parallelism over 8."""
     layouts, source, target = [], [], []
     for group in range(num_tensors // 10):
         specs = [
@@ -248,8 +249,8 @@ def simulated(num_sources: int, num_targets: int, num_tensors: int) -> TransferP
 
 
 def simulate(out: str) -> None:
-    """CPU time and memory of a plan and all ranks' totals, in a process of its own."""
-    simulated(32, 16, 10)  # what is imported on the way is not the plan's
+    """CPU time and memory of a plan and of all ranks' totals, in a new process."""
+    simulated(32, 16, 10)  # imports everything, so that the measured plan does not
     before, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     assert simulated(4096, 1024, 1000).demand.sent.sum() > 0
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -257,7 +258,7 @@ def simulate(out: str) -> None:
 
 
 def rows_of(ranks: list[Any], budget_bytes: int) -> list[Row]:
-    """The table of what ranks measured."""
+    """Rows of the ranks' measurements."""
     seconds = {
         name: statistics.median(
             max(rank[0][name][turn] for rank in ranks) for turn in range(len(ranks[0][0][name]))
@@ -285,7 +286,7 @@ def rows_of(ranks: list[Any], budget_bytes: int) -> list[Row]:
 
 
 def _measured(layers: int, rounds: int, folder: str, start_method: str) -> list[Any]:
-    """What the ranks of one run measured."""
+    """The measurements of the ranks of one run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -304,10 +305,10 @@ def main() -> None:
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     folder = tempfile.mkdtemp(dir=memory)
     try:
-        # Forked: what is imported once need not be imported five times.
+        # Forked, so that imports are done once instead of five times.
         ranks = _measured(given.layers, given.rounds, folder, "fork")
-        # Freed blocks must leave the resident set to be seen when taken anew; which makes every one of them slow, so
-        # memory is measured apart. malloc reads this when a process starts.
+        # Freed blocks must leave the resident set, else their reuse is not counted. That makes each allocation slow,
+        # so memory is measured in a separate run. malloc reads the variable when a process starts.
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 * 1024)  # 64 KiB
         extra = [rank[1] for rank in _measured(given.layers, 1, folder, "spawn")]
         ranks = [(rank[0], own, *rank[2:]) for rank, own in zip(ranks, extra, strict=True)]

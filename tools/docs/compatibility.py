@@ -1,6 +1,6 @@
-"""A pytest plugin that notes what was tried: ``pytest -p tools.docs.compatibility --compatibility torch``, or stacks.
+"""A pytest plugin that records tested versions: ``pytest -p tools.docs.compatibility --compatibility torch|stacks``.
 
-If all tests pass, docs/compatibility.json gets the versions of today, and the page's tables are written from it.
+If all tests pass, it writes the installed versions to docs/compatibility.json, and the tables of the page from it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ _OF_PACKAGES = {"stacks": "stack", "files": "package"}  # table of the data -> h
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option that says what is tried."""
+    """Add the option ``--compatibility``."""
     parser.addoption(
-        "--compatibility", choices=["torch", "stacks"], help="note the versions if all tests pass"
+        "--compatibility", choices=["torch", "stacks"], help="record the versions if all tests pass"
     )
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Note them, on the one process that sees all tests."""
+    """Record the versions, in the process that sees the result of all tests."""
     what = session.config.getoption("--compatibility")
-    if what is None or exitstatus != 0 or "workerinput" in vars(session.config):  # xdist's workers see a part
+    if (
+        what is None or exitstatus != 0 or "workerinput" in vars(session.config)
+    ):  # xdist's workers see only some tests
         return
     data = noted(json.loads(DATA.read_text()), what, version, f"{datetime.now(UTC):%Y-%m-%d}")
     DATA.write_text(json.dumps(data, indent=1) + "\n")
@@ -40,7 +42,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def noted(data: dict[str, Any], what: str, version_of: Any, today: str) -> dict[str, Any]:
-    """The data with what has passed now."""
+    """The data with the versions that have passed now."""
     torch = version_of("torch").partition("+")[0]
     if what == "torch":
         row = {"tests": "all", "result": "pass", "date": today}

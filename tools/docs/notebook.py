@@ -1,7 +1,7 @@
-"""The tutorial as a notebook: `docs/start.ipynb` is written from `docs/start.md`, block by block.
+"""Write the notebook `docs/start.ipynb` from the tutorial `docs/start.md`, block by block.
 
 python tools/docs/notebook.py           write it
-python tools/docs/notebook.py --check   exit code 1 if it is not what the page would give
+python tools/docs/notebook.py --check   exit code 1 if the notebook does not match the page
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _BLOCK = re.compile(r"^```(python|sh)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.D
 
 
 def notebook_of(page: str) -> str:
-    """The notebook's JSON: prose as it is, python as cells, commands as ``!`` lines, named files as ``%%writefile``."""
+    """The notebook's JSON: prose unchanged, python as cells, commands as ``!`` lines, files as ``%%writefile``."""
     cells: list[dict[str, Any]] = []
     done = 0
     for block in _BLOCK.finditer(page):
         language, title, code = block[1], block[2] or "", block[3].strip("\n")
         if title.startswith("not run by our tests:"):
-            continue  # it stays in the prose, as on the page
+            continue  # stays part of the prose
         _add(cells, "markdown", page[done : block.start()])
         if title:
             code = f"%%writefile {title}\n{code}"

@@ -1,4 +1,4 @@
-"""The pictures of README and the site, drawn by the package itself: `docs/pictures/*.svg`.
+"""Draw the pictures of README and the site with the package itself: `docs/pictures/*.svg`.
 
 python tools/docs/pictures.py      write them
 """

@@ -1,4 +1,4 @@
-"""mkdocs' hook: the site's first page begins with README, whose links start at the repository's root."""
+"""mkdocs hook: inserts README into the site's first page and adapts its links, which start at the repository's root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAGES = {
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """README in the place that the first page keeps for it."""
+    """Insert README at its marker in the first page."""
     if page.file.src_uri != "index.md":
         return markdown
     readme = (ROOT / "README.md").read_text()

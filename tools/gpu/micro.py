@@ -1,8 +1,8 @@
-"""What the runtime relies on of CUDA's memory; what alignment, checkpoints, clipping and steps cost. A table, and JSON.
+"""CUDA memory behavior that the runtime relies on, and cost of alignment, checkpoints, clipping and steps.
 
-python -m tools.gpu.micro --device cuda        (cpu: the same code in small, where there is something to measure)
+python -m tools.gpu.micro --device cuda        (cpu: the same code with small sizes)
 
-Checkpoints are of tensors on the device, written to ``--folder``, where a trace of one training step goes as well.
+Checkpoints of tensors on the device and a trace of one training step are written to ``--folder``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from vescale_fsdp.checkpoint.async_save import Stager
 from vescale_fsdp.optim import AdamW8bit, FlatOptimizer
 from vescale_fsdp.torch_private import storage_id
 
-OFFSETS = (0, 8, 16, 32, 64, 128, 256)  # elements of two bytes
+OFFSETS = (0, 8, 16, 32, 64, 128, 256)  # in elements of two bytes
 
 
 def _milliseconds(device: torch.device, work: Callable[[], object], rounds: int = 5) -> float:
-    """Until the device is done; the median."""
+    """Median milliseconds of a call, until the device has finished."""
     found = []
     for _ in range(rounds + 2):
         _synchronize(device)
@@ -52,7 +52,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def alignment(device: torch.device, size: int) -> Iterator[Row]:
-    """Whether a matrix product minds where its weight starts."""
+    """Time of a matrix product by the offset at which its weight starts."""
     left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     aligned = 0.0
     for offset in OFFSETS:
@@ -64,7 +64,7 @@ def alignment(device: torch.device, size: int) -> Iterator[Row]:
 
 
 def storages() -> Iterator[Row]:
-    """Memory that is given back and taken again: views see it, and it comes from the pool that is entered."""
+    """Freed and reallocated memory: views see it, and it comes from the active pool."""
     flat = torch.empty(1 << 24, device="cuda")
     view, storage = flat[:10], flat.untyped_storage()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -87,7 +87,7 @@ def storages() -> Iterator[Row]:
 
 
 def staging(device: torch.device, mebibytes: int) -> Iterator[Row]:
-    """How long `async_save` stops the trainer, with and without an optimizer that tells when it writes."""
+    """Time that `async_save` blocks the trainer, with and without an optimizer that reports its writes."""
     tensors = [torch.ones(mebibytes * 2**20 // 4 // 64, device=device) for _ in range(64)]
     stager, stepped = Stager(), frozenset(storage_id(tensor) for tensor in tensors)
     for case, can_wait in (("", frozenset[int]()), (", optimizer given", stepped)):
@@ -104,7 +104,7 @@ def staging(device: torch.device, mebibytes: int) -> Iterator[Row]:
 
 
 def checkpoints(device: torch.device, mebibytes: int, folder: Path) -> Iterator[Row]:
-    """`save` and `load` of tensors on the device: by way of pinned memory."""
+    """`save` and `load` of tensors on the device, through pinned memory."""
     numel = mebibytes * 2**20 // 4 // 16
     state = {str(number): torch.ones(numel, device=device) for number in range(16)}
     title, path = f"{mebibytes} MiB of state", folder / "checkpoint"
@@ -133,7 +133,7 @@ def _backward(model: nn.Module, device: torch.device, width: int) -> None:
 
 
 def steps(device: torch.device, width: int) -> Iterator[Row]:
-    """Clipping and steps of a rank of 64, whose collectives move nothing, beside FSDP2's."""
+    """Clipping and optimizer steps of one rank of 64, whose collectives send nothing, against FSDP2's."""
     title = f"{_num_layers(device)} layers of {width}, rank of 64"
     kinds: dict[str, Any] = {
         "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
@@ -159,7 +159,7 @@ def steps(device: torch.device, width: int) -> Iterator[Row]:
 
 
 def trace(device: torch.device, width: int, folder: Path) -> Iterator[Row]:
-    """Where a step's time goes, as a trace to be looked at; how many kernels (on the CPU: operators) it has."""
+    """Write a trace of a step; returns its number of kernels (on the CPU: operators)."""
     model = _sharded(device, fully_shard, width)
     _backward(model, device, width)
     kinds = [torch.profiler.ProfilerActivity.CPU]

@@ -1,12 +1,12 @@
-"""Sharded training beside a plain model, under every switch of `fully_shard`, on any device and back end.
+"""Sharded training against a plain model, under every switch of `fully_shard`, on any device and backend.
 
     python -m tools.gpu.parity                                          one rank on the CPU
     python -m tools.gpu.parity --device cuda --backend gloo --ranks 2   two ranks on one GPU
     torchrun --nproc-per-node 8 -m tools.gpu.parity --device cuda --backend nccl      one rank per GPU; as --ranks 8
 
-Every rank trains on its own rows; a plain model on each trains on all of them. Weights must be equal up to the order of
-sums, and must have moved by far more than that. ``--control`` does the first case again and changes one weight, which
-must be found out: by a half, and to NaN, as memory freed too early may leave it.
+Every rank trains on its own rows; a plain model on each rank trains on all rows. Weights must be equal up to the order
+of sums, and must have changed by far more than that. ``--control`` runs the first case again and changes one weight, by
+a half and to NaN (as memory that is freed too early may do), which must be detected.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, and a head that the root owns."""
+    """Blocks, and a head in the root's unit."""
 
     def __init__(self, *, recompute: bool) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Found:
-    """The largest differences of weights: to the plain model's, and to those of the start."""
+    """The largest differences of weights: from the plain model's, and from the initial ones."""
 
     case: str
     apart: float
@@ -81,7 +81,7 @@ class Found:
 
     @property
     def is_right(self) -> bool:
-        """Whether both models did the same, and something."""
+        """Whether both models have equal weights, which training has changed."""
         return self.apart <= self.bound < self.moved / 4
 
 
@@ -93,7 +93,7 @@ def _rows(step: int, rank: int, device: torch.device) -> torch.Tensor:
 def _train(
     model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, ranks: list[int], device: torch.device
 ) -> Iterator[None]:
-    """Steps on the rows of these ranks."""
+    """Train on the rows of these ranks."""
     for step in range(STEPS):
         for micro in range(case.microbatches):
             if isinstance(model, FSDPModule):
@@ -103,7 +103,7 @@ def _train(
                 (model(rows).float().square().mean() / len(ranks)).backward()
             if isinstance(model, FSDPModule) and case.after_backward is not None:
                 case.after_backward(model)
-        if not case.in_backward:  # which clips nothing
+        if not case.in_backward:  # a step in the backward does not clip
             nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -113,7 +113,7 @@ def _train(
 
 
 def _sharded(model: Any, case: Case, device: torch.device) -> list[FSDPModule]:
-    """Shard a model as the case has it; its units."""
+    """Shard a model by the case's options; returns its units."""
     options = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),)), **case.options}
     if case.of_model is not None:
         options |= case.of_model(model)
@@ -128,10 +128,10 @@ def _sharded(model: Any, case: Case, device: torch.device) -> list[FSDPModule]:
 
 
 def compare(case: Case, device: torch.device, *, sabotage: float | None = None) -> Found:
-    """Train both on all ranks of the default group; the same answer on each.
+    """Train both models on all ranks of the default group; returns the same result on each rank.
 
     Args:
-        sabotage: what a weight of the sharded model is multiplied by after the first step.
+        sabotage: factor for one weight of the sharded model after the first step.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     models = []
@@ -143,7 +143,7 @@ def compare(case: Case, device: torch.device, *, sabotage: float | None = None) 
     plain, model = models
     start = [param.detach().clone() for param in plain.parameters()]
     sharded = _sharded(model, case, device)
-    # Adam would make much of the rounding of small gradients.
+    # Not Adam: it would amplify the rounding of small gradients.
     kind: Any = torch.optim.AdamW if case.flat else torch.optim.SGD
     rate = 0.05 if case.flat else 2.0
     optimizer: Any
@@ -174,13 +174,13 @@ def compare(case: Case, device: torch.device, *, sabotage: float | None = None) 
 
 @torch.no_grad()
 def largest_difference(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """The largest absolute difference of two lists of tensors; NaN if any is (Python's ``max`` would lose it)."""
+    """The largest absolute difference of two lists of tensors; NaN if any is NaN (Python's ``max`` ignores it)."""
     pairs = zip(values, others, strict=True)
     return torch.stack([(one - other).abs().max() for one, other in pairs]).max().item()
 
 
 def backend_for(device_type: str, backend: str) -> str:
-    """How a process group is asked for: what is offloaded lives on the host, where NCCL moves nothing."""
+    """The backends of the process group: offloaded tensors are on the host, where NCCL does not work."""
     return "cpu:gloo,cuda:nccl" if (device_type, backend) == ("cuda", "nccl") else backend
 
 
@@ -197,7 +197,7 @@ def _ranks(backend: str) -> Iterator[None]:
 
 
 def main() -> int:
-    """Command line; 0 if every case is right, and with ``--control`` the one with a changed weight is wrong."""
+    """Command line; 0 if every case is right and, with ``--control``, the cases with a changed weight are wrong."""
     parser = argparse.ArgumentParser(description="sharded training beside a plain model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", default="gloo")
@@ -212,7 +212,7 @@ def main() -> int:
     given.backend = backend_for(given.device, given.backend)
     if given.ranks == 1:
         return _compare_cases(given)
-    # Forked, once torch is imported and before it has begun anything: half a minute less than a launcher takes.
+    # Forked after torch is imported and before it starts threads: saves half a minute compared with a launcher.
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/ranks"

@@ -1,4 +1,4 @@
-"""The switches of `fully_shard` and of its modules, as cases of one training: what `tools.gpu.parity` goes through."""
+"""The cases of `tools.gpu.parity`: switches of `fully_shard` and of its modules."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def _reduces_last(model: FSDPModule, is_last: bool) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One way to shard and to train.
+    """Options of sharding and of training.
 
     Args:
-        options: of `fully_shard`.
-        of_model: more options, which hang on the model or on the ranks.
+        options: arguments of `fully_shard`.
+        of_model: more arguments, computed from the model or the ranks.
         prepare: changes both models before one is sharded.
-        set_up: turns switches of the sharded model.
-        before_backward: with the model, and whether the step follows behind this micro-batch.
-        after_backward, after_step: what the sharded model needs there.
-        inner: whether layers inside blocks are units as well.
-        compiled: a back end of torch.compile, per block.
+        set_up: sets switches of the sharded model.
+        before_backward: called with the model, and whether an optimizer step follows this micro-batch.
+        after_backward, after_step: called with the sharded model.
+        inner: whether layers inside blocks are units too.
+        compiled: backend of torch.compile for each block.
         in_backward: whether the flat optimizer steps in the backward; without clipping.
-        apart: how far weights may be apart at the end: rounding of sums, or of 16 and of 8 bits.
+        apart: allowed difference of weights at the end: rounding of sums, or of 16 or 8 bits.
     """
 
     name: str
@@ -64,7 +64,7 @@ def _units(model: FSDPModule) -> Iterator[FSDPModule]:
 
 
 def _each(act: Act) -> Act:
-    """Do this to each unit, for switches that speak of one."""
+    """A switch that is set on each unit."""
     return lambda model: [act(unit) for unit in _units(model)]
 
 
@@ -85,7 +85,7 @@ def _half_of_the_ranks() -> int:
 
 
 def _replicas(model: nn.Module) -> dict[str, Any]:
-    """Two replicas where the ranks are even."""
+    """A mesh with two replicas, if the number of ranks is even."""
     world = dist.get_world_size()
     shape = (2, world // 2) if world % 2 == 0 else (1, world)
     return {"mesh": init_device_mesh(_device_of(model).type, shape, mesh_dim_names=("replicate", "shard"))}
@@ -96,7 +96,7 @@ def _halve(shard: torch.Tensor) -> None:
 
 
 def _halves_together(unit: FSDPModule) -> None:
-    """A sum over half the ranks, halved by a hook, on a stream of its own where there are streams: the mean."""
+    """The mean over two halves of the ranks: an all-reduce hook that halves the sum, on a separate stream if any."""
     stream: Any = torch.cuda.Stream(priority=-1) if _device_of(unit).type == "cuda" else None
     unit.set_gradient_divide_factor(dist.get_world_size() / 2)
     unit.set_all_reduce_hook(_halve, stream=stream)
@@ -132,7 +132,7 @@ class _OwnGather:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Work | None:
-        """As there."""
+        """As `vescale_fsdp.runtime.comm.group_comm.AllGather`."""
         return all_gather_into(output_tensor, input_tensor, group)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +45,7 @@ from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.torch_private import (
     DTensorSpec,
     dispatch_to_subclass,
@@ -72,16 +73,7 @@ def set_rules(rule_of: Callable[[torch._ops.OpOverload], Rule]) -> None:
     _rule_of = rule_of
 
 
-def is_ragged(tensor: object) -> bool:
-    """Whether a tensor is sharded by RaggedShard.
-
-    Examples:
-        >>> is_ragged(torch.zeros(3))
-        False
-    """
-    return isinstance(tensor, RaggedDTensor)
-
-
+@set_module("vescale_fsdp")
 class RaggedDTensor(DTensor):
     """A DTensor with one `RaggedShard` among its placements; the local tensor is this rank's flat piece.
 
@@ -198,7 +190,8 @@ class RaggedDTensor(DTensor):
                 "redistribute of a ragged tensor takes no options.",
                 expected="async_op=False, forward_dtype=None, backward_dtype=None",
                 got=f"async_op={async_op}, forward_dtype={forward_dtype}, {backward_dtype=}",
-                todo="cast with .to(dtype); vescale_fsdp.dtensor.redistribute_async overlaps with computation",
+                todo="cast with .to(dtype); to overlap with computation, call "
+                "vescale_fsdp.dtensor.redistribute(tensor, placements, async_op=True)",
             )
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise PlacementError(
@@ -363,6 +356,7 @@ register_foreach_type(RaggedDTensor)
 dispatch_to_subclass(RaggedDTensor)
 
 
+@set_module("vescale_fsdp.dtensor")
 def _rebuild(
     local: torch.Tensor,
     spec: DTensorSpec,
@@ -448,14 +442,28 @@ def distribute_tensor(
     return RaggedDTensor.wrap(local, spec, requires_grad=tensor.requires_grad)
 
 
-def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+@overload
+def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor: ...
+
+
+@overload
+def redistribute(
+    tensor: DTensor, placements: Sequence[Placement], *, async_op: Literal[True]
+) -> PendingTensor: ...
+
+
+def redistribute(
+    tensor: DTensor, placements: Sequence[Placement], *, async_op: bool = False
+) -> DTensor | PendingTensor:
     """A DTensor, ragged or stock, under other placements of its mesh, ragged or stock. Differentiable.
 
     ``DTensor.redistribute`` of torch does not know ragged placements; this function takes both.
 
     Args:
-        tensor: a DTensor.
+        tensor: a DTensor. With ``async_op``, it must not be written before the wait.
         placements: one per mesh axis, at most one of them a RaggedShard.
+        async_op: return a `PendingTensor` at once; not differentiable. All ranks must start and wait in the same
+            order. Where the cut of several mesh axes changes, only the first collective overlaps with computation.
 
     Raises:
         PlacementError: if the placements do not fit the mesh, or contain a Partial that the tensor does not have.
@@ -467,7 +475,12 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
         >>> ragged = distribute_tensor(torch.ones(4, 2), mesh, [RaggedShard((0,), (1,))])
         >>> redistribute(ragged, [Replicate()]).to_local().shape
         torch.Size([4, 2])
+        >>> pending = redistribute(ragged, [Replicate()], async_op=True)  # ... other work meanwhile ...
+        >>> pending.wait().to_local().shape
+        torch.Size([4, 2])
     """
+    if async_op:
+        return PendingTensor(tensor, placements)
     target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
     if isinstance(tensor, RaggedDTensor) or is_ragged_spec(target.placements):
         return _Redistribute.apply(tensor, target)  # type: ignore[no-any-return]
@@ -475,14 +488,14 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
 
 
 class PendingTensor:
-    """A redistribution in flight; `wait` returns the tensor. Not differentiable.
+    """A redistribution in progress, started by `redistribute` with ``async_op``; `wait` returns the tensor.
 
     Examples:
         >>> import torch
         >>> from torch.distributed.tensor import Replicate
         >>> from vescale_fsdp import fully_shard
         >>> model = fully_shard(torch.nn.Linear(2, 4))
-        >>> pending = PendingTensor(model.weight, [Replicate()])
+        >>> pending = redistribute(model.weight, [Replicate()], async_op=True)
         >>> pending.wait().to_local().shape
         torch.Size([4, 2])
     """
@@ -495,24 +508,6 @@ class PendingTensor:
     def wait(self) -> DTensor:
         """The tensor under its new placements."""
         return wrap_like(self._move.wait(), self._target, like=self._source)
-
-
-def redistribute_async(tensor: DTensor, placements: Sequence[Placement]) -> PendingTensor:
-    """Start `redistribute` without waiting; `PendingTensor.wait` returns the result.
-
-    All ranks must start and wait in the same order. Where the cut of several mesh axes changes, only the first
-    collective overlaps. The tensor must not be written before the wait.
-
-    Examples:
-        >>> import torch
-        >>> from torch.distributed.tensor import Replicate
-        >>> from vescale_fsdp import fully_shard
-        >>> model = fully_shard(torch.nn.Linear(2, 4))
-        >>> pending = redistribute_async(model.weight, [Replicate()])  # ... other work meanwhile ...
-        >>> pending.wait().to_local().shape
-        torch.Size([4, 2])
-    """
-    return PendingTensor(tensor, placements)
 
 
 # -- autograd -----------------------------------------------------------------------------------------

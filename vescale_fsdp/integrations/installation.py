@@ -1,4 +1,4 @@
-"""as_fsdp2, install, uninstall: replace torch's FSDP2 functions by this package's, for stacks that call torch's.
+"""as_fsdp2, install: replace torch's FSDP2 functions by this package's, for stacks that call torch's.
 
     with as_fsdp2(granularity=Rows(32)):
         trainer = Trainer(...)          # accelerate, Trainer and TRL import torch's names inside their functions
@@ -21,22 +21,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import ModuleType
 
-from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.errors import BoundNamesWarning, explain
 from vescale_fsdp.integrations.replaced_names import StandIn, bound_names, replace, restore
 from vescale_fsdp.integrations.stand_ins import ACTIVE, STAND_INS, PatternRule, Settings
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
-
-
-class BoundNamesWarning(UserWarning):
-    """Modules have imported torch's own functions at their top, where no installation can replace them.
-
-    Examples:
-        >>> import warnings
-        >>> warnings.simplefilter("error", BoundNamesWarning)  # a stack that was imported too early stops the run
-        >>> warnings.resetwarnings()
-    """
 
 
 class Installation:
@@ -45,6 +35,10 @@ class Installation:
     Args:
         settings: arguments that it adds to ``fully_shard``.
         stand_ins: the functions that it replaces.
+
+    Examples:
+        >>> installation = install(granularity="rows:32")
+        >>> installation.uninstall()
     """
 
     def __init__(self, settings: Settings, stand_ins: Sequence[StandIn]) -> None:
@@ -97,7 +91,7 @@ def install(
         padding_policy: as for `vescale_fsdp.fully_shard`.
 
     Returns:
-        The installation, whose ``uninstall()`` ends it; the function `uninstall` ends the newest.
+        The installation, whose ``uninstall()`` ends it.
 
     Raises:
         LayoutError: for a granularity that is not valid, before anything is replaced.
@@ -128,22 +122,6 @@ def install(
         )
         warnings.warn(text, BoundNamesWarning, stacklevel=_callers_level())
     return Installation(settings, stand_ins)
-
-
-def uninstall() -> None:
-    """End the newest installation.
-
-    Raises:
-        LifecycleError: if none is active.
-
-    Examples:
-        >>> _ = install()
-        >>> uninstall()
-    """
-    active = list(_installed)
-    if not active:
-        raise LifecycleError("There is nothing to uninstall.", expected="an active install()", got="none")
-    active[-1].uninstall()
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.checkpoint.formats.dcp import state_dict as our_state_dict
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, is_ragged
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor as our_distribute_tensor
 from vescale_fsdp.errors import LifecycleError, PlacementError, UnsupportedOpError
 from vescale_fsdp.integrations.replaced_names import StandIn
@@ -147,7 +147,8 @@ def distribute_tensor(
     is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
     if not is_ours or device_mesh is None or placements is None:
         return torch_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
-    if is_ragged(tensor) and tensor.placements == tuple(placements) and tensor.device_mesh == device_mesh:  # type: ignore[attr-defined]
+    is_placed = isinstance(tensor, RaggedDTensor) and tensor.placements == tuple(placements)
+    if is_placed and tensor.device_mesh == device_mesh:  # type: ignore[attr-defined]
         return tensor  # type: ignore[return-value]
     return our_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
 
@@ -198,7 +199,9 @@ def _is_sharded(module: object) -> bool:
 
 def _has_shards(model: nn.Module) -> bool:
     # Modules count too: between forward and backward they have unsharded parameters.
-    return any(map(_is_sharded, model.modules())) or any(map(is_ragged, model.parameters()))
+    return any(map(_is_sharded, model.modules())) or any(
+        isinstance(param, RaggedDTensor) for param in model.parameters()
+    )
 
 
 def _choice(

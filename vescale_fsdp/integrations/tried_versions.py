@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
-from vescale_fsdp.errors import explain
+from vescale_fsdp.errors import UntriedVersionWarning, explain
 
 # Package -> versions with which `make test-stacks` passed. README, docs/stacks.md, docs/compatibility.json and
 # pyproject's extras list the same (tests/integrations/test_tried_versions.py).
@@ -23,15 +23,6 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "trl": ("1.16.0",),
     }
 )
-
-
-class UntriedVersionWarning(UserWarning):
-    """The installed version of a stack was not tested with this package.
-
-    Examples:
-        >>> warnings.simplefilter("ignore", UntriedVersionWarning)  # you have compared losses yourself
-        >>> warnings.resetwarnings()
-    """
 
 
 def check_version(package: str) -> bool:

@@ -27,8 +27,10 @@ from typing import Any, Literal
 
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.lazy import set_module
 
 
+@set_module("vescale_fsdp")
 class Granularity(ABC):
     """The rule for what must stay whole. Subclasses are frozen values, compared by content.
 
@@ -60,6 +62,7 @@ def _positive(owner: Granularity, **fields: int) -> None:
             )
 
 
+@set_module("vescale_fsdp")
 @dataclass(frozen=True, slots=True)
 class Element(Granularity):
     """Any cut between two elements is allowed. The default, with practically no padding.
@@ -73,6 +76,7 @@ class Element(Granularity):
         return 1
 
 
+@set_module("vescale_fsdp")
 @dataclass(frozen=True, slots=True)
 class Flat(Granularity):
     """Runs of ``numel`` flat elements stay whole (flat quantization blocks).
@@ -91,6 +95,7 @@ class Flat(Granularity):
         return self.numel
 
 
+@set_module("vescale_fsdp")
 @dataclass(frozen=True, slots=True)
 class Rows(Granularity):
     """Groups of ``rows`` rows of the last dim stay whole. Tensors below 2-D are cut by element.
@@ -109,6 +114,7 @@ class Rows(Granularity):
         return self.rows * shape[-1] if len(shape) >= 2 else 1
 
 
+@set_module("vescale_fsdp")
 @dataclass(frozen=True, slots=True)
 class Tiles(Granularity):
     """Tiles of ``rows`` x ``cols`` elements stay whole.
@@ -131,6 +137,7 @@ class Tiles(Granularity):
         return self.rows * shape[-1] if len(shape) >= 2 else min(self.cols, numel_of(shape))
 
 
+@set_module("vescale_fsdp")
 @dataclass(frozen=True, slots=True)
 class Whole(Granularity):
     """The tensor stays whole on one rank; with ``per="matrix"`` each matrix (last two dims) of a stack.

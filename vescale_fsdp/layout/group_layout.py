@@ -40,8 +40,10 @@ from typing import Any, NamedTuple
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.foreign_json import MAX_DIMS
 from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
+from vescale_fsdp.lazy import set_module
 
 
+@set_module("vescale_fsdp.layout")
 class Piece(NamedTuple):
     """One rank's part of one tensor: a flat range of the tensor, and its start in the rank's shard.
 
@@ -59,6 +61,7 @@ class Piece(NamedTuple):
         return self.range.numel
 
 
+@set_module("vescale_fsdp.layout")
 class PieceRun(NamedTuple):
     """Equal pieces of a scattered tensor on ranks [first_rank, first_rank + num_ranks).
 
@@ -104,6 +107,7 @@ def runs_between(start: int, stop: int, shard_numel: int) -> Iterator[PieceRun]:
         yield PieceRun(last, 1, tail, 0)
 
 
+@set_module("vescale_fsdp.layout")
 @dataclass(frozen=True, slots=True)  # thousands are made for a model
 class TensorSlot:
     """The position of one tensor in the group's global buffer.
@@ -182,6 +186,7 @@ class TensorSlot:
         return cls(data["fqn"], shape, data["dtype"], data["block_numel"], data["offset"], runs)
 
 
+@set_module("vescale_fsdp.layout")
 @dataclass(frozen=True)
 class GroupLayout:
     """Slots of one group over ``num_shards`` equal shards of ``shard_numel`` elements.
@@ -444,6 +449,7 @@ def _overlap(left: TensorSlot, right: TensorSlot) -> LayoutError:
     return _invalid("", "Two slots overlap.", "disjoint ranges of the buffer", f"{first} and {second}")
 
 
+@set_module("vescale_fsdp.layout")
 @dataclass(frozen=True)
 class ModelLayout:
     """All groups of a model by name, in the order of sharding.

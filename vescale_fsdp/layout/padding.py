@@ -19,26 +19,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from vescale_fsdp.errors import LayoutError, some
+from vescale_fsdp.errors import LayoutError, PaddingWarning, some
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import Scatter, TensorSpec, padding_ratio, plan_buffers
+from vescale_fsdp.lazy import set_module
 
 MAX_MODULES_PER_UNIT = 64
 MAX_PLANNED_TENSORS = 4_000  # larger units are not tried: planning them takes too long
 
 
-class PaddingWarning(UserWarning):
-    """The padding of a group exceeds the policy's limit.
-
-    Examples:
-        >>> import warnings
-        >>> warnings.simplefilter("error", PaddingWarning)  # too much padding raises
-        >>> warnings.resetwarnings()
-    """
-
-
+@set_module("vescale_fsdp")
 @dataclass(frozen=True)
 class PaddingPolicy:
     """The limits of padding for `fully_shard`.

@@ -24,12 +24,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
+from vescale_fsdp.lazy import set_module
 
 _INSTEAD = (
     "use vescale_fsdp.distribute_tensor, or set_model_state_dict and its like of vescale_fsdp.checkpoint"
 )
 
 
+@set_module("vescale_fsdp")
 @dataclass(frozen=True, eq=False)
 class RaggedShard(Placement):
     """Shard a tensor by whole units over one mesh axis.
@@ -189,6 +191,7 @@ class RaggedShard(Placement):
         return tuple(self.piece_lengths(shape).holders(0, numel_of(shape)))
 
 
+@set_module("vescale_fsdp.layout")
 @dataclass(frozen=True, eq=False)
 class StridedRaggedShard(RaggedShard):
     """A RaggedShard combined with ``Shard(0)`` on other mesh axes, which cut the tensor first.

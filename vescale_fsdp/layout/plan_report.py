@@ -22,10 +22,12 @@ from vescale_fsdp.layout.model_shapes import ParamShape, ShapeSource, shapes_of,
 from vescale_fsdp.layout.padding import PaddingPolicy, find_remedies, remedy_texts
 from vescale_fsdp.layout.pictures import Canvas, Curve, layout_picture, padding_picture
 from vescale_fsdp.layout.planner import TensorSpec, padding_ratio, plan_buffers
+from vescale_fsdp.lazy import set_module
 
 ROOT = "(root)"
 
 
+@set_module("vescale_fsdp.layout")
 @dataclass(frozen=True)
 class PlannedParam:
     """One parameter, its granularity and its block."""
@@ -36,6 +38,7 @@ class PlannedParam:
     block_numel: int
 
 
+@set_module("vescale_fsdp.layout")
 @dataclass(frozen=True)
 class PlannedGroup:
     """The parameters of a unit with one dtype, planned for several numbers of shards.
@@ -58,6 +61,7 @@ class PlannedGroup:
         return self.units[0] or ROOT
 
 
+@set_module("vescale_fsdp.layout")
 @dataclass(frozen=True)
 class PlanRow:
     """The numbers of one group over one number of shards; ratios are fractions of the payload.
@@ -80,6 +84,7 @@ class PlanRow:
     apart: tuple[str, ...] = ()
 
 
+@set_module("vescale_fsdp")
 @dataclass(frozen=True)
 class PlanReport:
     """Plans of all groups of a model. ``str(report)`` gives the tables; `save` writes text and pictures.

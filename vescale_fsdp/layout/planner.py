@@ -34,6 +34,7 @@ from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import chunk_of, numel_of, round_up
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.layout.packing import Packing, Position, Sizes, least_shard, pack_contiguous, pack_scattered
+from vescale_fsdp.lazy import set_module
 
 ALIGN_BYTES = 128
 """Shards and tensors start at multiples of this: a cache line, and more than NCCL, TMA or any GEMM requires."""
@@ -53,6 +54,7 @@ MAX_CLASSES = 6  # block classes of which every split is tried, 31 of them; laye
 Scatter = Literal["never", "auto"]
 
 
+@set_module("vescale_fsdp.layout")
 @dataclass(frozen=True)
 class TensorSpec:
     """The planner's input for one tensor. If ``block_numel`` exceeds its size, the tensor stays whole.

@@ -2,8 +2,8 @@
 
 from vescale_fsdp.optim.adamw8bit import AdamW8bit
 from vescale_fsdp.optim.flat_optimizer import FlatOptimizer
-from vescale_fsdp.optim.muon import Muon, split_params
+from vescale_fsdp.optim.muon import Muon
 from vescale_fsdp.optim.shampoo import Shampoo
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions
 
-__all__ = ["AdamW8bit", "AdamWOptions", "FlatOptimizer", "Muon", "Shampoo", "split_params"]
+__all__ = ["AdamW8bit", "AdamWOptions", "FlatOptimizer", "Muon", "Shampoo"]

@@ -31,6 +31,7 @@ from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, loc
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.quantize.codec import BlockGrid, grid_of
 from vescale_fsdp.torch_private import foreach_copy_
@@ -42,7 +43,7 @@ _DECADES = 7
 _LEAST_SCALE = 1e-12  # scale of a block of zeros, as in torchao: no division by zero
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=16)  # an entry per device and map
 def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
     """The 256 values in ascending order, fp32."""
     values = [0.0, 1.0]
@@ -107,6 +108,7 @@ def decode_dynamic(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> t
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether each moment uses the signed map
 
 
+@set_module("vescale_fsdp.optim")
 class AdamW8bit(BatchedOptimizer):
     """AdamW with block-wise 8-bit state.
 
@@ -130,7 +132,7 @@ class AdamW8bit(BatchedOptimizer):
 
     algorithm: ClassVar[str] = "adamw8bit"
     recorded: ClassVar[tuple[str, ...]] = ("state_bits", "state_block", "state_map", "min_8bit_numel")
-    kept: ClassVar[tuple[str, ...]] = ("_adamw", "_block")
+    pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_block")
 
     def __init__(
         self,

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, wrap_like
 from vescale_fsdp.errors import MisuseError, UnsupportedOpError
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.structured_optimizer import copy_state, evaluated
 from vescale_fsdp.runtime.fsdp_state import states_of
 from vescale_fsdp.torch_private import foreach_copy_, foreach_zero_, local_of, spec_of, storage_id
@@ -107,6 +108,7 @@ class _FlatRun:
         return flat
 
 
+@set_module("vescale_fsdp.optim")
 class FlatOptimizer(torch.optim.Optimizer):
     """Steps runs of parameters with one of torch's element-wise optimizers. Final.
 
@@ -142,8 +144,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._options = options
         self._runs: list[_FlatRun] | None = None  # None: made at the next step
         self._inner: torch.optim.Optimizer | None = None  # steps the runs
-        # Numbers of parameters that had no gradient in a step in which neighbours had one: equal if they had none
-        # together. Parameters with different numbers have different step counts.
+        # Parameters that were skipped in a step, because they had no gradient, get a number that is new in this step.
+        # So parameters with different numbers have different step counts, and cannot be in one run.
         self._histories: dict[torch.Tensor, int] = {}
         # An optimizer of one dummy parameter checks the options and fills in the defaults.
         defaults = kind([torch.zeros(1, dtype=torch.float32, device="cpu")], **options).defaults

@@ -34,6 +34,7 @@ from vescale_fsdp.dtensor.piece_map import PieceMap, local_grad, local_part_of, 
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.granularity import Element, Granularity, Whole
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.muon_plan import (
     WIRE_DTYPE,
     Bucket,
@@ -70,6 +71,7 @@ from vescale_fsdp.torch_private import (
 _ADJUST_LR = (None, "original", "match_rms_adamw")
 
 
+@set_module("vescale_fsdp.optim")
 class Muon(StructuredOptimizer):
     """Muon for matrices and stacks of matrices, AdamW for the rest, in one optimizer.
 
@@ -88,7 +90,7 @@ class Muon(StructuredOptimizer):
     Examples:
         >>> from vescale_fsdp import fully_shard
         >>> model = fully_shard(torch.nn.Linear(8, 8), granularity=Muon.granularity())
-        >>> matrices, others = split_params(model)
+        >>> matrices, others = Muon.split_params(model)
         >>> optimizer = Muon(matrices, lr=0.02, adamw_params=others)
         >>> model(torch.randn(2, 8)).sum().backward()
         >>> optimizer.step()
@@ -96,7 +98,7 @@ class Muon(StructuredOptimizer):
 
     algorithm: ClassVar[str] = "muon"
     recorded: ClassVar[tuple[str, ...]] = ("momentum_form",)
-    kept: ClassVar[tuple[str, ...]] = ("_adamw", "_bucket_bytes")
+    pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_bucket_bytes")
 
     def __init__(
         self,
@@ -157,6 +159,30 @@ class Muon(StructuredOptimizer):
 
         return rule
 
+    @staticmethod
+    def split_params(
+        model: torch.nn.Module, *, adamw: Sequence[str] = ("*embed*", "*head*")
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parameters for Muon (matrices and stacks) and for AdamW (all others), each once.
+
+        Args:
+            model: a module. Parameters that do not require a gradient are left out.
+            adamw: name patterns (fnmatch) of matrices for AdamW: embeddings and output heads.
+
+        Examples:
+            >>> matrices, others = Muon.split_params(torch.nn.Linear(8, 4))
+            >>> [p.shape for p in matrices], [p.shape for p in others]
+            ([torch.Size([4, 8])], [torch.Size([4])])
+        """
+        matrices: list[torch.Tensor] = []
+        rest: list[torch.Tensor] = []
+        for fqn, param in model.named_parameters():
+            if not param.requires_grad:
+                continue
+            hidden = param.ndim in (2, 3) and not any(fnmatch.fnmatchcase(fqn, pattern) for pattern in adamw)
+            (matrices if hidden else rest).append(param)
+        return matrices, rest
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their state is made at once."""
         super().add_param_group(param_group)
@@ -209,30 +235,6 @@ class Muon(StructuredOptimizer):
                 for index, update in zip(alike, foreach_lerp(some_grads, some, momentum), strict=True):
                     updates[index] = update
         return updates
-
-
-def split_params(
-    model: torch.nn.Module, *, adamw: Sequence[str] = ("*embed*", "*head*")
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Parameters for Muon (matrices and stacks) and for AdamW (all others), each once.
-
-    Args:
-        model: a module. Parameters that do not require a gradient are left out.
-        adamw: name patterns (fnmatch) of matrices for AdamW: embeddings and output heads.
-
-    Examples:
-        >>> matrices, others = split_params(torch.nn.Linear(8, 4))
-        >>> [p.shape for p in matrices], [p.shape for p in others]
-        ([torch.Size([4, 8])], [torch.Size([4])])
-    """
-    matrices: list[torch.Tensor] = []
-    rest: list[torch.Tensor] = []
-    for fqn, param in model.named_parameters():
-        if not param.requires_grad:
-            continue
-        hidden = param.ndim in (2, 3) and not any(fnmatch.fnmatchcase(fqn, pattern) for pattern in adamw)
-        (matrices if hidden else rest).append(param)
-    return matrices, rest
 
 
 @dataclass(frozen=True)
@@ -348,15 +350,15 @@ def _stacks(
 
 
 def _decay(jobs: Sequence[ParamJob]) -> None:
-    kept = [1 - float(job.group["lr"]) * job.group["weight_decay"] for job in jobs]
-    kinds = [(job.param.dtype, job.param.device, factor) for job, factor in zip(jobs, kept, strict=True)]
+    factors = [1 - float(job.group["lr"]) * job.group["weight_decay"] for job in jobs]
+    kinds = [(job.param.dtype, job.param.device, factor) for job, factor in zip(jobs, factors, strict=True)]
     for alike in batches_of(zip(kinds, (0 for _ in jobs), range(len(jobs)), strict=True), 0):
         locals_ = [local_tensor(jobs[index].param) for index in alike]
         if launches(locals_[0].device):
-            foreach_mul_(locals_, kept[alike[0]])
+            foreach_mul_(locals_, factors[alike[0]])
             continue
         for local in locals_:  # torch 2.13's foreach on the CPU would round the factor to 16 bits
-            local.mul_(kept[alike[0]])
+            local.mul_(factors[alike[0]])
 
 
 def _subtract(results: Iterable[_Result]) -> None:

@@ -125,12 +125,12 @@ class MuonPlan:
 
 
 def plan_step(
-    wanted: Sequence[SteppedParam], bucket_bytes: int, ranks_of: dict[tuple[DeviceMesh, int], Ranks]
+    params: Sequence[SteppedParam], bucket_bytes: int, ranks_of: dict[tuple[DeviceMesh, int], Ranks]
 ) -> MuonPlan:
     """Make the plan.
 
     Args:
-        wanted: the parameters with a gradient, in the same order on every rank.
+        params: the parameters with a gradient, in the same order on every rank.
         bucket_bytes: most bytes that a rank sends per bucket and direction.
         ranks_of: ranks of each (mesh, axis). Missing entries are added, which is collective over the mesh.
     """
@@ -138,7 +138,7 @@ def plan_step(
     gathered: list[int] = []
     cut: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, PieceMap]]] = {}
     whole: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, int]]] = {}
-    for index, param in enumerate(wanted):
+    for index, param in enumerate(params):
         pieces = param.pieces
         if pieces is None:
             gathered.append(index)
@@ -160,13 +160,13 @@ def plan_step(
     buckets = [
         bucket
         for key, matrices in cut.items()
-        for bucket in _buckets(wanted, matrices, whole.get(key, []), ranks_of[key], bucket_bytes)
+        for bucket in _buckets(params, matrices, whole.get(key, []), ranks_of[key], bucket_bytes)
     ]
-    return MuonPlan(tuple(wanted), tuple(here), tuple(buckets), tuple(gathered))
+    return MuonPlan(tuple(params), tuple(here), tuple(buckets), tuple(gathered))
 
 
 def _buckets(
-    wanted: Sequence[SteppedParam],
+    params: Sequence[SteppedParam],
     cut: Sequence[tuple[int, Matrix, PieceMap]],
     whole: Sequence[tuple[int, Matrix, int]],
     ranks: Ranks,
@@ -176,8 +176,8 @@ def _buckets(
     num_shards = len(ranks.numbers[0])
     loads = [0] * num_shards
     for index, matrix, holder in whole:  # whole matrices are iterated by their holder, in every replica
-        loads[holder] += newton_schulz_flops(matrix.rows, matrix.cols, wanted[index].steps)
-    flops = [newton_schulz_flops(matrix.rows, matrix.cols, wanted[index].steps) for index, matrix, _ in cut]
+        loads[holder] += newton_schulz_flops(matrix.rows, matrix.cols, params[index].steps)
+    flops = [newton_schulz_flops(matrix.rows, matrix.cols, params[index].steps) for index, matrix, _ in cut]
     replicas = len(ranks.numbers)
     parts = [
         {
@@ -191,13 +191,13 @@ def _buckets(
     cuts = [CutMatrix(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
     limit_numel = max(1, bucket_bytes * replicas * num_shards // WIRE_DTYPE.itemsize)
     buckets: list[list[CutMatrix]] = []
-    room = 0
+    free_numel = 0  # of the last bucket
     for each in cuts:
-        if not buckets or each.matrix.numel > room:
+        if not buckets or each.matrix.numel > free_numel:
             buckets.append([])
-            room = limit_numel
+            free_numel = limit_numel
         buckets[-1].append(each)
-        room -= each.matrix.numel
+        free_numel -= each.matrix.numel
     return [Bucket(ranks, tuple(bucket)) for bucket in buckets]
 
 
@@ -207,7 +207,7 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     if len(table) == 1:
         group: dist.ProcessGroup | None = mesh.get_group(axis)
     elif sorted(rank for row in table for rank in row) == list(range(dist.get_world_size())):
-        group = dist.group.WORLD
+        group = dist.group.WORLD  # all ranks: no other communicator is necessary
     else:
         group = new_group(mesh.get_group(axis), sorted(rank for row in table for rank in row))
     assert group is not None
@@ -217,7 +217,7 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     return Ranks(group, numbers, replica, shard)
 
 
-# -- who orthogonalises which matrix: integers only ------------------------------------------------------
+# -- assignment of matrices to ranks, by integers only ---------------------------------------------------
 
 
 def newton_schulz_flops(rows: int, cols: int, steps: int) -> int:
@@ -244,20 +244,21 @@ def assign_owners(
         One rank per matrix.
     """
     loads = list(fixed_loads)
-    idlest = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(idlest)
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
     owners = [0] * len(flops)
+    # Ties are broken by index and by rank, so that all ranks compute the same owners.
     for index in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
-        while idlest[0][0] != loads[idlest[0][1]]:  # an outdated entry: the rank has got another matrix
-            heapq.heappop(idlest)
-        least, owner = idlest[0]
+        while heap[0][0] != loads[heap[0][1]]:  # an outdated entry: the rank was assigned a matrix since
+            heapq.heappop(heap)
+        least, owner = heap[0]
         numels = owned_numels[index]
         idle_holders = [rank for rank in numels if loads[rank] == least]
         if idle_holders:
             owner = min(idle_holders, key=lambda rank: (-numels[rank], rank))
         owners[index] = owner
         loads[owner] += flops[index]
-        heapq.heappush(idlest, (loads[owner], owner))
+        heapq.heappush(heap, (loads[owner], owner))
     return owners
 
 

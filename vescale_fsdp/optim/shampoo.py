@@ -20,6 +20,7 @@ from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, loc
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Granularity
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.shampoo_blocks import BlockJob, factor_grid_of, granularity_of, write_directions
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.torch_private import foreach_copy_, foreach_lerp_
@@ -27,6 +28,7 @@ from vescale_fsdp.torch_private import foreach_copy_, foreach_lerp_
 _RELATIVE_EPS = 1e-6  # ten times the rounding of fp32 factors
 
 
+@set_module("vescale_fsdp.optim")
 class Shampoo(BatchedOptimizer):
     """Blocked Shampoo for vectors, matrices and stacks of matrices, and AdamW for ``adamw_params``.
 

@@ -218,14 +218,14 @@ def inverse_roots(
         roots = _roots(solvable, root, eps, relative_eps)
     except torch.linalg.LinAlgError:  # find the matrices that do not converge one by one
         each_root = []
-        for factor, kept in zip(solvable.split(1), last.split(1), strict=True):
+        for factor, last_root in zip(solvable.split(1), last.split(1), strict=True):
             try:
                 each_root.append(_roots(factor, root, eps, relative_eps))
             except torch.linalg.LinAlgError:
                 warnings.warn(
                     "Shampoo: eigh did not converge; the block keeps its last inverse root", stacklevel=2
                 )
-                each_root.append(kept)
+                each_root.append(last_root)
         roots = torch.cat(each_root)
     return torch.where(finite, roots, torch.nan)
 
@@ -300,8 +300,9 @@ def _write_alike(alike: Sequence[tuple[BlockJob, BlockArea]], step: int, group: 
         directions = plain
     elif group["grafting"] == "adam":
         # One norm per block over all its elements: the rounding of a norm over two dims depends on the stack's size.
-        norms, wanted = (torch.stack(foreach_norm_of(list(each.unbind()))) for each in (directions, plain))
-        directions = directions * (wanted / (norms + 1e-16)).view(-1, 1, 1)  # 1e-16: against division by zero
+        # 1e-16 avoids a division by zero.
+        norms, targets = (torch.stack(foreach_norm_of(list(each.unbind()))) for each in (directions, plain))
+        directions = directions * (targets / (norms + 1e-16)).view(-1, 1, 1)
     updates = [_blocks_of(job.update, area) for job, area in alike]
     foreach_copy_(updates, _as_areas(directions, updates))
 

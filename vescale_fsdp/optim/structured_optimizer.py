@@ -25,16 +25,16 @@ from torch.optim.adamw import adamw
 from vescale_fsdp.dtensor.piece_map import local_grad, local_part_of, local_tensor, pieces_of
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute
 from vescale_fsdp.errors import CheckpointError, LayoutError
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import local_of
 
 T = TypeVar("T")
 
-_BATCH_NUMEL = (
-    8 << 20
-)  # elements of a batch; a step has up to a dozen fp32 temporaries of this size, 32 MiB each
+_BATCH_NUMEL = 8 << 20  # elements of a batch; a step has up to a dozen fp32 temporaries of this size
 
 
+@set_module("vescale_fsdp.optim")
 @dataclass(frozen=True)
 class AdamWOptions:
     """Options of AdamW for the parameters that AdamW steps, with torch.optim.AdamW's defaults.
@@ -81,7 +81,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
     recorded: ClassVar[tuple[str, ...]] = ()
     """Keys of a param group that define the meaning of its state. A loaded checkpoint must have the same values."""
 
-    kept: ClassVar[tuple[str, ...]] = ("_adamw",)
+    pickled: ClassVar[tuple[str, ...]] = ("_adamw",)
     """Names of attributes that copies and pickles of the optimizer keep, in addition to torch's."""
 
     def __init__(
@@ -99,7 +99,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         super().__init__(groups, {"algorithm": self.algorithm, **defaults})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.kept}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.pickled}}
 
     @abstractmethod
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -246,6 +246,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                 yield param, key, f"parameter {index} of param group {number}, shape {tuple(param.shape)}"
 
     def _check_recorded(self, saved_groups: list[dict[str, Any]]) -> None:
+        # torch's own loading reports a different number of groups, hence strict=False.
         for number, (own, saved) in enumerate(zip(self.param_groups, saved_groups, strict=False)):
             keys = ("algorithm", *(self.recorded if own["algorithm"] == self.algorithm else ()))
             expected = {key: _plain(own[key]) for key in keys}

@@ -39,8 +39,10 @@ from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_tensor, z
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 from vescale_fsdp.layout.granularity import Flat, Granularity, Tiles
+from vescale_fsdp.lazy import set_module
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class BlockGrid:
     """Blocks of ``rows`` x ``cols`` elements over lines of ``line_numel``.
@@ -223,6 +225,30 @@ class BlockCodec(ABC):
         """Factors (fp32) by which codes are multiplied, from stored scales."""
         return scales
 
+    @torch.no_grad()
+    def quantize(self, tensor: torch.Tensor) -> Quantized:
+        """Codes and scales of a tensor; each rank encodes its own piece, without communication.
+
+        Args:
+            tensor: plain, or a DTensor of contiguous pieces (RaggedShard, Shard(0), Replicate).
+
+        Raises:
+            LayoutError: if a rank boundary cuts a block.
+
+        Examples:
+            >>> Fp8Blocks(128, 128).quantize(torch.randn(256, 256)).scales.shape
+            torch.Size([2, 2])
+        """
+        pieces = contiguous_pieces_of(tensor, "another placement")
+        grid = self.grid(tuple(tensor.shape))
+        numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "tensor"))
+        codes = torch.zeros_like(tensor, dtype=torch.uint8)
+        scales = zeros_sharded_with(tensor, pieces, grid.scales_shape, numels, self.scale_dtype)
+        local_codes, local_scales = self.encode(local_tensor(tensor), grid)
+        local_tensor(codes, "tensor of codes").copy_(local_codes)
+        local_tensor(scales, "tensor of scales").copy_(local_scales)
+        return Quantized(self, codes, scales)
+
     def encode(self, flat: torch.Tensor, grid: BlockGrid) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales of a run of whole bands.
 
@@ -258,6 +284,7 @@ class _E4m3Codec(BlockCodec):
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class Fp8Blocks(_E4m3Codec):
     """e4m3 codes and fp32 scales: 128 x 128 blocks for weights, 1 x 128 for activations.
@@ -272,6 +299,7 @@ class Fp8Blocks(_E4m3Codec):
     cols: int = 128
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class Mxfp8(_E4m3Codec):
     """e4m3 codes and power-of-two scales for every 32 elements of a row (MX, scale rounded down).
@@ -298,6 +326,7 @@ class Mxfp8(_E4m3Codec):
         return _power_of_two(scales)
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class Int8Rows(BlockCodec):
     """int8 codes and one fp32 scale per row, or per ``cols`` columns of a row.
@@ -325,6 +354,7 @@ def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
     return torch.where(biased == _E8M0_NAN, torch.nan, bits.view(torch.float32))
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """Codes and scales of one tensor.
@@ -335,8 +365,7 @@ class Quantized:
         scales: one per block, in the codec's ``scale_dtype``; rank boundaries are between the same blocks as in codes.
 
     Examples:
-        >>> from vescale_fsdp.quantize import Int8Rows
-        >>> codes = quantize(torch.ones(4, 64), Int8Rows())
+        >>> codes = Int8Rows().quantize(torch.ones(4, 64))
         >>> codes.codes.shape, codes.dequantize()[0, 0].item()
         (torch.Size([4, 64]), 1.0)
     """
@@ -358,30 +387,3 @@ class Quantized:
         grid = self.codec.grid(tuple(self.codes.shape))
         local_tensor(values, "tensor").copy_(self.codec.decode(codes, scales, grid, dtype))
         return values
-
-
-@torch.no_grad()
-def quantize(tensor: torch.Tensor, codec: BlockCodec) -> Quantized:
-    """Codes and scales of a tensor; each rank encodes its own piece, without communication.
-
-    Args:
-        tensor: plain, or a DTensor of contiguous pieces (RaggedShard, Shard(0), Replicate).
-        codec: the format.
-
-    Raises:
-        LayoutError: if a rank boundary cuts a block.
-
-    Examples:
-        >>> from vescale_fsdp.quantize import Fp8Blocks
-        >>> quantize(torch.randn(256, 256), Fp8Blocks(128, 128)).scales.shape
-        torch.Size([2, 2])
-    """
-    pieces = contiguous_pieces_of(tensor, "another placement")
-    grid = codec.grid(tuple(tensor.shape))
-    numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "tensor"))
-    codes = torch.zeros_like(tensor, dtype=torch.uint8)
-    scales = zeros_sharded_with(tensor, pieces, grid.scales_shape, numels, codec.scale_dtype)
-    local_codes, local_scales = codec.encode(local_tensor(tensor), grid)
-    local_tensor(codes, "tensor of codes").copy_(local_codes)
-    local_tensor(scales, "tensor of scales").copy_(local_scales)
-    return Quantized(codec, codes, scales)

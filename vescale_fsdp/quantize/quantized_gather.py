@@ -27,16 +27,17 @@ import torch
 from vescale_fsdp.collectives import Work, wait_for
 from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.group_layout import GroupLayout, Piece, TensorSlot
+from vescale_fsdp.lazy import set_module
 from vescale_fsdp.quantize.codec import BlockCodec
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
 
 CodecRule = BlockCodec | Mapping[str, BlockCodec] | Callable[[str, torch.Size], BlockCodec | None]
 
-_ALIGN_BYTES = (
-    16  # each piece of ``rest`` is viewed in another dtype, and kernels load up to 16 bytes at once
-)
+# Each piece of ``rest`` is viewed in another dtype, and kernels load up to 16 bytes at once.
+_ALIGN_BYTES = 16
 
 
+@set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class QuantizedGather(GatherPolicy):
     """Mixed precision with 8-bit gathers.
@@ -127,17 +128,17 @@ class _CodedGather:
 
     def _encode(self, shard: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
         for slot, piece in self.layout.pieces_of(self.comm.rank):
-            here = slice(piece.local_offset, piece.local_offset + piece.numel)
-            values, codec = shard[here], self.codecs.get(slot.fqn)
-            room = self._room(rest, self.comm.rank, slot, piece)
+            span = slice(piece.local_offset, piece.local_offset + piece.numel)
+            values, codec = shard[span], self.codecs.get(slot.fqn)
+            piece_rest = self._piece_rest(rest, self.comm.rank, slot, piece)
             if codec is None:
-                room.view(self.dtype).copy_(values)
+                piece_rest.view(self.dtype).copy_(values)
                 continue
             piece_codes, scales = codec.encode(values, codec.grid(slot.shape))
-            codes[here].copy_(piece_codes)
-            room.copy_(scales.view(torch.uint8))
+            codes[span].copy_(piece_codes)
+            piece_rest.copy_(scales.view(torch.uint8))
 
-    def _room(self, rest: torch.Tensor, rank: int, slot: TensorSlot, piece: Piece) -> torch.Tensor:
+    def _piece_rest(self, rest: torch.Tensor, rank: int, slot: TensorSlot, piece: Piece) -> torch.Tensor:
         """The bytes of a piece in a rank's ``rest``."""
         start = self.rest_starts[rank, slot.fqn]
         return rest[start : start + self._rest_bytes_of(slot, piece)]
@@ -149,13 +150,13 @@ class _CodedGather:
             codec = self.codecs.get(slot.fqn)
             for rank, piece in self.pieces[slot.fqn]:
                 start = rank * self.layout.shard_numel + piece.local_offset
-                here = slice(start, start + piece.numel)
-                room = self._room(by_rank[rank], rank, slot, piece)
+                span = slice(start, start + piece.numel)
+                piece_rest = self._piece_rest(by_rank[rank], rank, slot, piece)
                 if codec is None:
-                    full[here].copy_(room.view(self.dtype))
+                    full[span].copy_(piece_rest.view(self.dtype))
                     continue
-                scales = room.view(codec.scale_dtype)
-                full[here].copy_(codec.decode(codes[here], scales, codec.grid(slot.shape), full.dtype))
+                scales = piece_rest.view(codec.scale_dtype)
+                full[span].copy_(codec.decode(codes[span], scales, codec.grid(slot.shape), full.dtype))
 
 
 @dataclass

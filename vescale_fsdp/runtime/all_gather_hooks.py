@@ -170,5 +170,6 @@ def _scales(weights: Sequence[Any], dtype: torch.dtype, ranks: dist.ProcessGroup
     largest = torch.stack([next(norms) if each.numel() else zero for each in rows])
     largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
     wait_for(all_reduce_in_place(largest, dist.ReduceOp.MAX, ranks))
+    # The quotient is computed in fp64 and rounded to fp32, as in torchao.
     scales = torch.finfo(dtype).max / largest.double().clamp(min=_LEAST)
     return scales.float().unbind()

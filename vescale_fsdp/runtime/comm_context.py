@@ -159,6 +159,7 @@ class CommContext:
                 a block. The gather then waits for the compute stream, which has only the work of earlier units.
         """
         if lasting and not self._waits_for_event and any(group.state.is_sharded for group in groups):
+            # Here and below: the buffers outlive a forward under torch.func or in inference mode.
             with outside_modes():
                 for group in groups:
                     group.allocate_full()
@@ -393,6 +394,7 @@ class CommContext:
 
     def _join_streams(self) -> None:
         """Let the compute stream wait for reductions, and release memory that was kept for other streams."""
+        # The reduce stream and the copy stream own this memory, and may reuse it once they wait for its readers.
         while self._all_reducing and self.reduce_stream is not None:
             self.reduce_stream.wait_event(self._all_reducing.popleft().event)
         while self._brought and self.copy_stream is not None:

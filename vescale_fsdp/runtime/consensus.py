@@ -68,7 +68,7 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
     # The largest mesh first: ranks that differ in their smaller meshes still meet in its all-reduce.
     for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.ndim, ranks_in(mesh))):
         first = f"mesh {ranks_in(mesh)}" if failure is None else str(failure)
-        with outside_modes():
+        with outside_modes():  # a forward under torch.func or inference mode must not change these tensors
             differing = _compare(mesh, [first, *chain(*zip(*by_mesh[mesh], strict=True))], differing)
     if failure is not None:
         raise failure
@@ -134,8 +134,8 @@ def _compare(mesh: DeviceMesh, lines: list[str], differing: bool) -> bool:
         if is_fake(extremes):
             continue  # under FakeTensorMode no values are computed or sent
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        high, minus_low, known = extremes.tolist()
-        differing = bool(high != -minus_low or known)
+        high, minus_low, differed_before = extremes.tolist()
+        differing = bool(high != -minus_low or differed_before)
     if differing:
         _raise_difference(lines, groups)
     return differing
@@ -156,6 +156,7 @@ def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None
     for rank in sorted(texts):
         sides.setdefault(texts[rank], []).append(rank)
     (expected, here), *others = sides.items()
+    # At most 16 ranks are shown per variant, and 5 variants: a mesh may have thousands of ranks.
     raise LifecycleError(
         "The ranks have sharded different models, or have sharded one model differently.",
         expected=f"on all ranks what ranks {here[:16]} have: {expected}",
@@ -167,12 +168,12 @@ def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None
 
 def _collect(own: ValueT, groups: list[dist.ProcessGroup]) -> dict[int, ValueT]:
     """The value of every rank of a mesh, by global rank."""
-    known = {dist.get_rank(): own}
+    values = {dist.get_rank(): own}
     for group in groups:
         everyone: list[dict[int, ValueT]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(everyone, known, group=group)
-        known = {rank: value for each in everyone for rank, value in each.items()}
-    return known
+        dist.all_gather_object(everyone, values, group=group)
+        values = {rank: value for each in everyone for rank, value in each.items()}
+    return values
 
 
 def _first_difference(one: list[int], other: list[int]) -> int:

@@ -126,6 +126,7 @@ def default_mesh() -> DeviceMesh:
                 "mesh=init_device_mesh(..)",
             ) from unset
     assert dist.group.WORLD is not None
+    # Else torch gives the mesh's groups its default timeout, and under FakeTensorMode the mesh gets no rank numbers.
     with groups_with_timeout_of(dist.group.WORLD), outside_fake_mode():
         return init_device_mesh(device_type, (dist.get_world_size(),))
 

@@ -301,7 +301,8 @@ class FSDPModule(_Base):
                 got=repr(max_input_buffers),
             )
         for state in self._states(recurse):
-            state.limit_reductions(max_input_buffers)
+            state.max_reductions = max_input_buffers
+            state.comm.set_limit(state, max_input_buffers)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards all-reduce over replicas (HSDP); if not, each replica keeps its own sums."""

@@ -105,9 +105,8 @@ class FSDPState:
         self._was_reduced = False  # whether this backward has reduced the unit
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
         self._loads_own = False  # whether a running load_state_dict loads the unit's own, half loaded tensors
-        self._methods_running = (
-            0  # registered methods, which may call the forward and read parameters after it
-        )
+        # Registered methods, which may call the forward and read parameters after it.
+        self._methods_running = 0
         for module in modules:
             module.__dict__[_STATE] = self
             note_sharded(module, self.fsdp2)
@@ -186,11 +185,6 @@ class FSDPState:
         self.comm = comm
         comm.set_limit(self, self.max_reductions)
 
-    def limit_reductions(self, limit: int) -> None:
-        """Allow this many reductions in flight; the largest limit of all units under the root applies."""
-        self.max_reductions = limit
-        self.comm.set_limit(self, limit)
-
     # -- forward --------------------------------------------------------------------------------------
 
     @_eager
@@ -235,9 +229,7 @@ class FSDPState:
             return args, kwargs
         self._outstanding += 1
         begin = self.schedule.note(self._leave_backward)
-        if (
-            not watched
-        ):  # autograd has no node here: the schedule runs `_leave_backward` at an earlier moment or the end
+        if not watched:  # without an autograd node, the schedule calls `_leave_backward`
             return args, kwargs
         node = PostBackwardInTransform if in_functorch() else PostBackward
         passed = iter(node.apply(functools.partial(self._post_backward, begin), *watched))
@@ -340,7 +332,7 @@ class FSDPState:
             is_last: no backward of this forward follows, so units that the backward skipped are reduced, too.
         """
         self._entered.clear()
-        self._methods_running = 0  # an exception may have left a method
+        self._methods_running = 0  # after an exception, `end_method` was not called
         for group in self.groups:
             group.collect_grads()
         # Gradients that arose without the unit's own forward, or through inputs that need no gradient. Only some ranks

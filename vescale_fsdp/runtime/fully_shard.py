@@ -137,14 +137,13 @@ def fully_shard(
         padding_policy,
         mp_policy,
     )
-    with outside_modes():
+    with outside_modes():  # shards made in inference mode could not be trained
         plans = plan_groups(managed, data, rules)
         groups = []
         for plan in plans:
             kind = SelfGatheringGroup if plan.is_hooked else ParamGroup
-            with fake_mode_of(
-                next(iter(plan.params.values())).param
-            ):  # FakeTensors get a shard of FakeTensors
+            # Parameters that are FakeTensors get a shard that is a FakeTensor.
+            with fake_mode_of(next(iter(plan.params.values())).param):
                 groups.append(kind(plan, mp_policy, offload_policy, device))
         buffers = _moved_buffers(managed, device)
     classes = [_sharded_class(type(each)) for each in modules]
@@ -272,6 +271,7 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
                 got=type(each).__name__,
                 todo="call fully_shard bottom-up, once per module",
             )
+    # A set of ids, and each module once: a list may contain a module and its parent, or a module twice.
     inside = {id(below) for each in given for below in each.modules() if below is not each}
     roots = tuple(dict.fromkeys(each for each in given if id(each) not in inside))
     if not roots:

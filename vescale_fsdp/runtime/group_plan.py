@@ -174,6 +174,7 @@ def _plans(key: _GroupKey, params: dict[str, OriginalParam], rules: PlanRules) -
     else:
         layouts = plan_buffers(specs, num_shards, scatter=rules.padding_policy.scatter)
         for layout in layouts:
+            # All ranks raise, but only one warns.
             check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
     wanted = rules.reshard_after_forward
     for layout in layouts:
@@ -228,9 +229,9 @@ class _PlacementWishes:
             )
         self._function = function
         self._default = default
-        # By process groups: the user's mesh info for these ranks, and its mesh. A parameter group has one mesh, so all
-        # parameters of the same ranks must name the same one.
-        self._known: dict[tuple[dist.ProcessGroup, ...], tuple[Any, DataMesh]] = {}
+        # The first mesh info that the user returned for these process groups, and its mesh. A parameter group has one
+        # mesh, so all parameters of the same ranks must name the same one.
+        self._first: dict[tuple[dist.ProcessGroup, ...], tuple[Any, DataMesh]] = {}
 
     def of(self, fqn: str, param: nn.Parameter) -> tuple[DataMesh, RaggedShard | None]:
         """The mesh of a parameter, and the placement whose units stay whole; None: ``granularity`` decides.
@@ -239,30 +240,30 @@ class _PlacementWishes:
             MisuseError: if the function returns another type of value.
             PlacementError: for another mesh of the same ranks.
         """
-        wanted = self._function(param) if self._function is not None else None
-        info, placement = None, wanted
-        if isinstance(wanted, ShardPlacementResult):
-            info, placement = wanted.mesh_info, wanted.placement
+        result = self._function(param) if self._function is not None else None
+        info, placement = None, result
+        if isinstance(result, ShardPlacementResult):
+            info, placement = result.mesh_info, result.placement
         data = self._default if info is None else mesh_of_info(info)
         ranks = tuple(data.mesh.get_group(axis) for axis in range(data.mesh.ndim))
-        given, known = self._known.setdefault(ranks, (info, data))
-        if given is not info and known.mesh is not data.mesh:
+        first_info, first_data = self._first.setdefault(ranks, (info, data))
+        if first_info is not info and first_data.mesh is not data.mesh:
             raise PlacementError(
                 "Two meshes of a unit have the same ranks.",
                 expected="the same mesh_info object for all parameters of these ranks",
-                got=f"{data.mesh} and {known.mesh}",
+                got=f"{data.mesh} and {first_data.mesh}",
                 where=fqn,
                 todo="create each FSDPMeshInfo once, and return the same object for all parameters",
             )
-        if isinstance(placement, RaggedShard) and placement.num_shards == known.num_shards:
-            return known, placement
+        if isinstance(placement, RaggedShard) and placement.num_shards == first_data.num_shards:
+            return first_data, placement
         if placement is None or (isinstance(placement, Shard) and -param.ndim <= placement.dim < param.ndim):
-            return known, None
+            return first_data, None
         raise MisuseError(
             "shard_placement_fn returned a placement that cannot be used.",
-            expected=f"None, Shard of one of the {param.ndim} dims, RaggedShard with {known.num_shards} units, "
+            expected=f"None, Shard of one of the {param.ndim} dims, RaggedShard with {first_data.num_shards} units, "
             "or a ShardPlacementResult of one of them",
-            got=wanted,
+            got=result,
             where=fqn,
             todo="use granularity= for the blocks that must stay whole",
         )
@@ -372,9 +373,7 @@ def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolic
         ("offload_policy", offload_policy, offload),
     )
     for argument, policy, kind in policies:
-        for each in dataclasses.fields(
-            kind
-        ):  # fields of torch's class, not those that a user's subclass adds
+        for each in dataclasses.fields(kind):  # not the fields that a user's subclass adds
             value = vars(policy).get(each.name, each.default)
             if each.name not in _FOLLOWED[kind] and value != each.default:
                 raise UnsupportedOpError(

@@ -40,13 +40,7 @@ from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.gradients import ReducedShard, UnshardedGrads
-from vescale_fsdp.runtime.comm.group_comm import (
-    Gather,
-    GatherPolicy,
-    GroupComm,
-    GroupSettings,
-    MemoryKind,
-)
+from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm, GroupSettings, MemoryKind
 from vescale_fsdp.runtime.comm.streams import Event
 from vescale_fsdp.runtime.data_mesh import PriorSharding, local_part
 from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam, policy_of_group
@@ -120,7 +114,7 @@ _by_sharded: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueD
 def managed_param_of(parameter: nn.Parameter) -> ManagedParam | None:
     """The managed parameter whose sharded Parameter this is, or None."""
     managed = _by_sharded.get(id(parameter))
-    # The id may be that of a dead parameter.
+    # Python may have given the id of a freed Parameter to another one.
     return managed if managed is not None and managed.sharded is parameter else None
 
 
@@ -154,9 +148,8 @@ class ParamGroup:
         device: where the unit computes. Shards of meta parameters stay meta until materialised.
     """
 
-    takes_plain: ClassVar[bool] = (
-        True  # whether a full plain tensor can replace a parameter before the first gather
-    )
+    # Whether a full plain tensor can replace a parameter before the first gather.
+    takes_plain: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -183,9 +176,8 @@ class ParamGroup:
         self._brought: torch.Tensor | None = None  # copy of an offloaded shard, which the gather reads
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], in PARTLY_SHARDED
         self._unreplicated: ReducedShard | None = None  # reduced over shards, not yet over replicas
-        self._unreported_used: frozenset[str] | None = (
-            None  # used names that were not yet sent to other ranks
-        )
+        # Used names that were not yet sent to other ranks.
+        self._unreported_used: frozenset[str] | None = None
         # Reduced pieces of parameters that this rank has not used, by name.
         self._deferred_grads: dict[str, torch.Tensor] = {}
         self._noted: dict[str, tuple[GroupSettings, str]] = {}  # log entry of each kind of collective
@@ -193,9 +185,8 @@ class ParamGroup:
         self.new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.params = [self._shard_param(slot, plan.params[slot.fqn]) for slot in plan.layout.slots]
         self.grads = UnshardedGrads(self.layout, self._new_grads, lambda: self.grad_dtype)
-        self.policy_gather: Gather | None = (
-            None  # a gather that the policy brings, in place of the all-gather
-        )
+        # A gather that the policy brings, in place of the all-gather.
+        self.policy_gather: Gather | None = None
         if isinstance(mp_policy, GatherPolicy):
             self.policy_gather = mp_policy.gather_of(plan.layout, self.comm, self.compute_dtype)
 
@@ -512,8 +503,8 @@ class ParamGroup:
             ):
                 delivered[fqn] = piece
             else:  # an earlier reduction of the same backward may have deferred a gradient, too
-                known = self._deferred_grads.get(fqn)
-                self._deferred_grads[fqn] = piece if known is None else known.add_(piece)
+                earlier = self._deferred_grads.get(fqn)
+                self._deferred_grads[fqn] = piece if earlier is None else earlier.add_(piece)
         self._deliver(delivered)
 
     @property
@@ -532,19 +523,19 @@ class ParamGroup:
 
     def _deliver(self, pieces: dict[str, torch.Tensor]) -> None:
         """Add pieces to the sharded gradients of their parameters, and call the users' hooks of these parameters."""
-        given = [param for param in self.params if param.slot.fqn in pieces]
-        for param in given:
+        params = [param for param in self.params if param.slot.fqn in pieces]
+        for param in params:
             piece, sharded = pieces[param.slot.fqn], param.sharded
             if sharded.grad is None:
                 assert isinstance(sharded, RaggedDTensor)
                 sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
             else:
                 local_of(sharded.grad).add_(piece)
-        for param in given:
+        for param in params:  # once all gradients are set: a hook may read other gradients of the group
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)
-        if self.comm.settings.on_delivery is not None and given:
-            self.comm.settings.on_delivery([param.sharded for param in given])
+        if self.comm.settings.on_delivery is not None and params:
+            self.comm.settings.on_delivery([param.sharded for param in params])
 
     def take_used(self) -> list[bool] | None:
         """Flags of the parameters that this rank has used since the last call; None if no gradients were delivered."""

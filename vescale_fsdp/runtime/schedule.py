@@ -57,7 +57,7 @@ class Moment:
 
     def __init__(self, trace: Trace, index: int, make_up: Callable[[], None]) -> None:
         self.trace, self.index, self.make_up = trace, index, make_up
-        self.is_passed = False  # by a backward
+        self.is_passed = False  # whether a backward has reached this moment
 
 
 class Trace:
@@ -103,9 +103,8 @@ class Schedule:
         self.in_backward = False
         self.is_last_backward = True
         self.finalizes_by_hand = False  # the user calls `finalize_backward` after backwards
-        self._unfinalized = (
-            False  # a backward has ended, and the user has not called `finalize_backward` since
-        )
+        # A backward has ended, and the user has not called `finalize_backward` since.
+        self._unfinalized = False
         self._order: list[FSDPState] = []  # units of this forward, in the order in which they began
         self._ended: list[FSDPState] = []  # units of this forward, in the order in which they ended
         self._begun: set[FSDPState] = set()  # units whose backward has begun
@@ -231,7 +230,7 @@ class Schedule:
                 self.comm.reshard(unit.groups)
             elif not all(group.state.is_sharded for group in unit.groups):
                 self._left.add(unit)
-        self.comm.wait_for_host_copies()
+        self.comm.wait_for_host_copies()  # no end of a backward follows, which would wait for them
 
     def note(self, make_up: Callable[[], None]) -> Moment:
         """Record that a call of a unit begins or ends; ``make_up`` is called if a backward skips this moment.
@@ -370,4 +369,4 @@ class Schedule:
         self._guessed.clear()
         self._left.clear()
         self._reached.clear()
-        self._trace = Trace(self._trace.number + 1)
+        self._trace = Trace(self._trace.number + 1)  # drops the moments of the failed forward

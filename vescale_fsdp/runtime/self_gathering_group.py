@@ -131,7 +131,7 @@ class _SelfGatheringParam:
     def point_at(self, piece: torch.Tensor) -> None:
         """Make this rank's rows a view of its piece of the shard (1-D); the next gather makes a new full parameter."""
         shape = self.param.slot.shape
-        row_numel = max(1, self.param.slot.numel // max(1, shape[0]))
+        row_numel = max(1, self.param.slot.numel // max(1, shape[0]))  # an empty parameter has no rows
         self._like = self._rows = rows = rows_of(
             self._like, piece.view(piece.numel() // row_numel, *shape[1:])
         )
@@ -209,8 +209,11 @@ class _SelfGatheringParam:
         after: Any = self._rows
         if self.param.unsharded is None:
             tensor, inner = after.fsdp_post_all_gather(arrived, self._metadata, dtype)
+            shape = self.param.slot.shape
+            if tuple(tensor.shape) != shape:  # padded: the parameter is the first rows
+                tensor = torch.as_strided(tensor, shape, contiguous_strides(shape), 0)
             self.param.unsharded = self.param.prior.full_parameter(
-                self._without_padding(tensor), requires_grad=self.param.sharded.requires_grad
+                tensor, requires_grad=self.param.sharded.requires_grad
             )
             kept = [*self.outputs, *inner, self.param.unsharded]
             self._inner = [(each, version_of(each)) for each in kept]
@@ -222,15 +225,9 @@ class _SelfGatheringParam:
                 restore_version(each, version)
         self._metadata = None
 
-    def _without_padding(self, tensor: torch.Tensor) -> torch.Tensor:
-        shape = self.param.slot.shape
-        if tuple(tensor.shape) == shape:
-            return tensor
-        return torch.as_strided(tensor, shape, contiguous_strides(shape), 0)
-
     def free(self) -> None:
         """Free all memory of the full parameter."""
-        for each, _ in self._inner[:-1]:
+        for each, _ in self._inner[:-1]:  # the last one is the parameter, a view of the others
             storage = each.untyped_storage()
             if storage.resizable():
                 storage.resize_(0)

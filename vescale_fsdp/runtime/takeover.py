@@ -86,7 +86,7 @@ def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str
             expected="a sharded state, as model.state_dict() returns it",
             got=f"full tensors for {len(full)} parameters: {', '.join(full[:4])}",
             where=type(module).__name__,
-            todo="call vescale_fsdp.checkpoint.set_model_state_dict(model, state, options=StateDictOptions("
+            todo="call vescale_fsdp.checkpoint.state_dict.set_model_state_dict(model, state, options=StateDictOptions("
             "full_state_dict=True)), with broadcast_from_rank0=True if rank 0 alone has the tensors. For a checkpoint, "
             "call vescale_fsdp.checkpoint.load. For one tensor, use p.copy_(vescale_fsdp.distribute_tensor(full, "
             "p.device_mesh, p.placements)). Or load before fully_shard",
@@ -253,6 +253,6 @@ def _refuse(param: ManagedParam, new: object, how: str) -> NoReturn:
         got=type(new).__name__,
         where=f"{param.slot.fqn} of {_owners(param)}",
         todo="write values into the sharded parameter: load_state_dict, "
-        "vescale_fsdp.checkpoint.set_model_state_dict, or copy_ of a tensor that vescale_fsdp.distribute_tensor made. "
-        "Replace, delete or parametrize parameters before fully_shard",
+        "vescale_fsdp.checkpoint.state_dict.set_model_state_dict, or copy_ of a tensor that "
+        "vescale_fsdp.distribute_tensor made. Replace, delete or parametrize parameters before fully_shard",
     )

@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.moves.carried_state import whole_state
-from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits
+from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits, no_progress
 from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import FileWriter, Storage
@@ -34,7 +34,7 @@ class DCP(Form):
     ``CheckpointManager(export=)``.
 
     Examples:
-        >>> from vescale_fsdp.checkpoint import DCP
+        >>> from vescale_fsdp.checkpoint.dcp import DCP
         >>> save("out", {"model": model, "optimizer": optimizer}, format=DCP())  # doctest: +SKIP
 
     Values that differ per rank are refused by name: such a folder cannot contain them.
@@ -113,7 +113,7 @@ def _write(storage: Storage, output: OutputPlan) -> None:
 
     limits = CopyLimits(threads=1 if storage.in_order else max(1, storage.write_threads))
     try:
-        copier = Copier(limits, create, storage.retrying, lambda _: None, lambda *_: None)
+        copier = Copier(limits, create, storage.retrying, no_progress, lambda *_: None)
         copier.copy(output.files, in_order=storage.in_order)
     except BaseException:
         give_up()

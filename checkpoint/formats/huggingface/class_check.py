@@ -1,12 +1,11 @@
-"""Does the class that config.json names take the result? Names, shapes, ties and quantisation, never values.
+"""Check whether the class in config.json loads a repository: names, shapes, ties and quantisation, never values.
 
     table          the shipped table of common classes says yes                     nothing is imported
-    class          the class itself, by what `from_pretrained` says of tensors      a child process, when the writers
-                   on the meta device                                              have ended (`model_class`)
-    not checked    neither can say; the reason is
+    class          the class itself, with ``from_pretrained`` on the meta device    a child process (`model_class`)
+    not checked    neither can answer; `ClassCheck.reason` says why
 
-A no of the table is confirmed by the class, which takes more names than it writes (those of before version 5, of its
-base model); without transformers it stands.
+A no of the table is confirmed by the class, which accepts more names than it writes (names of transformers 4, and of
+its base model); without transformers the table's no is final.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.safetensors_header import read_header
 
 Asks = Literal["always", "doubt", "never"]
-"""When the class itself is asked, which takes a child process: where the table does not say yes, to confirm a no of the
-table, or not at all."""
+"""When the class itself is asked, which takes a child process: whenever the table does not say yes, only to confirm a
+no of the table, or never."""
 FindQuantized = Callable[[Iterable[TensorInfo], Mapping[str, Any]], Collection[str]]
 """Names of codes and scales among tensors, given their config.json."""
 
 
 @dataclass(frozen=True)
 class ClassCheck:
-    """Whether a class takes a result.
+    """Whether a class loads a repository.
 
     Args:
-        how: who said so.
+        how: where the answer comes from.
         class_name: the class in config.json; None if there is none.
-        problems: what the class would miss, ignore or refuse, one text each.
-        reason: why nobody could say, if it is not checked.
-        child_bytes: peak memory of the child process that was asked, 0 if none was.
+        problems: tensors that the class would miss, ignore or refuse, one text each.
+        reason: why there is no answer, if it is not checked.
+        child_bytes: peak memory of the child process; 0 without one.
 
     Examples:
         >>> ClassCheck("not checked", reason="the result has no config.json").problems
@@ -62,28 +61,28 @@ class ClassCheck:
         return asdict(self)
 
     def require(self, where: str, *, is_required: bool) -> None:
-        """Refuse a result that the class does not take.
+        """Refuse a repository that the class does not load.
 
         Args:
-            is_required: refuse one that could not be checked, too.
+            is_required: refuse a repository that could not be checked, too.
 
         Raises:
-            ConversionError: in these two cases.
+            ConversionError: if it is refused.
         """
         if self.problems:
             raise ConversionError(
-                "The class that config.json names does not take the result.",
-                expected=f"what {self.class_name} loads",
+                "The class that config.json names does not load the result.",
+                expected=f"the tensors of {self.class_name}",
                 got=some(self.problems, 6),
                 where=where,
-                todo="pass the model's own config.json with --assets, rename with --rules, or change which tensors go "
-                "along with --exclude and --include; --no-assets writes tensors without a config.json, unchecked. "
-                "Nothing has its final name",
+                todo="pass the model's own config.json with --assets, rename tensors with --rules, or choose them with "
+                "--exclude and --include; --no-assets writes tensors without a config.json, unchecked. Nothing was "
+                "published",
             )
         if is_required and self.how == "not checked":
             raise ConversionError(
-                "It could not be checked whether a model class takes the result.",
-                expected="a class that the shipped table knows, or that transformers (with accelerate) makes",
+                "It could not be checked whether a model class loads the result.",
+                expected="a class of the shipped table, or of an installed transformers (with accelerate)",
                 got=self.reason,
                 where=where,
                 todo="install what is missing, pass a config.json that names a class, or go without --require-check",
@@ -93,15 +92,13 @@ class ClassCheck:
 def check_planned(
     plan: OutputPlan, find_quantized: FindQuantized, *, asks: Asks = "always"
 ) -> ClassCheck | None:
-    """Whether the class takes what a plan says; None for a target without a class, or if the class had to be asked and
-    is not.
-    """
+    """Check a plan; None for a target without a class, or if only the class could answer and ``asks`` forbids it."""
     infos = {items.view.info.name: items.view.info for file in plan.files for _, items in file.tensors}
     return _check(plan, infos, find_quantized, asks)
 
 
 def check_written(plan: OutputPlan, read: Written, find_quantized: FindQuantized) -> ClassCheck | None:
-    """Whether the class takes what is in the files, by their headers; None for a target without a class."""
+    """Check written files by their headers; None for a target without a class."""
     infos: dict[str, TensorInfo] = {}
     for file in plan.files if plan.kind == "hf" else ():
         entries, _ = read_header(partial(read, file.name), file.nbytes, file.name)
@@ -113,7 +110,7 @@ def _check(
     plan: OutputPlan, infos: Mapping[str, TensorInfo], find_quantized: FindQuantized, asks: Asks = "always"
 ) -> ClassCheck | None:
     if plan.kind == "adapter":
-        return ClassCheck("not checked", reason="an adapter alone: peft takes it beside its base")
+        return ClassCheck("not checked", reason="an adapter alone: peft loads it with its base model")
     if plan.kind != "hf":
         return None
     pieces = next((file.pieces for file in plan.closing if file.name == CONFIG_FILE), None)
@@ -126,35 +123,34 @@ def _check(
             "not checked", reason=f"{CONFIG_FILE} names no class of transformers (architectures)"
         )
     quantized = find_quantized(infos.values(), config)
-    says_so = any(config.get(key) for key in QUANTIZATION_KEYS)
-    if says_so != bool(quantized):
-        found = f"{min(quantized)} is quantised" if quantized else "no weight is quantised"
-        problem = (
-            f"quantisation: {found}, and config.json has {'a' if says_so else 'no'} {QUANTIZATION_KEYS[0]}"
-        )
+    is_declared = any(config.get(key) for key in QUANTIZATION_KEYS)
+    if is_declared != bool(quantized):
+        weights = f"{min(quantized)} is quantised" if quantized else "no weight is quantised"
+        has = "a" if is_declared else "no"
+        problem = f"quantisation: {weights}, and config.json has {has} {QUANTIZATION_KEYS[0]}"
         return ClassCheck("table", class_name, (problem,))
-    if says_so and (unpaired := _unpaired_scales(infos, config)):
+    if is_declared and (unpaired := _unpaired_scales(infos, config)):
         return ClassCheck("table", class_name, unpaired)
-    before: ClassCheck | None = None
-    sources: tuple[tuple[Literal["table", "class"], Any], ...] = (
-        ("table", known_class),
-        ("class", class_asked_before),
-    )
-    for how, ask in sources:
-        if before is None and not says_so and (known := ask(config, class_name)) is not None:
-            shapes = {name: info.shape for name, info in infos.items()}
-            before = ClassCheck(how, class_name, known.problems(shapes))
-    if before is None and asks != "always":
+    known: ClassCheck | None = None
+    if not is_declared:  # neither the table nor earlier answers describe quantised weights
+        shapes = {name: info.shape for name, info in infos.items()}
+        if (by_table := known_class(config, class_name)) is not None:
+            known = ClassCheck("table", class_name, by_table.problems(shapes))
+        elif (by_class := class_asked_before(config, class_name)) is not None:
+            known = ClassCheck("class", class_name, by_class.problems(shapes))
+    if known is None and asks != "always":
         return None
-    if before is not None and (asks == "never" or not before.problems):
-        return before
-    by_class = _ask_class(infos, config, class_name)
-    return by_class if before is None or by_class.how == "class" else before
+    if known is not None and (asks == "never" or not known.problems):
+        return known
+    answer = _ask_class(infos, config, class_name)
+    return answer if known is None or answer.how == "class" else known
 
 
 def _unpaired_scales(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of FP8 under the names that transformers writes, codes without scales and the reverse. Where there is no GPU, its
-    quantiser takes the one without the other, and the values are wrong."""
+    """Problems of FP8 weights: codes without scales, or scales without codes, under the names that transformers writes.
+
+    Without a GPU, its quantiser accepts one without the other, and the values are wrong.
+    """
     settings = config.get(QUANTIZATION_KEYS[0])
     if not isinstance(settings, dict) or settings.get("quant_method") != "fp8":
         return ()
@@ -168,14 +164,13 @@ def _unpaired_scales(infos: Mapping[str, TensorInfo], config: Mapping[str, Any])
 
 
 def _ask_class(infos: Mapping[str, TensorInfo], config: Mapping[str, Any], class_name: str) -> ClassCheck:
-    strange = next((info for info in infos.values() if info.dtype.torch_name is None), None)
-    if strange is not None:
-        return ClassCheck(
-            "not checked", class_name, reason=f"torch has no type {strange.dtype.name} ({strange.name})"
-        )
+    unknown = next((info for info in infos.values() if info.dtype.torch_name is None), None)
+    if unknown is not None:
+        reason = f"torch has no type {unknown.dtype.name} ({unknown.name})"
+        return ClassCheck("not checked", class_name, reason=reason)
     tensors = {name: (info.shape, info.dtype.required_torch_name) for name, info in infos.items()}
-    found = ask_child(config, class_name, tensors)
-    child_bytes = int(found.get("peak_bytes", 0))
-    if "problems" not in found:
-        return ClassCheck("not checked", class_name, reason=str(found["unknown"]), child_bytes=child_bytes)
-    return ClassCheck("class", class_name, tuple(found["problems"]), child_bytes=child_bytes)
+    answer = ask_child(config, class_name, tensors)
+    child_bytes = int(answer.get("peak_bytes", 0))
+    if "problems" not in answer:
+        return ClassCheck("not checked", class_name, reason=str(answer["unknown"]), child_bytes=child_bytes)
+    return ClassCheck("class", class_name, tuple(answer["problems"]), child_bytes=child_bytes)

@@ -1,10 +1,10 @@
-"""What a class of transformers says of itself: the part that imports torch and transformers.
+"""Ask a class of transformers about its weights: the part that imports torch and transformers.
 
 It runs as a script in a child process (see `model_class`), so it imports nothing of this package:
 
-    python -I class_child.py < request      a request and its answer are JSON; the answer is all of stdout
+    python -I class_child.py < request      request and answer are JSON; the answer is all of stdout
 
-A class is made on the meta device, which takes no memory for weights. It is one of transformers' own, taken by its
+The class is built on the meta device, which allocates no weights. It is one of transformers' own classes, found by
 name: code of a repository is never imported, and nothing is downloaded.
 """
 
@@ -21,20 +21,23 @@ from importlib.util import find_spec
 from typing import Any
 
 _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024
-_CONVERSION = re.compile(r"^(\S+)\s*\|\s*CONVERSION\b", re.MULTILINE)  # in transformers' report of a load
+_CONVERSION = re.compile(
+    r"^(\S+)\s*\|\s*CONVERSION\b", re.MULTILINE
+)  # a failed conversion, in transformers' report of a load
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to one request.
 
     Args:
-        request: ``class``, ``config``; for the question whether it takes a folder ``tensors`` too: name -> [shape, name
-            of the type in torch].
+        request: ``class`` and ``config``; with ``tensors`` (name -> [shape, name of the dtype in torch]) the question
+            is whether the class loads these.
 
     Returns:
-        of tensors, ``{"problems": [...]}``; without, ``"forms"``: name -> shape in memory and, where they differ, in
-        files; ``"ties"``: name -> the name that stands for it, in both; and ``"modules"``: Linear and Conv1D modules ->
-        whether their weights are [in, out]. Or ``{"unknown": reason}``, with ``"is_absent"`` if there is no such class.
+        With ``tensors``, ``{"problems": [...]}``. Without, ``"forms"``: name -> shape, in memory and, where they
+        differ, in files; ``"ties"``: name -> the name that stands for it, in both forms; and ``"modules"``: Linear and
+        Conv1D modules -> whether their weights are [in, out]. If there is no answer, ``{"unknown": reason}``, with
+        ``"is_absent"`` if transformers has no such class.
     """
     try:
         import torch  # noqa: F401  without it transformers has no models
@@ -53,7 +56,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         return (
             _load(model_class, request) if "tensors" in request else _describe(model_class, request["config"])
         )
-    except Exception as error:  # noqa: BLE001  of whatever kind a model's code raises for settings it cannot take
+    except Exception as error:  # noqa: BLE001  a model's code may raise anything for settings that it does not support
         return {"unknown": f"{type(error).__name__}: {error}"}
 
 
@@ -80,7 +83,7 @@ def _describe(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``from_pretrained`` says of tensors on meta: the class's own renames, prefixes, ties and quantiser apply."""
+    """Problems that ``from_pretrained`` reports of tensors on meta, with the class's renames, ties and quantiser."""
     import torch
 
     if find_spec("accelerate") is None:  # transformers needs it for a device map
@@ -108,9 +111,9 @@ def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
             ignore_mismatched_sizes=True,
             local_files_only=True,
         )
-    except ImportError as error:  # what a quantiser or a class needs
+    except ImportError as error:  # a quantiser or a class needs another package
         return {"unknown": str(error).strip()}
-    except Exception as error:  # noqa: BLE001  of whatever kind transformers raises for what it does not take
+    except Exception as error:  # noqa: BLE001  transformers may raise anything for tensors that it does not load
         failed = sorted(set(_CONVERSION.findall(reports.text)))
         if is_quantized:
             return {"unknown": f"{type(error).__name__}: {error}"}
@@ -124,8 +127,8 @@ def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
             *(f"missing: {name}" for name in sorted(info["missing_keys"])),
             *(f"unexpected: {name}" for name in sorted(info["unexpected_keys"])),
             *(
-                f"wrong shape: {name} is {list(found)}, the class has {list(wanted)}"
-                for name, found, wanted in sorted(info["mismatched_keys"])
+                f"wrong shape: {name} is {list(given)}, the class has {list(expected)}"
+                for name, given, expected in sorted(info["mismatched_keys"])
             ),
             *map(str, info["error_msgs"]),
         ]
@@ -133,7 +136,7 @@ def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Reports(logging.Handler):
-    """Keeps what a logger is told."""
+    """Collects the messages of a logger."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -149,10 +152,10 @@ def main() -> None:
     os.dup2(2, 1)
     request = json.load(sys.stdin)
     sys.path[:] = request["path"]
-    found = answer(request)
-    found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_OF_MAXRSS
+    reply = answer(request)
+    reply["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_OF_MAXRSS
     with out:
-        json.dump(found, out)
+        json.dump(reply, out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a class of transformers says of its weights: names, shapes, ties, orientation, and whether it takes a folder.
+"""The weights that a class of transformers has: names, shapes, ties, orientation, and whether it loads a folder.
 
     class_table.json   common classes: names and shapes as functions of config.json, options, ties (`tools.class_table`)
-                        nothing is imported; settings that a row does not describe get no answer
-    `class_child`       all other classes, in a child process: 6 CPU seconds and 250 to 600 MiB, which are
-                        freed before data is copied, or are needed only after it
+                        nothing is imported; a row has no answer for settings that it does not describe
+    `class_child`       all other classes, in a child process: 6 CPU seconds and 250 to 600 MiB, which it frees
+                        before data is copied, or takes only after it
 
 The child process is isolated (``python -I``). It gets this process's search path without the working directory, no
 network and no GPU, and is stopped after ten minutes.
@@ -29,18 +29,26 @@ from vescale_fsdp.checkpoint.formats.huggingface import class_child
 
 ClassForm = Mapping[str, tuple[int, ...]]
 """Name -> shape of every tensor."""
-_MOST_NAMES = 10**6  # of one row; a config.json can say any number
-_FIELD = re.compile(r"\{(\w+)\}")  # in a name, for 0, 1, .. below the field's value
+_MOST_NAMES = 10**6  # that one row may describe: a config.json can contain any number
+_FIELD = re.compile(r"\{(\w+)\}")  # in a name: counts 0, 1, .. up to the field's value
+_LONGEST_S = 600  # of a child process
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
+# Variables of launchers, which change how transformers loads a model.
+_OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
+Ties = tuple[dict[str, str] | None, tuple[str, ...]]
+"""Name -> the name that stands for it, None if transformers has no such class; and warnings."""
+# Answers of classes about themselves: one conversion asks several times.
+_ANSWERS: dict[str, Mapping[str, Any]] = {}
 
 
 @dataclass(frozen=True)
 class KnownClass:
-    """What a class with certain settings takes.
+    """The tensors of a class with certain settings.
 
     Args:
-        forms: its tensors, under the names in memory and, where they differ, in files; tied ones included.
+        forms: the tensors under their names in memory and, where they differ, in files; tied ones included.
         ties: name -> the name that stands for it.
-        ignored: patterns of names that it leaves out without a word.
+        ignored: patterns of names that the class silently ignores.
     """
 
     forms: tuple[ClassForm, ...]
@@ -48,10 +56,10 @@ class KnownClass:
     ignored: tuple[str, ...] = ()
 
     def problems(self, shapes: ClassForm) -> tuple[str, ...]:
-        """What keeps the class from taking tensors of these names and shapes; empty if it takes them."""
-        return min((tuple(self._misfits(form, shapes)) for form in self.forms), key=len)
+        """Differences between these tensors and the form that fits best; empty if the class loads them."""
+        return min((tuple(self._differences(form, shapes)) for form in self.forms), key=len)
 
-    def _misfits(self, form: ClassForm, shapes: ClassForm) -> Iterator[str]:
+    def _differences(self, form: ClassForm, shapes: ClassForm) -> Iterator[str]:
         for name in sorted(form.keys() - shapes.keys() - self.ties.keys()):
             yield f"missing: {name}"
         for name in sorted(shapes.keys() - form.keys()):
@@ -69,27 +77,13 @@ def _rows() -> Mapping[str, Any]:
 
 
 def known_class(config: Mapping[str, Any], class_name: str) -> KnownClass | None:
-    """What the table says of a class with the settings of a config.json; None if it does not know."""
+    """The tensors of a class with the settings of a config.json, by the table; None if it has no answer."""
     row = _rows().get(class_name)
     return expected_by(row, config) if isinstance(row, dict) else None
 
 
-def is_conv1d(class_name: str, module: str) -> bool | None:
-    """Whether a matrix of a class is stored as [in, out]; None if the table does not know the class or the module.
-
-    Args:
-        module: its name, or the end of it.
-    """
-    row = _rows().get(class_name)
-    if not isinstance(row, dict):
-        return None
-    leaf = module.rpartition(".")[2]
-    names = (name for form in row["forms"] for name in form)
-    return leaf in row.get("conv1d", ()) if any(name.endswith(f"{leaf}.weight") for name in names) else None
-
-
 def expected_by(row: Mapping[str, Any], config: Mapping[str, Any]) -> KnownClass | None:
-    """What a row of the table says for the settings of a config.json; None where it does not describe them."""
+    """The tensors that a row of the table describes for a config.json; None for settings that it does not describe."""
     aliases = row.get("aliases", {})
     given = {aliases.get(key, key): value for key, value in config.items()}
     if any(key in given and given[key] != value for key, value in row.get("fixed", {}).items()):
@@ -104,10 +98,11 @@ def expected_by(row: Mapping[str, Any], config: Mapping[str, Any]) -> KnownClass
             return None
         try:
             sizes[key] = size(str(rule), {name: value for name, value in given.items() if _is_size(value)})
-        except (KeyError, ZeroDivisionError):  # of a field that is not there itself
+        except (KeyError, ZeroDivisionError):  # the rule needs a field that is absent too
             return None
     only_if = row.get("only_if", {})
-    if any(_count(template, sizes) > _MOST_NAMES for form in row["forms"] for template in form):
+    templates = [template for form in row["forms"] for template in form]
+    if any(prod(sizes[field] for field in _FIELD.findall(each)) > _MOST_NAMES for each in templates):
         return None
     forms = []
     for described in row["forms"]:
@@ -122,11 +117,7 @@ def expected_by(row: Mapping[str, Any], config: Mapping[str, Any]) -> KnownClass
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _count(template: str, sizes: Mapping[str, int]) -> int:
-    return prod(sizes[field] for field in _FIELD.findall(template))
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0  # bool is a subclass of int
 
 
 def _names(template: str, sizes: Mapping[str, int]) -> Iterable[str]:
@@ -147,38 +138,16 @@ def size(text: str, sizes: Mapping[str, int]) -> int:
     )
 
 
-_LONGEST_S = 600
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
-_OF_LAUNCHERS = (
-    "ACCELERATE_",
-    "FSDP_",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "MASTER_",
-)  # would change how a class loads
-
-Ties = tuple[dict[str, str] | None, tuple[str, ...]]
-"""Name -> the name that stands for it, None if there is no such class; and warnings."""
-
-
-_ASKED: dict[
-    str, Mapping[str, Any]
-] = {}  # what classes have said of themselves: a conversion asks several times
-
-
 def ask_child(
     config: Mapping[str, Any],
     class_name: str,
     tensors: Mapping[str, tuple[tuple[int, ...], str]] | None = None,
 ) -> Mapping[str, Any]:
-    """The answer of `class_child` from a child process; ``{"unknown": reason}`` where it gives none."""
+    """The answer of `class_child` in a child process; ``{"unknown": reason}`` if there is none."""
     if "transformers" not in sys.modules and find_spec("transformers") is None:
         return {"unknown": "transformers is not installed", "is_absent": True}
-    is_script = not sys.flags.safe_path and sys.path[:1] in (
-        [""],
-        [os.getcwd()],
-    )  # `python -m` looks there first
+    # `python -m` and `python -c` put the working directory first, which must not shadow packages in the child.
+    is_script = not sys.flags.safe_path and sys.path[:1] in ([""], [os.getcwd()])
     path = [part for part in sys.path[is_script:] if part]
     request: dict[str, Any] = {"class": class_name, "config": config, "path": path}
     if tensors is not None:
@@ -197,23 +166,22 @@ def ask_child(
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"unknown": f"{type(error).__name__}: {error}"}
     try:
-        found: dict[str, Any] = json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
-        said = done.stderr.strip().splitlines()[-1:]
-        return {"unknown": f"the child process ended with status {done.returncode}: {' '.join(said)}"}
-    return found
+        last_line = done.stderr.strip().splitlines()[-1:]
+        return {"unknown": f"the child process ended with status {done.returncode}: {' '.join(last_line)}"}
+    return answer
 
 
-def _about(config: Mapping[str, Any], class_name: str) -> Mapping[str, Any]:
-    """What a class says of itself. Where torch is imported already it says so here: it is made, and no more."""
+def _describe(config: Mapping[str, Any], class_name: str) -> Mapping[str, Any]:
+    """A class's description of itself: from this process if torch is imported already, else from a child process."""
     key = _key(config, class_name)
-    if key not in _ASKED:
-        is_here = "torch" in sys.modules or not sys.executable
-        ask = (
-            class_child.answer if is_here else lambda request: ask_child(request["config"], request["class"])
-        )
-        _ASKED[key] = ask({"class": class_name, "config": config})
-    return _ASKED[key]
+    if key not in _ANSWERS:
+        if "torch" in sys.modules or not sys.executable:
+            _ANSWERS[key] = class_child.answer({"class": class_name, "config": config})
+        else:
+            _ANSWERS[key] = ask_child(config, class_name)
+    return _ANSWERS[key]
 
 
 def _key(config: Mapping[str, Any], class_name: str) -> str:
@@ -222,12 +190,12 @@ def _key(config: Mapping[str, Any], class_name: str) -> str:
 
 
 def class_asked_before(config: Mapping[str, Any], class_name: str) -> KnownClass | None:
-    """What a class has said of itself in this process already; None if it was not asked, or could not say."""
-    found = _ASKED.get(_key(config, class_name), {})
-    if "forms" not in found:
+    """The tensors of a class that has described itself in this process already; None for any other class."""
+    answer = _ANSWERS.get(_key(config, class_name), {})
+    if "forms" not in answer:
         return None
-    forms = tuple({name: tuple(shape) for name, shape in form.items()} for form in found["forms"])
-    return KnownClass(forms, found["ties"])
+    forms = tuple({name: tuple(shape) for name, shape in form.items()} for form in answer["forms"])
+    return KnownClass(forms, answer["ties"])
 
 
 def orientation_of_class(config: Mapping[str, Any], class_name: str, module: str) -> bool | None:
@@ -239,25 +207,27 @@ def orientation_of_class(config: Mapping[str, Any], class_name: str, module: str
     Returns:
         None if there is no such class in transformers, or no such module in it.
     """
-    known = is_conv1d(class_name, module)
-    if known is not None:
-        return known
-    found = {
+    row = _rows().get(class_name)
+    if isinstance(row, dict):
+        leaf = module.rpartition(".")[2]
+        if any(name.endswith(f"{leaf}.weight") for form in row["forms"] for name in form):
+            return leaf in row.get("conv1d", ())
+    orientations = {
         is_transposed
-        for name, is_transposed in _about(config, class_name).get("modules", {}).items()
+        for name, is_transposed in _describe(config, class_name).get("modules", {}).items()
         if name == module or name.endswith(f".{module}") or module.endswith(f".{name}")
     }
-    return found.pop() if len(found) == 1 else None
+    return orientations.pop() if len(orientations) == 1 else None
 
 
 def ties_of_class(config: Mapping[str, Any], class_name: str) -> Ties:
-    """The ties of a class with the settings of a config.json, under names of the model and of its files."""
+    """The ties of a class with the settings of a config.json, under names in memory and in files."""
     known = known_class(config, class_name)
     if known is not None:
         return dict(known.ties), ()
-    found = _about(config, class_name)
-    if "ties" in found:
-        return dict(found["ties"]), ()
-    if found.get("is_absent"):
+    answer = _describe(config, class_name)
+    if "ties" in answer:
+        return dict(answer["ties"]), ()
+    if answer.get("is_absent"):
         return None, ()
-    return None, (f"transformers could not say which weights of {class_name} are tied: {found['unknown']}",)
+    return None, (f"transformers could not say which weights of {class_name} are tied: {answer['unknown']}",)

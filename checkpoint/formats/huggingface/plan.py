@@ -1,14 +1,14 @@
-"""Write a Hugging Face model repository: the files, their headers and the index.
+"""Plan the files of a Hugging Face repository: shards, their headers and the index.
 
     u64 little-endian N | N bytes of JSON, padded with spaces to a multiple of 8 | data, tensor after tensor
 
 A file is written front to back: shapes and types are known before any data is read, so the header comes first and
-names every offset. The order of the data is that of the safetensors library (widest type first, then by name), so the
+names every offset. The data has the order of the safetensors library (widest type first, then by name), so the
 files are the same byte for byte. Format: README of huggingface/safetensors.
 
-The result contains the model's tensors under their own names, an index if there are several files, and the files of
-``assets`` (config, tokenizer, code, licence). Optimizer state, other training state and the second name of a tied
-weight are left out and reported.
+Tensors are distributed over files in natural order of their names (``layers.2`` before ``layers.10``), so the shards
+depend on names, shapes and the size limit only, never on the source. The repository contains the model's tensors, an
+index if there are several files, and the settings files of ``assets``.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ from vescale_fsdp.layout.dtypes import DTYPES
 from vescale_fsdp.layout.model_shapes import natural_key
 from vescale_fsdp.layout.safetensors_header import MAX_HEADER_BYTES
 
+MAX_INDEX_BYTES = 10 * 2**20  # huggingface_hub refuses a larger index
 _ALIGNMENT_BYTES = 8
-
-
-_RANK_OF_DTYPE = {dtype: rank for rank, dtype in enumerate(DTYPES)}
+_RANK_OF_DTYPE = {dtype: rank for rank, dtype in enumerate(DTYPES)}  # from narrow to wide
 
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """A finished header and where each tensor's bytes go.
+    """A complete header, and the place of each tensor after it.
 
     Args:
-        data: everything before the tensors: length, JSON, padding.
-        offsets: byte offset in the file of each tensor, in file order.
-        nbytes: size of the whole file.
+        data: bytes before the tensors: length, JSON, padding.
+        offsets: byte offset of each tensor in the file, in file order.
+        nbytes: size of the file.
     """
 
     data: bytes
@@ -55,10 +54,10 @@ class SafetensorsHeader:
 
 
 def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None = None) -> SafetensorsHeader:
-    """Header of a file with these tensors; ``metadata`` defaults to what Hugging Face loaders expect.
+    """Header of a file with these tensors; ``metadata`` defaults to the entry that Hugging Face loaders require.
 
     Raises:
-        ConversionError: for a type the format lacks, a shape it cannot record, a name of the format's own, or too many
+        ConversionError: for a type that the format lacks, a shape that it cannot record, a reserved name, or too many
             tensors.
     """
     ordered = sorted(infos, key=lambda info: (-_RANK_OF_DTYPE[info.dtype], info.name))
@@ -68,7 +67,7 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
     for info in ordered:
         if info.name in table:
             raise ConversionError(
-                "A tensor has a name that safetensors files keep for themselves.",
+                "A tensor has a name that safetensors files reserve.",
                 expected="names other than __metadata__, each once",
                 got=info.name,
                 todo=f"leave it out with --exclude {info.name!r}, or convert to another format",
@@ -98,31 +97,27 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
             todo="choose a smaller --max-shard-size",
         )
     data = len(text).to_bytes(8, "little") + text
-    return SafetensorsHeader(
-        data, {name: len(data) + start for name, start in starts.items()}, len(data) + position
-    )
-
-
-MAX_INDEX_BYTES = 10 * 2**20  # huggingface_hub refuses a larger index
+    offsets = {name: len(data) + start for name, start in starts.items()}
+    return SafetensorsHeader(data, offsets, len(data) + position)
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One weight file: its name and what it holds."""
+    """One weight file: its name and its tensors."""
 
     file: str
     infos: tuple[TensorInfo, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors, without the header."""
+        """Bytes of the file's tensors, without the header."""
         return sum(info.nbytes for info in self.infos)
 
 
 def plan_shards(
     infos: Iterable[TensorInfo], max_shard_bytes: int, stem: str = "model"
 ) -> tuple[ShardPlan, ...]:
-    """Spread tensors over files of at most ``max_shard_bytes`` bytes; a larger tensor gets its own.
+    """Distribute tensors over files of at most ``max_shard_bytes`` bytes; a larger tensor gets a file of its own.
 
     Raises:
         ConversionError: if the limit is not positive.
@@ -179,10 +174,10 @@ def plan_hf(
     max_shard_bytes: int,
     metadata: Mapping[str, str] | None = None,
 ) -> OutputPlan:
-    """The files of a repository with these tensors, single or sharded; ``metadata`` goes into the header of each.
+    """The files of a repository with these tensors; ``metadata`` is written into the header of each weight file.
 
     Raises:
-        ConversionError: for a type safetensors lacks, or an index too large for loaders.
+        ConversionError: for a type that safetensors lacks, or an index too large for loaders.
     """
     by_name = {view.info.name: view for view in views}
     stem = stem_of(assets.settings)

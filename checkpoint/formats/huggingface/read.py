@@ -2,7 +2,7 @@
 
 model.safetensors, or an index and its files      transformers, diffusers
 shard-0000R-model-0000I-of-0000N.safetensors      one file per rank: transformers 5, torch's HuggingFaceStorageWriter
-pytorch_model.bin, pytorch_model_fsdp.bin         torch.save files: before safetensors, and what accelerate gathers
+pytorch_model.bin, pytorch_model_fsdp.bin         torch.save files: transformers before safetensors, accelerate
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from vescale_fsdp.checkpoint.formats.huggingface.repository import (
     stem_in,
 )
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import equal_bytes
-from vescale_fsdp.checkpoint.formats.torch_save.read import open_torch
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView
@@ -32,61 +31,26 @@ from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box, whole_box
 from vescale_fsdp.layout.safetensors_header import read_header
 
-
-def joined_metadata(files: Mapping[str, Mapping[str, str]], where: str) -> dict[str, str]:
-    """The ``__metadata__`` of a model's files as one: equal values once, lists of JSON (torchao's ``tensor_names``) one
-    after the other.
-
-    Raises:
-        ConversionError: if files say different things under one key.
-    """
-    found: dict[str, str] = {}
-    for file, metadata in files.items():
-        for key, value in metadata.items():
-            before = found.setdefault(key, value)
-            if before == value:
-                continue
-            lists = [_json_list(before), _json_list(value)]
-            if lists[0] is None or lists[1] is None:
-                raise ConversionError(
-                    "The __metadata__ of a model's files disagree.",
-                    expected=f"{key}: {before:.100}",
-                    got=f"{value:.100}",
-                    where=f"{where}/{file}",
-                    todo="convert the files one by one, or copy the folder again from where it was made",
-                )
-            found[key] = json.dumps(list(dict.fromkeys([*lists[0], *lists[1]])))
-    return found
-
-
-def _json_list(text: str) -> list[str] | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, list) and all(isinstance(item, str) for item in value) else None
+# One rank's part of a model, as torch's safetensors writer names it.
+_SHARD_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-(?!00001\.)\d{5}\.safetensors$")
+_BIN_STEMS = ("pytorch_model", "diffusion_pytorch_model", "pytorch_model_fsdp")
 
 
 def read_tensors(store: Storage, file: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors of a file, and its ``__metadata__``; checks that they tile the file exactly.
+    """The tensors of a safetensors file, which must tile the file exactly, and its ``__metadata__``.
 
     Raises:
         CorruptCheckpointError: if the file is truncated or not a safetensors file.
     """
-    entries, metadata = read_header(
-        partial(store.read, file), store.required_info(file).size_bytes, f"{store.where}/{file}"
-    )
+    size = store.required_info(file).size_bytes
+    entries, metadata = read_header(partial(store.read, file), size, f"{store.where}/{file}")
     tensors = {}
     for name, entry in entries.items():
         info = TensorInfo(name, entry.shape, entry.dtype)
         chunk = StoredChunk(whole_box(entry.shape), file, entry.start_bytes, entry.nbytes)
         tensors[name] = StoredTensor(info, (chunk,) if info.numel else ())
     return tensors, metadata
-
-
-# One rank's part of a model, as torch's safetensors writer names them.
-_SHARD_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-_ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-(?!00001\.)\d{5}\.safetensors$")
 
 
 def open_safetensors(store: Storage, file: str) -> Source:
@@ -101,17 +65,17 @@ def open_safetensors(store: Storage, file: str) -> Source:
 
 
 def open_hf_folder(store: Storage) -> Source:
-    """Open a folder with ``model.safetensors``, or with an index and its shards.
+    """Open a folder with ``model.safetensors``, or with an index and its files.
 
     Raises:
-        ConversionError: if both are there (loaders would ignore the shards), or neither; or if it is being written.
+        ConversionError: if the folder has both (loaders would ignore the index), or neither; or if it is being written.
         CorruptCheckpointError: if index and headers disagree or a file is damaged.
     """
     listed = store.list_files()
     if BEING_WRITTEN in listed:
         raise ConversionError(
             "The folder is being written, or a save to it has failed.",
-            expected="a folder that was written to its end",
+            expected="a complete folder",
             got=BEING_WRITTEN,
             where=store.where,
             todo="wait for the save to end, or save again",
@@ -119,56 +83,94 @@ def open_hf_folder(store: Storage) -> Source:
     files = [file for file in listed if file.endswith(".safetensors") and "/" not in file]
     stem = stem_in(listed)
     single, index = single_of(stem), index_of(stem)
-    has_index = store.size(index) is not None
-    if has_index and single in files:
-        raise ConversionError(
-            "The folder holds two models.",
-            expected=f"either {single} or {index}",
-            got="both",
-            where=store.where,
-            todo="remove the one that is out of date (transformers would load the single file)",
-        )
-    mapped = weight_map(store, index) if has_index else None
-    if mapped is None and single in files:
-        files = [single]
-    elif mapped is not None:
+    mapped: dict[str, str] | None = None
+    if store.size(index) is not None:
+        if single in files:
+            raise _two_models(
+                store, f"either {single} or {index}", "both", " (transformers loads the single file)"
+            )
+        mapped = weight_map(store, index)
         files = sorted(set(mapped.values()))
-    elif len(files) != 1 or _ONE_OF_SEVERAL.search(files[0]):
+    elif single in files:
+        files = [single]
+    elif len(files) != 1 or _ONE_OF_SEVERAL.search(files[0]):  # one file of any other name is accepted
         raise ConversionError(
-            "The folder has files of a model that is cut into several, but no index.",
+            "The folder has files of a model in several files, but no index.",
             expected=f"{single}, or {index} and its files",
             got=", ".join(files[:4]) or "no safetensors file",
             where=store.where,
             todo="pass one of the files instead of the folder, or restore the index",
         )
-    headers: dict[str, dict[str, str]] = {}
+    metadata: dict[str, dict[str, str]] = {}
 
     def read(file: str) -> Mapping[str, StoredTensor]:
-        tensors, headers[file] = read_tensors(store, file)
+        tensors, metadata[file] = read_tensors(store, file)
         return tensors
 
-    tensors, notes = joined_files(store, files, mapped, read, index)
-    metadata = joined_metadata(headers, store.where)
-    facts = {"weight files": str(len(files))}
-    problems = partial(_folder_problems, store, tensors)
+    tensors, warnings = _tensors_of_files(store, files, mapped, read, index)
     return Source(
         "hf",
         store,
         tensors,
-        facts=facts,
-        file_metadata=metadata,
-        warnings=notes,
-        folder_problems=problems,
+        facts={"weight files": str(len(files))},
+        file_metadata=_joined_metadata(metadata, store.where),
+        warnings=warnings,
+        folder_problems=partial(_folder_problems, store, tensors),
     )
 
 
+def _two_models(store: Storage, expected: str, got: str, hint: str = "") -> ConversionError:
+    return ConversionError(
+        "The folder contains two models.",
+        expected=expected,
+        got=got,
+        where=store.where,
+        todo=f"remove the outdated one{hint}",
+    )
+
+
+def _joined_metadata(files: Mapping[str, Mapping[str, str]], where: str) -> dict[str, str]:
+    """The ``__metadata__`` of several files as one: files must agree about a key, or have JSON lists of names under it
+    (torchao's ``tensor_names``), which are concatenated.
+
+    Raises:
+        ConversionError: if files disagree.
+    """
+    joined: dict[str, str] = {}
+    for file, metadata in files.items():
+        for key, value in metadata.items():
+            before = joined.setdefault(key, value)
+            if before == value:
+                continue
+            lists = [_json_list(before), _json_list(value)]
+            if lists[0] is None or lists[1] is None:
+                raise ConversionError(
+                    "The __metadata__ of a model's files disagree.",
+                    expected=f"{key}: {before:.100}",
+                    got=f"{value:.100}",
+                    where=f"{where}/{file}",
+                    todo="convert the files one by one, or copy the folder again from where it was made",
+                )
+            joined[key] = json.dumps(list(dict.fromkeys([*lists[0], *lists[1]])))
+    return joined
+
+
+def _json_list(text: str) -> list[str] | None:
+    """A list of strings from JSON; None for any other text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, list) and all(isinstance(item, str) for item in value) else None
+
+
 def _folder_problems(store: Storage, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """What loaders of a folder would fail on although every file is good."""
+    """Problems that make loaders fail on a folder although every file is good."""
     problems = []
     listed = store.list_files()
     index_file = index_of(stem_in(listed))
     used = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks} | {index_file}
-    # Weights for other loaders may be there too (pytorch_model.bin, Mistral's consolidated.safetensors).
+    # Weights for other loaders are fine: pytorch_model.bin, Mistral's consolidated.safetensors.
     others = [file for file in listed if file.endswith(".safetensors") and "/" not in file]
     stale = [file for file in others if file not in used and not file.startswith("consolidated")]
     if stale:
@@ -178,13 +180,13 @@ def _folder_problems(store: Storage, tensors: Mapping[str, StoredTensor]) -> lis
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         nbytes = sum(tensor.info.nbytes for tensor in tensors.values())
         if total != nbytes:
-            problems.append(f"{index_file} says total_size {total}, the files hold {nbytes}; write it again")
+            problems.append(f"{index_file} says total_size {total}, the files have {nbytes}; write it again")
     return problems
 
 
 def open_shards(store: Storage) -> Source:
-    """Open a folder of per-rank safetensors files, as transformers 5 and torch's ``HuggingFaceStorageWriter``
-    leave them: the header of each says where its boxes begin.
+    """Open a folder of per-rank safetensors files, as transformers 5 and torch's ``HuggingFaceStorageWriter`` write
+    them: the header of each file says where its boxes begin.
 
     Raises:
         ConversionError: if whole weights are in the folder too.
@@ -193,47 +195,38 @@ def open_shards(store: Storage) -> Source:
     listed = store.list_files()
     files = [file for file in listed if _SHARD_FILE.fullmatch(file)]
     if whole := [file for file in listed if is_weight_file(file) and file not in files]:
-        raise ConversionError(
-            "The folder holds two models.",
-            expected="either the files of the ranks or whole weights",
-            got=f"{files[0]} and {whole[0]}",
-            where=store.where,
-            todo="remove the one that is out of date",
+        raise _two_models(
+            store, "either the files of the ranks or whole weights", f"{files[0]} and {whole[0]}"
         )
-    chunks: dict[str, list[StoredChunk]] = {}
+    chunks: dict[str, dict[Box, StoredChunk]] = {}
     dtypes: dict[str, DType] = {}
     for file in files:
         tensors, metadata = read_tensors(store, file)
-        starts = _saved_offsets(store, file, metadata)
+        offsets_of = _saved_offsets(store, file, metadata)
         for name, tensor in tensors.items():
             shape = tensor.info.shape
-            box = Box(starts.get(name, (0,) * len(shape)), shape)
+            box = Box(offsets_of.get(name, (0,) * len(shape)), shape)
             if len(box.offsets) != len(shape):
                 raise _odd_shard(store, file, f"{len(shape)} offsets of {name}", box.offsets)
             if dtypes.setdefault(name, tensor.info.dtype) != tensor.info.dtype:
                 raise _odd_shard(store, file, f"{name} of {dtypes[name].name}", tensor.info.dtype.name)
-            chunks.setdefault(name, []).extend(replace(chunk, box=box) for chunk in tensor.chunks)
-            if not tensor.chunks:
-                chunks[name].append(StoredChunk(box, file, 0, 0))
+            chunk = replace(tensor.chunks[0], box=box) if tensor.chunks else StoredChunk(box, file, 0, 0)
+            chunks.setdefault(name, {})[box] = chunk  # replicas have the same bytes: any of them will do
+    tensors = {}
+    for name, chunk_of_box in chunks.items():
+        ends = [tuple(o + n for o, n in zip(box.offsets, box.sizes, strict=True)) for box in chunk_of_box]
+        info = TensorInfo(name, tuple(max(column) for column in zip(*ends, strict=True)), dtypes[name])
+        tensors[name] = StoredTensor(info, tuple(chunk for box, chunk in chunk_of_box.items() if box.numel))
     warning = "these files do not record the shapes of whole tensors: a missing last rank cannot be noticed"
     facts = {"weight files": str(len(files))}
-    return Source("shards", store, _joined(chunks, dtypes), facts=facts, warnings=(warning,))
-
-
-def _joined(chunks: Mapping[str, list[StoredChunk]], dtypes: Mapping[str, DType]) -> dict[str, StoredTensor]:
-    tensors: dict[str, StoredTensor] = {}
-    for name, found in chunks.items():
-        boxes = {chunk.box: chunk for chunk in found}  # replicas hold the same
-        ends = [tuple(o + n for o, n in zip(box.offsets, box.sizes, strict=True)) for box in boxes]
-        info = TensorInfo(name, tuple(max(column) for column in zip(*ends, strict=True)), dtypes[name])
-        tensors[name] = StoredTensor(info, tuple(chunk for box, chunk in boxes.items() if box.numel))
-    return tensors
+    return Source("shards", store, tensors, facts=facts, warnings=(warning,))
 
 
 def _saved_offsets(store: Storage, file: str, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Offsets of a file's boxes by tensor, from its header."""
     try:
-        found = parse_json(metadata.get("DCP_SHARDING_INFO", "{}"))
-        return {str(name): whole_numbers(entry["saved_offsets"]) for name, entry in found.items()}
+        sharding = parse_json(metadata.get("DCP_SHARDING_INFO", "{}"))
+        return {str(name): whole_numbers(entry["saved_offsets"]) for name, entry in sharding.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         got = f"{type(error).__name__}: {error}"
         raise _odd_shard(store, file, "offsets of its boxes in the header", got) from error
@@ -249,62 +242,40 @@ def _odd_shard(store: Storage, file: str, expected: str, got: object) -> Corrupt
     )
 
 
-def joined_files(
-    store: Storage,
-    files: Iterable[str],
-    mapped: Mapping[str, str] | None,
-    read: Callable[[str], Mapping[str, StoredTensor]],
-    index_file: str,
-) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """The tensors of all files, held against what an index says of each; and warnings where they say more than it.
-
-    As transformers loads them: tensors that the index does not name are taken too, and one that lies in several files
-    if its bytes are the same in each (they are read and compared).
+def open_bin_folder(store: Storage, *, trust_pickle: bool = False) -> Source:
+    """Open a folder with ``pytorch_model.bin``, ``pytorch_model_fsdp.bin``, or an index and its files.
 
     Raises:
-        CorruptCheckpointError: if a name is not where the index says, or files hold different tensors of one name.
+        ConversionError: if a file contains no dict of tensors, or its pickle names more than tensors need.
+        CorruptCheckpointError: if index and files disagree or a file is damaged.
     """
-    tables = {file: read(file) for file in files}
-    for name, file in (mapped or {}).items():
-        if name not in tables[file]:
-            other = next(
-                (f"found in {other}" for other, table in tables.items() if name in table), "not there"
-            )
-            raise _disagree(store, index_file, name, f"in {file}", other)
-    tensors: dict[str, StoredTensor] = {}
-    homes: dict[str, str] = dict(mapped or {})
-    twice: list[str] = []
-    for file, table in tables.items():
-        for name, tensor in table.items():
-            home = homes.setdefault(name, file)
-            if home == file:
-                tensors[name] = tensor
-                continue
-            twice.append(name)
-            if not _same_bytes(store, name, tables[home][name], tensor):
-                raise _disagree(
-                    store, index_file, name, f"in {home} alone", f"another one of that name in {file}"
-                )
-    unnamed = [name for name in tensors if mapped is not None and name not in mapped]
-    notes = {"tensors that the index does not name, taken as transformers does": unnamed}
-    notes |= {"tensors that lie in several files, with the same bytes": twice}
-    return tensors, tuple(f"{note}: {some(names)}" for note, names in notes.items() if names)
+    from vescale_fsdp.checkpoint.formats.torch_save.read import (
+        open_torch,
+    )  # safetensors need no pickle reader
 
+    indices = [f"{stem}.bin.index.json" for stem in _BIN_STEMS]
+    singles = [f"{stem}.bin" for stem in _BIN_STEMS]
+    index = next((file for file in indices if store.size(file) is not None), None)
+    mapped = None if index is None else weight_map(store, index)
+    single = next((file for file in singles if store.size(file) is not None), singles[0])
+    files = [single] if mapped is None else sorted(set(mapped.values()))
 
-def _same_bytes(store: Storage, name: str, *tensors: StoredTensor) -> bool:
-    left, right = (SourceView(Source("hf", store, {name: tensor}), name, name) for tensor in tensors)
-    return equal_bytes(left, right)
+    def read(file: str) -> Mapping[str, StoredTensor]:
+        return open_torch(store, file, trust_pickle=trust_pickle).tensors
+
+    tensors, warnings = _tensors_of_files(store, files, mapped, read, index or single)
+    return Source("bin", store, tensors, facts={"weight files": str(len(files))}, warnings=warnings)
 
 
 def weight_map(store: Storage, index_file: str) -> dict[str, str]:
-    """Tensor name -> file, as the index says.
+    """Tensor name -> file, from an index.
 
     Raises:
-        CorruptCheckpointError: if the index is damaged or points outside of the folder.
+        CorruptCheckpointError: if the index is damaged or names files outside of the folder.
     """
     try:
         index = parse_json(store.read(index_file), is_text=True)
-        found = {str(name): str(file) for name, file in index["weight_map"].items()}
+        mapped = {str(name): str(file) for name, file in index["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
             "The index cannot be read.",
@@ -313,10 +284,54 @@ def weight_map(store: Storage, index_file: str) -> dict[str, str]:
             where=f"{store.where}/{index_file}",
             todo="copy the file again from where it was made",
         ) from error
-    for name, file in found.items():
+    for name, file in mapped.items():
         if file.startswith(("/", "\\")) or ".." in file or ":" in file:
             raise _disagree(store, index_file, name, "in a file of the folder", f"mapped to {file}")
-    return found
+    return mapped
+
+
+def _tensors_of_files(
+    store: Storage,
+    files: Iterable[str],
+    mapped: Mapping[str, str] | None,
+    read: Callable[[str], Mapping[str, StoredTensor]],
+    index_file: str,
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """The tensors of all files, compared with the index ``mapped``; and warnings of what the index does not say.
+
+    Like transformers, it takes tensors that the index does not name, and tensors that are in several files with the
+    same bytes, which are read and compared.
+
+    Raises:
+        CorruptCheckpointError: if a name is not where the index says, or files have different tensors of one name.
+    """
+    tables = {file: read(file) for file in files}
+    for name, file in (mapped or {}).items():
+        if name not in tables[file]:
+            others = (f"found in {other}" for other, table in tables.items() if name in table)
+            raise _disagree(store, index_file, name, f"in {file}", next(others, "not there"))
+    tensors: dict[str, StoredTensor] = {}
+    file_of: dict[str, str] = dict(mapped or {})
+    repeated: list[str] = []
+    for file, table in tables.items():
+        for name, tensor in table.items():
+            first = file_of.setdefault(name, file)
+            if first == file:
+                tensors[name] = tensor
+                continue
+            repeated.append(name)
+            copies = (tables[first][name], tensor)
+            left, right = (SourceView(Source("hf", store, {name: copy}), name, name) for copy in copies)
+            if not equal_bytes(left, right):
+                raise _disagree(
+                    store, index_file, name, f"in {first} alone", f"a different one of that name in {file}"
+                )
+    unnamed = [name for name in tensors if mapped is not None and name not in mapped]
+    notes = {
+        "tensors that the index does not name, taken as transformers does": unnamed,
+        "tensors that are in several files, with the same bytes": repeated,
+    }
+    return tensors, tuple(f"{note}: {some(names)}" for note, names in notes.items() if names)
 
 
 def _disagree(store: Storage, index_file: str, name: str, expected: str, got: str) -> CorruptCheckpointError:
@@ -327,28 +342,3 @@ def _disagree(store: Storage, index_file: str, name: str, expected: str, got: st
         where=f"{store.where}/{index_file}",
         todo="copy the folder again from where it was made, or convert it again",
     )
-
-
-_STEMS = ("pytorch_model", "diffusion_pytorch_model", "pytorch_model_fsdp")
-
-
-def open_bin_folder(store: Storage, *, trust_pickle: bool = False) -> Source:
-    """Open a folder with ``pytorch_model.bin``, ``pytorch_model_fsdp.bin``, or an index and its shards.
-
-    Raises:
-        ConversionError: if a file holds no dict of tensors, or its pickle names more than tensors need.
-        CorruptCheckpointError: if index and files disagree or a file is damaged.
-    """
-    indices = [f"{stem}.bin.index.json" for stem in _STEMS]
-    index = next((file for file in indices if store.size(file) is not None), None)
-    mapped = None if index is None else weight_map(store, index)
-    alone = next(
-        (f"{stem}.bin" for stem in _STEMS if store.size(f"{stem}.bin") is not None), f"{_STEMS[0]}.bin"
-    )
-    files = [alone] if mapped is None else sorted(set(mapped.values()))
-
-    def read(file: str) -> Mapping[str, StoredTensor]:
-        return open_torch(store, file, trust_pickle=trust_pickle).tensors
-
-    tensors, notes = joined_files(store, files, mapped, read, index or alone)
-    return Source("bin", store, tensors, facts={"weight files": str(len(files))}, warnings=notes)

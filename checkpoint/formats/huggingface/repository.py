@@ -29,63 +29,62 @@ from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.model_shapes import natural_key
 
 _MODEL, _DIFFUSERS_MODEL = "model", "diffusion_pytorch_model"
-BEING_WRITTEN = ".vescale-being-written"  # in a folder whose files are not all there, or not all of one save
+BEING_WRITTEN = ".vescale-being-written"  # a marker file: the folder is incomplete, or has files of two saves
 _WEIGHTS = re.compile(
     r"(model|diffusion_pytorch_model|pytorch_model|tf_model|flax_model)([-.].*)?\.(safetensors|bin|h5|msgpack)(\.index\.json)?"
 )
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_LFS_POINTER_BYTES = range(100, 301)  # sizes of such files: a version, a hash and a size in text
+
 
 def is_of_diffusers(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a model of diffusers."""
+    """Whether a config.json belongs to a model of diffusers."""
     return isinstance(config.get("_class_name"), str)
 
 
 def stem_of(config: Mapping[str, Any]) -> str:
-    """What the names of weight files begin with, beside such a config.json."""
+    """The start of the names of weight files next to this config.json."""
     return _DIFFUSERS_MODEL if is_of_diffusers(config) else _MODEL
 
 
 def stem_in(files: Collection[str]) -> str:
-    """The same of a folder with these files."""
-    has = {single_of(_DIFFUSERS_MODEL), index_of(_DIFFUSERS_MODEL)}.intersection(files)
-    return (
-        _DIFFUSERS_MODEL if has and not {single_of(_MODEL), index_of(_MODEL)}.intersection(files) else _MODEL
-    )
+    """The start of the names of the weight files among these files."""
+    names = set(files)
+    if {single_of(_MODEL), index_of(_MODEL)} & names:
+        return _MODEL
+    return _DIFFUSERS_MODEL if {single_of(_DIFFUSERS_MODEL), index_of(_DIFFUSERS_MODEL)} & names else _MODEL
 
 
 def single_of(stem: str) -> str:
-    """The file of a model that is one file."""
+    """Name of the weight file of a model in one file."""
     return f"{stem}.safetensors"
 
 
 def index_of(stem: str) -> str:
-    """The index of a model that is several."""
+    """Name of the index of a model in several files."""
     return f"{stem}.safetensors.index.json"
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether a file at the top of a repository holds (or indexes) weights rather than settings."""
+    """Whether a file in a repository's root contains (or indexes) weights rather than settings."""
     return "/" not in name and (_WEIGHTS.fullmatch(name) is not None or name.endswith(".safetensors"))
 
 
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_LFS_POINTER_BYTES = range(100, 301)
-
-
 def refuse_pointers(store: Storage, files: Iterable[str], cause: Exception | None = None) -> None:
-    """Refuse files whose contents git-lfs has not fetched yet.
+    """Refuse files whose content git-lfs has not fetched yet.
 
     Args:
-        cause: what such a file was taken for.
+        cause: the error that reading such a file raised.
 
     Raises:
-        ConversionError: naming them, and what fetches them.
+        ConversionError: with their names, and the command that fetches them.
     """
     small = (file for file in files if (store.size(file) or 0) in _LFS_POINTER_BYTES)
     pointers = [file for file in small if store.read(file, 0, len(_LFS_POINTER)) == _LFS_POINTER]
     if pointers:
         raise ConversionError(
-            "These files are pointers of git-lfs, not what they point to.",
+            "These files are pointers of git-lfs, without the content.",
             expected="the files themselves",
             got=some(pointers),
             where=store.where,
@@ -95,7 +94,7 @@ def refuse_pointers(store: Storage, files: Iterable[str], cause: Exception | Non
 
 CONFIG_FILE = "config.json"
 _SETTINGS = re.compile(
-    r"([0-9]+_[^/]+/|tokenizer[^/]*/)?("  # a module of sentence-transformers, a tokenizer's folder
+    r"([0-9]+_[^/]+/|tokenizer[^/]*/)?("  # folders of a sentence-transformers module or a tokenizer
     r"((?!adapter_)[^/]*config[^/]*|tokenizer[^/]*|[^/]*vocab[^/]*|merges|bpe|modules|normalizer|tekken|params"
     r"|[^/]*processor[^/]*|[^/]*feature_extractor[^/]*|[^/]*tokens(_map)?|chat_template[^/]*)\.json"
     r"|(tokenizer[^/]*|[^/]*vocab[^/]*|merges|dict[^/]*|requirements|[^/]*licen[cs]e[^/]*|notice)\.txt"
@@ -107,109 +106,131 @@ _SETTINGS = re.compile(
     re.IGNORECASE,
 )
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, transformers 4
 
 
 class Assets:
-    """The settings files of a folder or URL, and files there that match a pattern; none at all for None.
+    """The settings files of a folder or URL, which a conversion copies, with the changes to its config.json.
+
+    Args:
+        url: the folder; None for no settings.
+        include: patterns of further files to copy.
+
+    Attributes:
+        files: names of the files that are copied.
+        left: names of other files, which are not copied.
+        config: the original config.json; None if there is none.
 
     Raises:
-        ConversionError: if there are none where there should be, config.json is not JSON, or a pattern matches
-            nothing.
+        ConversionError: if the folder is empty, config.json is not JSON, or a pattern matches no file.
     """
 
     def __init__(self, url: str | None, include: Sequence[str] = ()) -> None:
         self.files: tuple[str, ...] = ()
-        self.left: tuple[str, ...] = ()  # files that stay behind
+        self.left: tuple[str, ...] = ()
         self.config: dict[str, Any] | None = None
-        self._changes: dict[str, Any] = {}  # of settings in config.json; None for those that go
+        self._changes: dict[str, Any] = {}  # in config.json: new values; None removes a key
         if url is None:
             return
         self._store: Storage = open_store(url)
-        found = self._store.list_files()
-        if not found:
+        listed = self._store.list_files()
+        if not listed:
             raise ConversionError(
-                "There are no settings files to carry over.",
+                "There are no settings files to copy.",
                 expected="a folder with config.json, tokenizer files and so on",
                 got="an empty or missing folder",
                 where=url,
                 todo="check the path given with --assets",
             )
-        candidates = sorted((file for file in found if _may_go(file)), key=natural_key)
+        # Weights are written by the conversion; hidden files belong to git or to a download.
+        is_candidate = {f: not is_weight_file(f) and not f.startswith(".") and "/." not in f for f in listed}
+        candidates = sorted((file for file in listed if is_candidate[file]), key=natural_key)
         for pattern in include:
             if not any(fnmatchcase(file, pattern) for file in candidates):
-                raise _no_match(pattern, candidates, url)
-        taken = {f for f in candidates if is_setting(f) or any(fnmatchcase(f, p) for p in include)}
-        self.files = tuple(file for file in candidates if file in taken)
-        self.left = tuple(file for file in candidates if file not in taken)
+                raise ConversionError(
+                    "A pattern of --include-asset matches no file.",
+                    expected=f"patterns that match files such as {', '.join(candidates[:6]) or 'none'}",
+                    got=pattern,
+                    where=url,
+                    todo="correct the pattern; weights in safetensors are never copied",
+                )
+        copied = {f for f in candidates if is_setting(f) or any(fnmatchcase(f, p) for p in include)}
+        self.files = tuple(file for file in candidates if file in copied)
+        self.left = tuple(file for file in candidates if file not in copied)
         refuse_pointers(self._store, self.files)
         if CONFIG_FILE in self.files:
             self.config = _config_in(self._store)
 
+    # Loaders believe config.json, not the weight files, so it changes with the weights.
+
     def set_weights_dtype(self, name: str) -> None:
-        """Keep config.json in step with weights that were cast: loaders believe the config, not the files. Those of
-        diffusers have no such entry."""
+        """Set the dtype of weights that are cast; configs of diffusers have no such entry."""
         if is_of_diffusers(self.config or {}):
             return
         key = next((key for key in _DTYPE_KEYS if key in (self.config or {})), _DTYPE_KEYS[0])
         self._changes[key] = name
 
-    def set_quantization(self, found: dict[str, Any] | None) -> None:
-        """Keep config.json in step with codes that were made, or are gone (None)."""
-        self._changes |= {**dict.fromkeys(QUANTIZATION_KEYS), QUANTIZATION_KEYS[0]: found}
+    def set_quantization(self, settings: dict[str, Any] | None) -> None:
+        """Set the quantisation settings; None if no weight is quantised any more."""
+        self._changes |= {**dict.fromkeys(QUANTIZATION_KEYS), QUANTIZATION_KEYS[0]: settings}
 
-    def name_dtype_held(self, infos: Iterable[TensorInfo], quantized: Collection[str]) -> None:
-        """Keep config.json in step with what is left of the ordinary floats: a type that none has gives way to the one
-        that config.json named before, or else to that of most."""
-        held = _float_types(infos, quantized)
-        if held and _named_dtype(self.settings) not in held:
-            before = _named_dtype(self.config or {})
-            self.set_weights_dtype(
-                before if before is not None and before in held else held.most_common(1)[0][0]
-            )
+    def correct_dtype(self, infos: Iterable[TensorInfo], quantized: Collection[str]) -> None:
+        """Replace a dtype that no ordinary float has: by the original config's if a float has it, else by the most
+        frequent dtype."""
+        counts = _float_types(infos, quantized)
+        if counts and _named_dtype(self.settings) not in counts:
+            dtype = _named_dtype(self.config or {})
+            if dtype is None or dtype not in counts:
+                dtype = counts.most_common(1)[0][0]
+            self.set_weights_dtype(dtype)
 
     def untie(self) -> None:
-        """Keep config.json in step with weights that are stored apart: loaders believe the config."""
+        """Set that embeddings are not tied, for weights that are stored apart."""
         self._changes |= _untied(self.settings)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """config.json as it goes into the result; empty if there is none."""
+        """The changed config.json, which is written; empty if there is none."""
         changed = {**(self.config or {}), **self._changes}
         return {key: value for key, value in changed.items() if value is not None or key not in self._changes}
 
     def disagreements(self, infos: Iterable[TensorInfo], quantized: Collection[str]) -> list[str]:
-        """What config.json says of the weights' types that they deny; loaders believe the config."""
-        config, found = self.settings, list[str]()
-        held, said = _float_types(infos, quantized), _named_dtype(config)
-        if said and held and said not in held:
-            most = held.most_common(1)[0][0]
-            found.append(
-                f"config.json says dtype {said}, the weights are {most}: loaders make them {said}; "
-                f"--dtype {most} (or {said}) makes both agree"
+        """Warnings where config.json and the weights disagree about types or quantisation."""
+        config, warnings = self.settings, list[str]()
+        counts, named = _float_types(infos, quantized), _named_dtype(config)
+        if named and counts and named not in counts:
+            most = counts.most_common(1)[0][0]
+            warnings.append(
+                f"config.json says dtype {named}, the weights are {most}: loaders make them {named}; "
+                f"--dtype {most} (or {named}) makes both agree"
             )
         if self.config is None:
-            found.append(f"no {CONFIG_FILE}: transformers needs one to load the result (--assets DIR)")
-        says_so = any(config.get(key) for key in QUANTIZATION_KEYS)
-        if says_so and not quantized:
-            found.append("config.json has a quantization_config, but no weight is quantised: remove it there")
-        if quantized and self.config is not None and not says_so:
-            name = min(quantized)
-            found.append(f"weights are quantised ({name}), but config.json has no quantization_config")
-        return found
+            warnings.append(f"no {CONFIG_FILE}: transformers needs one to load the result (--assets DIR)")
+        is_said = any(config.get(key) for key in QUANTIZATION_KEYS)
+        if is_said and not quantized:
+            warnings.append(
+                "config.json has a quantization_config, but no weight is quantised: remove it there"
+            )
+        if quantized and self.config is not None and not is_said:
+            warnings.append(
+                f"weights are quantised ({min(quantized)}), but config.json has no quantization_config"
+            )
+        return warnings
 
     def reader(self, file: str) -> Callable[[], Iterable[bytes]]:
-        """How to get a file's bytes, as they go into the result; a few MiB at a time, since some are large."""
-        return lambda: self._read(file)
+        """A function that reads a file in pieces, since some are large; config.json with its changes."""
+        if file != CONFIG_FILE or self.config is None:
+            return lambda: self._store.read_pieces(file)
+        return self._changed_config
 
-    def _read(self, file: str) -> Iterable[bytes]:
-        if file != CONFIG_FILE or not self._changes or self.config is None:
-            return self._store.read_pieces(file)
+    def _changed_config(self) -> Iterable[bytes]:
+        if not self._changes:  # the original bytes, whatever their formatting
+            return self._store.read_pieces(CONFIG_FILE)
         return [(json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n").encode()]
 
 
 def _float_types(infos: Iterable[TensorInfo], quantized: Collection[str]) -> Counter[str]:
-    """How many tensors are ordinary floats of each type."""
+    """Number of ordinary float tensors by dtype."""
     return Counter(i.dtype.name for i in infos if i.dtype.kind == "float" and i.name not in quantized)
 
 
@@ -218,7 +239,7 @@ def _named_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a config, and of its parts (text, vision), that tie no embedding any more."""
+    """The entries of a config that change to untie embeddings, those of its parts (text, vision) included."""
     parts = {key: value for key, value in config.items() if isinstance(value, dict) and _ties(value)}
     return {key: {**value, **_untied(value)} for key, value in parts.items()} | {"tie_word_embeddings": False}
 
@@ -231,19 +252,19 @@ def _ties(config: Mapping[str, Any]) -> bool:
 
 
 def config_class(config: Mapping[str, Any]) -> str | None:
-    """Name of the class that a config.json says the weights are of."""
+    """Name of the model's class in a config.json."""
     classes = config.get("architectures")
     return str(classes[0]) if isinstance(classes, list) and classes else None
 
 
 def own_settings(store: Storage) -> Storage | None:
-    """The folder of settings beside a checkpoint's weights, or in it, as verl leaves them; None if there is none."""
+    """The folder with a checkpoint's own config.json: the checkpoint, or as verl writes it, ``huggingface`` in it."""
     folders = (store, store.child("huggingface"))
     return next((folder for folder in folders if folder.size(CONFIG_FILE) is not None), None)
 
 
 def own_config(store: Storage) -> dict[str, Any]:
-    """The config.json among a checkpoint's own settings; empty if there is none.
+    """A checkpoint's own config.json; empty if there is none.
 
     Raises:
         ConversionError: if it is not JSON.
@@ -256,7 +277,7 @@ def _config_in(store: Storage) -> dict[str, Any]:
     try:
         loaded = parse_json(store.read(CONFIG_FILE), is_text=True)
     except ValueError as error:
-        refuse_pointers(store, [CONFIG_FILE], error)
+        refuse_pointers(store, [CONFIG_FILE], error)  # a more useful message, if it is one
         loaded = f"{type(error).__name__}: {error}"
     if not isinstance(loaded, dict):
         raise ConversionError(
@@ -269,20 +290,6 @@ def _config_in(store: Storage) -> dict[str, Any]:
     return loaded
 
 
-def _no_match(pattern: str, files: Sequence[str], url: str) -> ConversionError:
-    return ConversionError(
-        "A pattern of --include-asset matches no file.",
-        expected=f"patterns that match files such as {', '.join(files[:6]) or 'none'}",
-        got=pattern,
-        where=url,
-        todo="correct the pattern; weights in safetensors do not go along",
-    )
-
-
 def is_setting(file: str) -> bool:
-    """Whether a file of a repository is one of settings, by its name."""
+    """Whether a file of a repository contains settings, by its name."""
     return _SETTINGS.fullmatch(file) is not None
-
-
-def _may_go(file: str) -> bool:
-    return not is_weight_file(file) and not any(part.startswith(".") for part in file.split("/"))

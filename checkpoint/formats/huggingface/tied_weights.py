@@ -4,9 +4,9 @@
     class        lm_head.weight is model.embed_tokens.weight   transformers knows, see `declared_ties`
     elsewhere    both names, and one tensor                    as `save` and torch.save write a tied model
 
-Other formats keep the tie as data: both names lead to the same bytes. A folder is not made by what the class says
-alone: the bytes must be equal. If they differ (training untied them, or the config is another model's) both are
-kept, a warning says so, and the result's config.json ties nothing.
+Other formats record the tie: both names lead to the same bytes. When a folder is written, the class alone does not
+decide: the bytes must be equal too. If they differ (training untied them, or the config is another model's), both
+tensors are written with a warning, and the new config.json declares no ties.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, pieces_of
 Compare = Callable[[TensorView, TensorView], bool]
 """Whether two tensors have the same bytes."""
 
-_FOLDERS = ("hf", "safetensors", "shards", "bin")  # kinds of sources that leave out names
+_FOLDERS = ("hf", "safetensors", "shards", "bin")  # kinds of sources that store one name of tied tensors
 _COMPARE_BYTES = 4 * 2**20  # 4 MiB per side
-# Where transformers is not installed: names of the output projection and of the input embedding in common families.
+# Output projection -> input embeddings in common model families, for hosts without transformers.
 _PAIRS = {
     "lm_head.weight": ("model.embed_tokens.weight", "shared.weight", "transformer.wte.weight"),
     "embed_out.weight": ("gpt_neox.embed_in.weight",),
@@ -38,43 +38,43 @@ _PAIRS = {
 def declared_ties(
     config: Mapping[str, Any], names: Iterable[str] = ()
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Names that folders leave out -> the name that stands for them; and warnings, if it could not be found out.
+    """Names that folders leave out -> the tied name that they store; and warnings if a class could not tell.
 
-    transformers is asked, if it is installed, what the class that config.json names does with these settings: the
-    model is made on the meta device, which takes no memory. It is not imported for settings that tie nothing.
+    The class that config.json names answers, with these settings: from the shipped table, or as transformers builds it
+    on the meta device. It is not asked about settings that tie nothing.
 
     Args:
         config: a config.json.
-        names: of the tensors at hand, for where transformers is not installed.
+        names: names of the model's tensors, to recognize ties without transformers.
     """
-    said, classes = set(_settings(config)), config.get("architectures")
+    declared, classes = set(_tie_settings(config)), config.get("architectures")
     classes = classes if isinstance(classes, list) else ()
-    # Only what is said of the whole model says no: its parts may be untied in themselves.
-    says_no = config.get("tie_word_embeddings") is False and True not in said
-    if says_no or (True not in said and not classes):
+    # A false at the root alone unties the model; its parts may tie weights of their own.
+    is_untied = config.get("tie_word_embeddings") is False and True not in declared
+    if is_untied or (True not in declared and not classes):
         return {}, ()
-    found, warnings = ties_of_class(config, str(classes[0])) if classes else (None, ())
-    if found is None:
+    ties, warnings = ties_of_class(config, str(classes[0])) if classes else (None, ())
+    if ties is None:
         known = set(names)
-        found = {
-            twin: kept
-            for twin, candidates in _PAIRS.items()
-            if True in said and (kept := next((name for name in candidates if name in known), None))
+        ties = {
+            alias: stored
+            for alias, candidates in _PAIRS.items()
+            if True in declared and (stored := next((name for name in candidates if name in known), None))
         }
-    return found, warnings
+    return ties, warnings
 
 
-def _settings(config: Any) -> Iterator[object]:
-    """What a config.json says of ties, of its parts (text, vision) too."""
+def _tie_settings(config: Any) -> Iterator[bool | None]:
+    """The values of ``tie_word_embeddings`` in a config.json and its parts (text, vision); None for invalid ones."""
     for key, value in config.items():
         if key == "tie_word_embeddings":
-            yield value if isinstance(value, bool) else None  # no list can be in a set
+            yield value if isinstance(value, bool) else None
         elif isinstance(value, dict):
-            yield from _settings(value)
+            yield from _tie_settings(value)
 
 
 def left_out_by(source: Source, names: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Names of tied tensors that a Hugging Face folder left out -> one of ``names`` that it has; and warnings."""
+    """Names of tied tensors that a Hugging Face folder left out -> one of ``names`` that it stores; and warnings."""
     if source.kind not in _FOLDERS:
         return {}, ()
     ties, warnings = declared_ties(own_config(source.store), names)
@@ -82,57 +82,55 @@ def left_out_by(source: Source, names: Collection[str]) -> tuple[dict[str, str],
 
 
 def absent_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
-    """Names of tied tensors that are not there -> one of ``names`` that has their values."""
+    """Names of tied tensors that are not among ``names`` -> the one of ``names`` that they are tied to."""
     return _absent(declared_ties(config, names)[0], names)
 
 
-def _absent(ties: Mapping[str, str], there: Collection[str]) -> dict[str, str]:
+def _absent(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
     groups: dict[str, list[str]] = {}
-    for twin, kept in ties.items():
-        while kept in ties:  # tied to what is tied itself
-            kept = ties[kept]
-        groups.setdefault(kept, [kept]).append(twin)
-    known = set(there)
-    found: dict[str, str] = {}
+    for alias, target in ties.items():
+        while target in ties:  # the target is an alias itself
+            target = ties[target]
+        groups.setdefault(target, [target]).append(alias)
+    known = set(names)
+    absent: dict[str, str] = {}
     for group in groups.values():
         stored = [name for name in group if name in known]
         if stored:
-            found |= {name: stored[0] for name in group if name not in known}
-    return found
+            absent |= {name: stored[0] for name in group if name not in known}
+    return absent
 
 
-def find_tied_twins(
-    views: Mapping[str, TensorView],
-    config: Mapping[str, Any] | None,
-    is_equal: Compare | None = None,
+def find_ties(
+    views: Mapping[str, TensorView], config: Mapping[str, Any] | None, is_equal: Compare | None = None
 ) -> tuple[dict[str, str], list[str], dict[str, str]]:
-    """Names to leave out -> the name that holds their bytes; warnings; and ties that the bytes deny.
+    """Names to leave out -> the name that is stored; warnings; and declared ties of tensors with different bytes.
 
     Args:
         is_equal: compares two tensors; None for `equal_bytes`.
     """
     is_equal = is_equal or equal_bytes
-    ties, unsaid = declared_ties(config or {}, views)
-    twins: dict[str, str] = {}
-    warnings = list(unsaid)
-    denied: dict[str, str] = {}
-    for twin, kept in ties.items():
-        if twin not in views or kept not in views:
+    declared, class_warnings = declared_ties(config or {}, views)
+    ties: dict[str, str] = {}
+    warnings = list(class_warnings)
+    differing: dict[str, str] = {}
+    for alias, target in declared.items():
+        if alias not in views or target not in views:
             continue
-        if is_equal(views[twin], views[kept]):
-            twins[twin] = kept
+        if is_equal(views[alias], views[target]):
+            ties[alias] = target
         else:
-            denied[twin] = kept
+            differing[alias] = target
             warnings.append(
-                f"config.json ties {twin} to {kept}, but their bytes differ: both are kept, and the result's "
+                f"config.json ties {alias} to {target}, but their bytes differ: both are kept, and the result's "
                 "config.json says tie_word_embeddings: false"
             )
-    return twins, warnings, denied
+    return ties, warnings, differing
 
 
 def equal_bytes(left: TensorView, right: TensorView) -> bool:
-    """Whether two tensors have the same shape, type and bytes; reads a few MiB at a time, nothing of one that is two
-    names of the same."""
+    """Whether two tensors have the same shape, type and bytes; reads a few MiB at a time, and nothing if both are one
+    stored tensor."""
     import numpy as np
 
     if (left.info.shape, left.info.dtype) != (right.info.shape, right.info.dtype):

@@ -1,14 +1,14 @@
-"""Files that all ranks write together: each puts its own bytes where they belong, and few bytes travel.
+"""Write a Hugging Face repository from all ranks: each rank writes its own bytes in place, and few bytes are sent.
 
-    file         | header |  a  |   b   |    c    |     rank 0 holds the first half of each tensor, rank 1 the rest
-    in place     |        |0 |1 |0  |1  |0   |1   |     no message: a part that is a run of its tensor is one of bytes
-    transposed   |        |. .  |. . .  |. . . .  |     segments with items of both: one rank gets the other's
-    streams      |0       |0 |1 |0  |1  |0   |1   |     one writer for each file: the others send it their segments
+    file         | header |  a  |   b   |    c    |     rank 0 has the first half of each tensor, rank 1 the rest
+    in place     |        |0 |1 |0  |1  |0   |1   |     no message: each part is one range of bytes of its tensor
+    transposed   |        |. .  |. . .  |. . . .  |     segments with items of both ranks: one rank gets the other's
+    streams      |0       |0 |1 |0  |1  |0   |1   |     one writer per file: other ranks send their segments
 
-A file is cut into segments of a few MiB. All ranks know from the manifest who holds what of a segment, and walk those
-that concern them in one order, so that nobody waits in a circle. Bytes of others lie in rooms that were taken
-beforehand, `_ROOMS` segments in all, which is all that a rank holds of them. Whoever fails goes on sending and
-receiving, and raises when all are served.
+A file is cut into segments of a few MiB. All ranks know from the manifest which ranks have items of a segment, and
+process their segments in one order, so that no two ranks wait for each other. Other ranks' bytes are received into
+buffers that are allocated before, `_BUFFERS` segments in all. A rank that fails goes on sending and receiving, and
+raises at the end.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, Storage
 from vescale_fsdp.errors import CheckpointError
 
-_ROOMS = 6  # for the bytes of others: one that comes in, one that is put together, four that are written
+_BUFFERS = 6  # for other ranks' bytes: one receives, one is assembled, four are written
 _MAX_SEGMENT_BYTES = 4 << 20  # 4 MiB
-MIN_BUDGET_BYTES = _ROOMS << 10  # 1 KiB per segment
-_FAILED = -1  # in the place of a number of bytes
+MIN_BUDGET_BYTES = _BUFFERS << 10  # 1 KiB per segment
+_FAILED = -1  # sent in place of a number of bytes
 
 
 Planner = Callable[[HeldShards, Compare], tuple[OutputPlan, Sequence[str]]]
@@ -147,10 +147,10 @@ class FileSegment(NamedTuple):
 
     Attributes:
         file: number of the file.
-        offset: of the first byte in it.
-        turn: which of several replicas brings its items.
-        writer: the rank that writes it.
-        holders: the ranks that bring items, ascending.
+        offset: place of the first byte in the file.
+        turn: number of the segment in its tensor; replicas of items take turns as their sender.
+        writer: the rank that writes the segment.
+        holders: the ranks that provide items, ascending.
     """
 
     file: int
@@ -164,31 +164,32 @@ class FileSegment(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size of the segment."""
         return (self.stop - self.start) * self.view.info.dtype.itemsize
 
     @property
     def is_solo(self) -> bool:
-        """Whether whoever writes it needs nobody else."""
+        """Whether the writer needs no other rank's items."""
         return self.holders in ((self.writer,), ())
 
 
 def segments_of(
     plan: OutputPlan, shards: HeldShards, world_size: int, segment_bytes: int, *, one_writer: bool
 ) -> list[FileSegment]:
-    """The segments that this rank has to do with, in the order in which all ranks walk them. Pure.
+    """The segments that this rank writes or provides items of, in the order in which all ranks process them. Pure.
 
     Args:
         one_writer: whether files are streams, which one rank writes from front to back.
     """
-    found: list[tuple[int, FileSegment]] = []  # (its number in the file, ..)
+    segments: list[tuple[int, FileSegment]] = []  # with the segment's number in its file
     for number, file in enumerate(plan.files):
-        walk = _segments_of_file(number, file, shards, world_size, segment_bytes, one_writer=one_writer)
-        found += enumerate(walk)
-    if one_writer:  # so many files at a time as there are writers
-        found.sort(key=lambda pair: (pair[1].file // world_size, pair[0], pair[1].file))
+        in_file = _segments_of_file(number, file, shards, world_size, segment_bytes, one_writer=one_writer)
+        segments += enumerate(in_file)
+    if one_writer:
+        # Each rank writes one file at a time; segments of these files alternate, so that all ranks write at once.
+        segments.sort(key=lambda pair: (pair[1].file // world_size, pair[0], pair[1].file))
     rank = shards.rank
-    return [segment for _, segment in found if rank == segment.writer or rank in segment.holders]
+    return [segment for _, segment in segments if rank == segment.writer or rank in segment.holders]
 
 
 def _segments_of_file(
@@ -198,7 +199,7 @@ def _segments_of_file(
         view = items.view
         itemsize = view.info.dtype.itemsize
         step = max(1, segment_bytes // itemsize)
-        is_own = not one_writer and shards.lies_in_runs(view)
+        is_own = not one_writer and shards.lies_in_runs(view)  # each rank writes its own range of bytes
         leaf = view.stored
         first, last = shards.own_run(leaf) if is_own and leaf else (items.start, items.stop)
         for turn, start in enumerate(range(first, last, step)):
@@ -215,11 +216,11 @@ def _segments_of_file(
 
 @dataclass
 class JointFiles:
-    """Writes the data files of a plan, one rank's part.
+    """Writes one rank's part of the data files of a plan.
 
     Args:
         storage: the folder.
-        budget_bytes: the most that a rank holds of others' bytes.
+        budget_bytes: the most bytes of other ranks that a rank buffers.
     """
 
     storage: Storage
@@ -227,13 +228,15 @@ class JointFiles:
     shards: HeldShards
     coordinator: Coordinator
     budget_bytes: int
-    _kept: FirstError = field(default_factory=FirstError)
+    _errors: FirstError = field(default_factory=FirstError)
     _open: dict[int, FileWriter] = field(default_factory=dict)
     _jobs: list[Future[None]] = field(default_factory=list)
-    _rooms: SimpleQueue[torch.Tensor] = field(default_factory=SimpleQueue)
+    _buffers: SimpleQueue[torch.Tensor] = field(default_factory=SimpleQueue)
 
     def __post_init__(self) -> None:
-        self._segment_bytes = min(_MAX_SEGMENT_BYTES, self.budget_bytes // _ROOMS) // 16 * 16
+        self._segment_bytes = (
+            min(_MAX_SEGMENT_BYTES, self.budget_bytes // _BUFFERS) // 16 * 16
+        )  # 16: largest itemsize
         self._segments = segments_of(
             self.plan,
             self.shards,
@@ -241,29 +244,29 @@ class JointFiles:
             self._segment_bytes,
             one_writer=self.storage.in_order,
         )
-        # Taken now: a rank that lacks memory later must still be able to answer.
-        meets = any(not segment.is_solo for segment in self._segments)
-        size = self._segment_bytes if meets else 0
+        # Allocated now: a rank that runs out of memory later must still be able to answer other ranks.
+        exchanges = any(not segment.is_solo for segment in self._segments)
+        size = self._segment_bytes if exchanges else 0
         self._incoming = torch.empty(size, dtype=torch.uint8, device="cpu")
-        for _ in range(_ROOMS - 1):
-            self._rooms.put(torch.empty(size, dtype=torch.uint8, device="cpu"))
+        for _ in range(_BUFFERS - 1):
+            self._buffers.put(torch.empty(size, dtype=torch.uint8, device="cpu"))
 
     def _is_mine(self, number: int) -> bool:
-        """Whether this rank makes a file, and writes what is no tensor."""
+        """Whether this rank creates a file and writes its header."""
         return number % self.coordinator.world_size == self.coordinator.rank
 
     def lay_out(self) -> None:
-        """Make the files that are this rank's to make, where ranks write in place; before any of them does."""
+        """Create this rank's files, if ranks write in place; must end on all ranks before any of them writes."""
         for number, file in enumerate(self.plan.files):
             if self._is_mine(number) and not self.storage.in_order:
                 with self.storage.lay_out(file.name, file.nbytes) as out:
                     _write_fixed(file, out)
 
     def write(self) -> None:
-        """Write what is this rank's; durable on return.
+        """Write this rank's bytes; durable on return.
 
         Raises:
-            BaseException: the first thing that went wrong on this rank, when the others have had their parts.
+            BaseException: the first error of this rank, after other ranks have got the bytes that they wait for.
         """
         threads = 1 if self.storage.in_order else max(1, self.storage.write_threads)
         rank = self.coordinator.rank
@@ -273,24 +276,26 @@ class JointFiles:
                 for index, segment in enumerate(self._segments):
                     self._do(pool, segment)
                     while len(self._jobs) > 2 * threads:
-                        self._kept.attempt(self._jobs.pop(0).result)
+                        self._errors.attempt(self._jobs.pop(0).result)
                     if last.get(segment.file) == index:
                         self._finish_file(pool, segment.file)
                 for number in range(len(self.plan.files)):
-                    if self.storage.in_order and self._is_mine(number) and number not in last:  # no tensor
-                        self._kept.attempt(partial(self._writer, number))
+                    if (
+                        self.storage.in_order and self._is_mine(number) and number not in last
+                    ):  # a file without tensors
+                        self._errors.attempt(partial(self._writer, number))
                         self._finish_file(pool, number)
                 while self._jobs:
-                    self._kept.attempt(self._jobs.pop(0).result)
+                    self._errors.attempt(self._jobs.pop(0).result)
         finally:
             for out in self._open.values():
                 out.abort()
-        self._kept.raise_kept()
+        self._errors.raise_kept()
 
     def _finish_file(self, pool: ThreadPoolExecutor, number: int) -> None:
-        """Make a file durable, behind what is being written of it."""
+        """Close a file and make it durable, after the writes to it that are under way."""
         out = self._open.get(number)
-        if out is None or self._kept.error is not None:
+        if out is None or self._errors.error is not None:
             return
         before = list(self._jobs)
 
@@ -303,7 +308,7 @@ class JointFiles:
         self._jobs.append(pool.submit(close))
 
     def _writer(self, number: int) -> FileWriter:
-        """The file, opened when its first byte comes."""
+        """The file's writer, opened at its first use."""
         if number not in self._open:
             file = self.plan.files[number]
             if self.storage.in_order:
@@ -314,27 +319,27 @@ class JointFiles:
         return self._open[number]
 
     def _do(self, pool: ThreadPoolExecutor, segment: FileSegment) -> None:
-        """Write a segment, or have it written: at once as far as others are concerned, the rest behind."""
-        room = None if segment.is_solo else self._exchanged(segment)
+        """Exchange a segment's items with other ranks now, and write the segment in the background."""
+        buffer = None if segment.is_solo else self._exchanged(segment)
         is_writer = segment.writer == self.coordinator.rank
-        out = self._kept.attempt(lambda: self._writer(segment.file)) if is_writer else None
+        out = self._errors.attempt(lambda: self._writer(segment.file)) if is_writer else None
         if out is None:
-            if room is not None:
-                self._rooms.put(room)
+            if buffer is not None:
+                self._buffers.put(buffer)
             return
 
         def work() -> None:
             try:
-                data = self._own_bytes(segment) if room is None else room[: segment.nbytes].numpy()
+                data = self._own_bytes(segment) if buffer is None else buffer[: segment.nbytes].numpy()
                 out.write_at(segment.offset, [data])
             finally:
-                if room is not None:
-                    self._rooms.put(room)
+                if buffer is not None:
+                    self._buffers.put(buffer)
 
         self._jobs.append(pool.submit(work))
 
     def _own_bytes(self, segment: FileSegment) -> Buffer:
-        """A segment that only this rank brings: memory of the tensor itself, where nothing is to be done to it."""
+        """A segment that only this rank provides: the tensor's own memory, where no cast or copy is needed."""
         view, leaf = segment.view, segment.view.stored
         is_plain = leaf is not None and leaf.info.dtype == view.info.dtype and self.shards.lies_in_runs(view)
         if leaf is not None and is_plain and not self.storage.in_order:
@@ -342,10 +347,11 @@ class JointFiles:
         return read_range(view, segment.start, segment.stop, np.empty(segment.nbytes, dtype=np.uint8))
 
     def _exchanged(self, segment: FileSegment) -> torch.Tensor | None:
-        """A room with a segment's bytes, of which others bring some; if it is another's, this rank's go there."""
-        rank, attempt = self.coordinator.rank, self._kept.attempt
-        room = self._rooms.get()
-        data = room[: segment.nbytes].numpy()
+        """A buffer with a segment's bytes from all its holders; None if another rank writes the segment: this rank's
+        bytes are sent to it."""
+        rank, attempt = self.coordinator.rank, self._errors.attempt
+        buffer = self._buffers.get()
+        data = buffer[: segment.nbytes].numpy()
         numbers = None
         if len(segment.holders) > 1:
             view, start, stop, turn = segment[2:6]
@@ -357,12 +363,12 @@ class JointFiles:
         if rank != segment.writer:
             packed = attempt(lambda: _of_rank(data, segment, numbers, rank).view(np.uint8))
             self._send(packed, segment.writer)
-            self._rooms.put(room)
+            self._buffers.put(buffer)
             return None
         for holder in segment.holders:
             if holder != rank:
                 self._receive(data, segment, numbers, holder)
-        return room
+        return buffer
 
     def _send(self, packed: np.ndarray | None, to_rank: int) -> None:
         nbytes = _FAILED if packed is None else packed.nbytes
@@ -373,40 +379,40 @@ class JointFiles:
     def _receive(
         self, data: np.ndarray, segment: FileSegment, numbers: np.ndarray | None, from_rank: int
     ) -> None:
-        """Take what a rank brings, to where it belongs; nothing of one that has failed, which will say so."""
+        """Receive a rank's items and put them into ``data``; a rank that has failed sends none, and raises itself."""
         size = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.coordinator.receive(size, from_rank)
         nbytes = int(size)
         if nbytes > 0:
             self.coordinator.receive(self._incoming[:nbytes], from_rank)
         if nbytes != _FAILED:
-            self._kept.attempt(lambda: self._place(data, segment, numbers, from_rank, nbytes))
+            self._errors.attempt(lambda: self._place(data, segment, numbers, from_rank, nbytes))
 
     def _place(
         self, data: np.ndarray, segment: FileSegment, numbers: np.ndarray | None, from_rank: int, nbytes: int
     ) -> None:
         items = data.view(segment.view.info.dtype.raw)
-        came = self._incoming[:nbytes].numpy().view(items.dtype)
-        wanted = slice(None) if numbers is None else numbers == from_rank + 1
-        if came.size != items[wanted].size:
+        received = self._incoming[:nbytes].numpy().view(items.dtype)
+        selected = slice(None) if numbers is None else numbers == from_rank + 1
+        if received.size != items[selected].size:
             raise CheckpointError(
-                "A rank sent another number of items than it holds.",
-                expected=f"{items[wanted].size} items",
-                got=f"{came.size}",
+                "A rank sent another number of items than it has.",
+                expected=f"{items[selected].size} items",
+                got=f"{received.size}",
                 where=f"{segment.view.info.name}, from rank {from_rank}",
                 todo="report this: ranks have planned differently",
             )
-        items[wanted] = came
+        items[selected] = received
 
 
 def _of_rank(data: np.ndarray, segment: FileSegment, numbers: np.ndarray | None, rank: int) -> np.ndarray:
-    """The items of a segment that a rank brings; all of them where it alone does."""
+    """The items of a segment that a rank provides: all of them if it is the only one."""
     items = data.view(segment.view.info.dtype.raw)
     return items if numbers is None else items[numbers == rank + 1]
 
 
 def _write_fixed(file: FilePlan, out: FileWriter) -> None:
-    """Write what is known of a file from the start: its header."""
+    """Write the bytes of a file that the plan contains: its header."""
     for offset, content in zip(file.offsets, file.contents, strict=True):
         if isinstance(content, FixedBytes):
             out.write_at(offset, [content.data])

@@ -31,9 +31,11 @@ from vescale_fsdp.layout.geometry import Box
 
 ReadRange = Callable[[int, int], bytes]  # (offset, nbytes) -> exactly those bytes
 
-_HEAD_BYTES = 4096  # holds the pickle of a one-tensor archive and the header of its data
+_HEAD_BYTES = 4096  # contains the pickle of an archive of one tensor, and the header of its data
 _READ_BYTES = 2**20  # 1 MiB
-_TAIL_BYTES = 4096  # holds the whole directory of a one-tensor archive; larger ones take a second read
+_TAIL_BYTES = (
+    4096  # contains the directory of an archive of one tensor; larger directories take a second read
+)
 # Records of a zip archive: PKWARE's APPNOTE, sections 4.3.7 to 4.3.16. Each begins with its signature.
 LOCAL_HEADER, LOCAL_SIGNATURE = struct.Struct("<4sHHHHHIIIHH"), b"PK\x03\x04"
 CENTRAL_HEADER, CENTRAL_SIGNATURE = struct.Struct("<4sHHHHHHIIIHHHHHII"), b"PK\x01\x02"
@@ -57,7 +59,7 @@ class TorchArchive:
     ``stand_ins`` as in `load_tensor_pickle`.
 
     Raises:
-        CorruptCheckpointError: from any method, if the bytes are no such archive.
+        CorruptCheckpointError: from any method, if the bytes are not such an archive.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class TorchArchive:
         return self._record_bytes(f"{self._prefix}/data.pkl")
 
     def storage_range(self, key: str) -> tuple[int, int]:
-        """(offset, nbytes) of a storage's bytes, within the archive."""
+        """(offset, nbytes) of a storage's bytes in the archive."""
         record = self._storage(key)
         return self._data_offset(record), record.nbytes
 
@@ -93,10 +95,10 @@ class TorchArchive:
         return record
 
     def storage_crc(self, key: str) -> int | None:
-        """CRC-32 of a storage's bytes, as they were written; None in an archive without checksums.
+        """CRC-32 that the archive records for a storage; None in an archive without checksums.
 
-        ``torch.serialization.set_crc32_options(False)`` leaves a zero with every record, those that are never
-        empty too.
+        ``torch.serialization.set_crc32_options(False)`` writes zero for every record, even for records such as
+        ``data.pkl`` that are never empty.
         """
         return self._storage(key).crc if self._has_crcs else None
 
@@ -105,7 +107,7 @@ class TorchArchive:
         return any(record.crc for record in self._records.values())
 
     def find_crc(self, key: str) -> int:
-        """CRC-32 of a storage's bytes as they are now; reads them all."""
+        """CRC-32 of a storage's current bytes; reads them all."""
         start, nbytes = self.storage_range(key)
         crc = 0
         for at in range(start, start + nbytes, _READ_BYTES):
@@ -114,28 +116,29 @@ class TorchArchive:
         return crc
 
     def chunk(self, box: Box, file: str, start: int, ref: TensorRef, where: str) -> StoredChunk:
-        """A tensor's items and the checksum of their storage, if there is one, in the file whose bytes from
-        ``start`` on are the archive."""
+        """The place of a tensor's items, and the checksum of their storage if there is one.
+
+        Args:
+            box: the box of the whole tensor that the items are.
+            file, start: the archive begins at byte ``start`` of ``file``.
+            where: names the tensor in messages.
+        """
         offset, nbytes = self.storage_range(ref.storage_key)
         crc = self.storage_crc(ref.storage_key)
         checked = (
             None if crc is None else CheckedRange(file, start + offset, nbytes, CRC32, lambda: crc, where)
         )
-        first = start + offset + self._first_byte(ref, nbytes)
-        return StoredChunk(
-            box, file, first, box.numel * ref.dtype.itemsize, ref.strides, checked=checked, signs=ref.signs
-        )
-
-    def _first_byte(self, ref: TensorRef, nbytes: int) -> int:
-        """Of a tensor in its storage of so many bytes; checks that all its items are there."""
         if self._byteorder != "little":
             raise self._damaged("little-endian data", f"{self._byteorder}-endian data")
-        last = sum((n - 1) * s for n, s in zip(ref.shape, ref.strides, strict=True)) if ref.shape else 0
-        is_empty = 0 in ref.shape
-        stop = ref.storage_offset + (0 if is_empty else last + 1)
-        if ref.storage_offset < 0 or min(ref.strides, default=0) < 0 or stop * ref.dtype.itemsize > nbytes:
-            raise self._damaged(f"a storage of at least {stop * ref.dtype.itemsize} bytes", f"{nbytes} bytes")
-        return ref.storage_offset * ref.dtype.itemsize
+        itemsize = ref.dtype.itemsize
+        last = sum((n - 1) * s for n, s in zip(ref.shape, ref.strides, strict=True))
+        stop = ref.storage_offset + (0 if 0 in ref.shape else last + 1)
+        if ref.storage_offset < 0 or min(ref.strides, default=0) < 0 or stop * itemsize > nbytes:
+            raise self._damaged(f"a storage of at least {stop * itemsize} bytes", f"{nbytes} bytes")
+        first = start + offset + ref.storage_offset * itemsize
+        return StoredChunk(
+            box, file, first, box.numel * itemsize, ref.strides, checked=checked, signs=ref.signs
+        )
 
     @cached_property
     def _prefix(self) -> str:
@@ -198,14 +201,15 @@ class TorchArchive:
         return records
 
     def _entry(self, head: tuple[Any, ...], extra: bytes) -> _ZipRecord:
+        """A record, from its fixed fields in the directory and its extra fields."""
         nbytes, header_offset = head[9], head[16]
-        wide = [field == MAX_32 for field in (head[9], head[8], header_offset)]
-        if any(wide):  # the zip64 field lists only the values that did not fit, in this order
+        is_wide = [field == MAX_32 for field in (head[9], head[8], header_offset)]
+        if any(is_wide):  # the zip64 field lists only the values that did not fit, in this order
             values = iter(_zip64_values(extra))
             try:
-                nbytes = next(values) if wide[0] else nbytes
-                _ = next(values) if wide[1] else None
-                header_offset = next(values) if wide[2] else header_offset
+                nbytes = next(values) if is_wide[0] else nbytes
+                _ = next(values) if is_wide[1] else None  # the compressed size
+                header_offset = next(values) if is_wide[2] else header_offset
             except StopIteration:
                 raise self._damaged("a complete zip64 field", repr(extra)) from None
         return _ZipRecord(header_offset, nbytes, head[7], head[4] == 0)
@@ -234,6 +238,7 @@ class TorchArchive:
 
 
 def _zip64_values(extra: bytes) -> list[int]:
+    """The values in the zip64 field among a record's extra fields; empty if there is none."""
     position = 0
     while position + 4 <= len(extra):
         tag, size = struct.unpack_from("<HH", extra, position)
@@ -245,16 +250,17 @@ def _zip64_values(extra: bytes) -> list[int]:
 
 
 def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
-    """The object in ``data``, a torch.save archive; ``weights_only`` unless trusted.
+    """The object in a torch.save archive of plain values; torch loads other objects, with ``weights_only`` unless
+    trusted.
 
     Raises:
-        ConversionError: if the archive is damaged or holds more than plain values.
+        ConversionError: if the archive is damaged, or contains objects that torch refuses.
     """
     try:
         archive = TorchArchive(lambda offset, nbytes: data[offset : offset + nbytes], len(data), where=where)
         return load_plain_pickle(archive.pickle, where=where)
     except (LookupError, CorruptCheckpointError):
-        pass  # torch knows more types and older forms, and judges what is damaged
+        pass  # torch reads more types and older formats, and reports what is damaged
     import torch
 
     try:

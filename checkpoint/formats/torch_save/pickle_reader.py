@@ -1,10 +1,10 @@
-"""Read pickles without running what they name.
+"""Read pickles without running the code that they name.
 
 A pickle is a program that may call anything importable. Checkpoints need little of that: a few record types, sizes,
-dtypes, numpy's numbers and arrays, and the functions that rebuild a tensor. The unpicklers here know those names only
-and put plain stand-ins in their place, so opening an unknown checkpoint runs none of its code and imports neither torch
-nor numpy. Any other name is refused; ``trust=True`` imports it instead, as torch would, and ``stand_ins=True`` puts an
-`UnreadObject` in its place. Trainers pickle loss scalers and arguments together with the weights: refusing those
+dtypes, numpy's numbers and arrays, and the functions that rebuild a tensor. The unpicklers here know only those names
+and replace them by plain stand-ins, so that opening an unknown checkpoint runs none of its code and imports neither
+torch nor numpy. Any other name is refused; ``trust=True`` imports it instead, as torch would, and ``stand_ins=True``
+replaces it by an `UnreadObject`. Trainers pickle loss scalers and arguments together with the weights: refusing those
 would refuse the weights.
 """
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class UnheldArrayError(Exception):
-    """The pickle holds an array of what no format here can, such as objects and texts."""
+class _NotDenseError(Exception):
+    """The pickle contains a tensor or an array that no format here can store."""
 
 
 class NumpyType:
-    """Stand-in for numpy's dtype: the code of a number, and the order of its bytes."""
+    """Stand-in for numpy's dtype: a code such as ``f4``, and the byte order."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.code, self.order = code, "<"
@@ -42,10 +42,10 @@ class NumpyType:
 
 
 class ArrayRef:
-    """A numpy array, which a pickle holds in itself."""
+    """A numpy array, whose bytes are in the pickle itself."""
 
     def __init__(self) -> None:
-        self.dtype, self.shape = dtype_from_torch("uint8"), (0,)  # as numpy makes it before it is filled
+        self.dtype, self.shape = dtype_from_torch("uint8"), (0,)  # numpy's pickles make an empty array first
         self._code, self._order, self.data = "u1", "C", b""
 
     def __setstate__(self, state: Any) -> None:
@@ -53,11 +53,11 @@ class ArrayRef:
         self.fill(data, kind, shape, "F" if is_fortran else "C")
 
     def fill(self, data: Any, kind: Any, shape: Any, order: str) -> None:
-        """Become what a pickle says: bytes, a `NumpyType`, a shape, rows or columns first."""
+        """Set the bytes, the type (a `NumpyType`), the shape and the order: C for rows first, F for columns first."""
         code = kind.code if isinstance(kind, NumpyType) else str(kind)
         dtype = dtype_from_numpy(code)
         if dtype is None:
-            raise UnheldArrayError(f"a numpy array of type {code!r}")
+            raise _NotDenseError(f"a numpy array of type {code!r}")
         self.dtype, self.shape = dtype, tuple(shape)
         self._code, self._order, self.data = kind.order + code, order, bytes(data)
         if len(self.data) != math.prod(self.shape) * self.dtype.itemsize:
@@ -78,19 +78,19 @@ def _empty_array(*_: Any) -> ArrayRef:
 
 
 def _array_of_buffer(data: Any, kind: Any, shape: Any, order: str) -> ArrayRef:
-    """How protocol 5 writes an array."""
-    found = ArrayRef()
-    found.fill(data, kind, shape, order)
-    return found
+    """An array as protocol 5 pickles it."""
+    array = ArrayRef()
+    array.fill(data, kind, shape, order)
+    return array
 
 
 def _numpy_scalar(kind: Any, data: bytes) -> int | float | complex | bool:
-    """A number of numpy's as one of Python's, with the same value."""
+    """A numpy scalar as a Python number of the same value."""
     letters = _NUMPY_NUMBERS.get(kind.code) if isinstance(kind, NumpyType) else None
     if letters is None:
         raise pickle.UnpicklingError(f"a numpy scalar of type {getattr(kind, 'code', kind)!r}")
-    found: tuple[Any, ...] = struct.unpack(kind.order + letters, data)
-    return complex(*found) if len(found) > 1 else found[0]
+    parts: tuple[Any, ...] = struct.unpack(kind.order + letters, data)
+    return complex(*parts) if len(parts) > 1 else parts[0]
 
 
 _NUMPY_NUMBERS = {  # numpy's code -> the struct module's
@@ -119,7 +119,7 @@ ARRAY_NAMES: dict[tuple[str, str], Any] = {
 
 
 class UnreadObject:
-    """Takes whatever its pickle tells it, and keeps attributes alone."""
+    """Stand-in for an object of any class: accepts whatever its pickle does with it, and keeps only attributes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass
@@ -132,25 +132,20 @@ class UnreadObject:
         return UnreadObject()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Of a kind of dict."""
+        """Pickles of dict subclasses call this."""
 
     def append(self, item: Any) -> None:
-        """Of a kind of list."""
+        """Pickles of list subclasses call this."""
 
     def extend(self, items: Any) -> None:
-        """Of a kind of list."""
+        """Pickles of list subclasses call this."""
 
     def add(self, item: Any) -> None:
-        """Of a kind of set."""
-
-
-def unread_type(module: str, name: str) -> type[UnreadObject]:
-    """A stand-in for a class, or for a function, which becomes what it would have returned."""
-    return type(f"{module}.{name}", (UnreadObject,), {})  # never taken for one that is known
+        """Pickles of set subclasses call this."""
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is made of numbers, texts and containers of them alone."""
+    """Whether a value consists of numbers, strings and containers of them."""
     if isinstance(value, Mapping):
         return all(is_plain(key) and is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -158,7 +153,7 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
 
 
-# What a damaged pickle may raise from inside the unpickler, by trial with flipped and missing bytes.
+# Errors that the unpickler raises for damaged pickles, found by flipping and removing bytes.
 _DAMAGE = (
     pickle.UnpicklingError,
     AttributeError,
@@ -175,17 +170,13 @@ _DAMAGE = (
 )
 
 
-class _NotDenseError(Exception):
-    """The pickle holds a tensor that no format here can."""
-
-
 class Record:
-    """Stand-in for a record type of torch: attributes as they were pickled, no behaviour."""
+    """Stand-in for a record type of torch: its pickled attributes, without behaviour."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
 
-    if TYPE_CHECKING:  # a method of this name would be asked for every `__setstate__` that is not there
+    if TYPE_CHECKING:  # at run time the unpickler would call it for a missing `__setstate__`
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -213,21 +204,21 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class ShardRef:
-    """A DTensor as a rank pickled it: the rank's part, and where it belongs."""
+    """A DTensor as a rank pickled it: the rank's part and its placement."""
 
     local: TensorRef
     shape: tuple[int, ...]  # of the full tensor
-    placements: tuple[Record, ...]  # stand-ins, named as torch's placements
+    placements: tuple[Record, ...]  # stand-ins with the class names of torch's placements
     coordinates: tuple[int, ...]  # of the rank, one per mesh axis
 
 
 @dataclass(frozen=True)
 class PiecesRef:
-    """A ShardedTensor (FSDP1's) as a rank pickled it: the rank's boxes, which say themselves where they belong."""
+    """A ShardedTensor (of FSDP1) as a rank pickled it: the rank's boxes."""
 
     shape: tuple[int, ...]  # of the full tensor
     dtype: DType
-    pieces: tuple[tuple[tuple[int, ...], TensorRef], ...]  # offsets in the full tensor, and the box
+    pieces: tuple[tuple[tuple[int, ...], TensorRef], ...]  # (offsets in the full tensor, items)
 
 
 class _Fields(tuple[Any, ...]):
@@ -242,7 +233,7 @@ def _rebuild_wrapper(*args: Any) -> Any:
 
 
 def _rebuild_typed(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
-    """A tensor with Python attributes, which matter only if it is one rank's part of a tensor."""
+    """A tensor of a subclass or with attributes; a rank's part of a tensor for DTensor and ShardedTensor."""
     if function is not _rebuild_wrapper:
         return function(*args)
     if kind is not _SHARDED_TENSOR and getattr(kind, "__name__", "") != "DTensor":
@@ -270,8 +261,9 @@ def _path(*parts: str) -> str:
     return "/".join(parts)
 
 
-def _layout(code: Any) -> Any:
-    return code
+def _first(value: Any, *_: Any) -> Any:
+    """The first argument: of calls whose other arguments do not matter here."""
+    return value
 
 
 def _rebuild_v2(
@@ -299,40 +291,38 @@ def _rebuild_v3(
 
 
 def _signs(dtype: DType, flags: Any) -> int:
-    """Bits that differ between an item as it is stored and as torch would read it.
+    """Bits that differ between a stored item and its value.
 
-    torch conjugates and negates lazily: the storage keeps the old values, and flags go with the tensor.
+    torch conjugates and negates lazily: the storage keeps the old values, and the tensor has flags.
     """
     if unknown := set(flags) - {"conj", "neg"}:
         raise _NotDenseError(f"a tensor with {', '.join(sorted(map(str, unknown)))} set")
     conj, neg = bool(flags.get("conj")), bool(flags.get("neg"))
     if (conj and dtype.kind != "complex") or (neg and dtype.kind not in ("float", "complex")):
         raise _NotDenseError(f"a {dtype.name} tensor that is lazily conjugated or negated")
-    real, last = (
-        1 << (dtype.bits // 2 - 1),
-        1 << (dtype.bits - 1),
-    )  # little-endian: the imaginary part is last
+    # Sign bits of the real and the imaginary part; in little-endian items the imaginary part is last.
+    real, last = 1 << (dtype.bits // 2 - 1), 1 << (dtype.bits - 1)
     if dtype.kind == "float":
         return last if neg else 0
     return (real if neg else 0) | (last if conj != neg else 0)
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How protocol 2 writes bytes."""
+    """Bytes as protocol 2 pickles them."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"unknown encoding {encoding!r}")
     return text.encode("latin1")
 
 
 def _nested_class(outer: Any, name: str) -> type[Record]:
-    """What a pickle of protocol 2 asks ``getattr`` for: a class inside a class, of which torch has one."""
+    """``getattr`` in a pickle of protocol 2: a nested class; torch's pickles name only this one."""
     if (outer, name) != (_SHARDED_TENSOR, "ProcessGroupState"):
         raise pickle.UnpicklingError(f"an attribute {name!r} of {outer!r}")
     return Record
 
 
 def _stand_in_attribute(outer: Any, name: str) -> Any:
-    """The same where classes are stand-ins: members of an enum are, too."""
+    """``getattr`` where classes are stand-ins, whose attributes (members of an enum) are stand-ins too."""
     if isinstance(outer, type) and issubclass(outer, UnreadObject):
         return UnreadObject()
     return _nested_class(outer, name)
@@ -341,11 +331,7 @@ def _stand_in_attribute(outer: Any, name: str) -> Any:
 _SHARDED_TENSOR = type("ShardedTensor", (Record,), {"ProcessGroupState": Record})
 
 
-def _rebuild_parameter(data: TensorRef, *_: Any) -> TensorRef:
-    return data
-
-
-STORAGE_TYPES = {  # torch's class of a storage -> type of its items
+STORAGE_TYPES = {  # torch's storage class -> dtype of its items
     "BoolStorage": "bool",
     "ByteStorage": "uint8",
     "CharStorage": "int8",
@@ -362,21 +348,21 @@ STORAGE_TYPES = {  # torch's class of a storage -> type of its items
 
 
 def _no_bytes(*args: Any) -> bytes:
-    """How protocol 2 writes empty bytes."""
+    """``bytes()``, as protocol 2 pickles empty bytes."""
     if args:
         raise pickle.UnpicklingError("bytes of something else")
     return b""
 
 
 def _default_dict(*_: Any) -> dict[Any, Any]:
-    """A defaultdict as a dict: what it would make for missing keys is no value."""
+    """A defaultdict as a dict: its factory is not data."""
     return {}
 
 
 _BUILTINS: dict[str, Any] = {
     each.__name__: each for each in (set, frozenset, list, dict, tuple, int, float, complex, str, bool)
 }
-_BUILTINS |= {"long": int, "unicode": str, "bytes": _no_bytes}  # as protocol 2 calls them
+_BUILTINS |= {"long": int, "unicode": str, "bytes": _no_bytes}  # names in protocol 2
 _PLAIN_NAMES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("collections", "Counter"): dict,  # in the state of torch's MultiStepLR
@@ -388,7 +374,7 @@ _PLAIN_NAMES: dict[tuple[str, str], Any] = {
 _TORCH_NAMES: dict[tuple[str, str], Any] = {
     **{("torch", dtype.torch_name): dtype for dtype in DTYPES if dtype.torch_name},
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _layout,
+    ("torch.serialization", "_get_layout"): _first,
     ("collections", "OrderedDict"): OrderedDict,
 }
 _METADATA_NAMES: dict[tuple[str, str], Any] = {
@@ -405,7 +391,7 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
         )
     },
     ("torch.distributed.checkpoint.metadata", "TensorProperties"): _PropertiesRecord,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _layout,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _first,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): type("_StorageInfo", (Record,), {}),
     **{
         (module, name): _path
@@ -424,9 +410,9 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     ("torch", "UntypedStorage"): None,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,  # it has attributes
-    ("torch", "Tensor"): type("Tensor", (Record,), {}),  # of one with attributes
+    ("torch._utils", "_rebuild_parameter"): _first,
+    ("torch._utils", "_rebuild_parameter_with_state"): _first,  # a parameter with attributes
+    ("torch", "Tensor"): type("Tensor", (Record,), {}),  # the class of a tensor with attributes
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_typed,
     ("torch._utils", "_rebuild_wrapper_subclass"): _rebuild_wrapper,
     ("torch", "device"): _path,
@@ -456,13 +442,13 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): _SHARDED_TENSOR,
     **{(module, "getattr"): _nested_class for module in ("builtins", "__builtin__")},
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _PropertiesRecord,
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _layout,
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _first,
     ("torch.distributed.tensor._dtensor_spec", "TensorMeta"): _Fields,
     ("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry"): _Fields,
 }
 
 
-# Tensors that no format here holds. Trusting the pickle would not help.
+# Functions that rebuild tensors which no format here can store, even from a trusted pickle.
 _NOT_DENSE = {
     ("torch._utils", "_rebuild_sparse_tensor"): "a sparse tensor",
     ("torch._utils", "_rebuild_qtensor"): "a tensor of a quantised type",
@@ -476,20 +462,19 @@ _NOT_DENSE = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Knows Python's own containers only."""
+    """Knows only Python's own numbers, strings and containers."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _PLAIN_NAMES.get((module, name))
-        if found is None:
+        if (module, name) not in _PLAIN_NAMES:
             raise LookupError(f"{module}.{name}")
-        return found
+        return _PLAIN_NAMES[module, name]
 
     def persistent_load(self, pid: Any) -> Any:
         raise LookupError("a tensor")
 
 
 class _AllowListUnpickler(pickle.Unpickler):
-    """Knows the given names and no others; with stand-ins, others are `UnreadObject` and nothing is imported."""
+    """Knows the given names; others are refused, imported (``trust``) or replaced (``stand_ins``)."""
 
     def __init__(
         self,
@@ -506,14 +491,18 @@ class _AllowListUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NOT_DENSE:
             raise _NotDenseError(_NOT_DENSE[module, name])
-        if self._stand_ins and ((module, name) not in self._names or name == "getattr"):
-            return _stand_in_attribute if name == "getattr" else unread_type(module, name)
-        if self._trust and ((module, name) not in self._names or name == "getattr"):
+        # `getattr` is among the names, for one nested class; the other modes need it for more.
+        is_other = (module, name) not in self._names or name == "getattr"
+        if self._stand_ins and is_other:
+            # A new class, never equal to a known one. In place of a function, it makes the result.
+            unread = type(f"{module}.{name}", (UnreadObject,), {})
+            return _stand_in_attribute if name == "getattr" else unread
+        if self._trust and is_other:
             return super().find_class(module, name)
         if (module, name) in self._names:
             return self._names[module, name]
         raise ConversionError(
-            "The checkpoint's pickle names something that is not needed to read tensors.",
+            "The checkpoint's pickle names code that is not needed to read tensors.",
             expected="only torch's checkpoint records, sizes, dtypes and tensor rebuilds",
             got=f"{module}.{name}",
             where=self._where,
@@ -534,13 +523,13 @@ class _AllowListUnpickler(pickle.Unpickler):
 def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
     try:
         return unpickler.load()
-    except (_NotDenseError, UnheldArrayError) as error:
+    except _NotDenseError as error:
         raise ConversionError(
-            "The checkpoint holds a tensor that cannot be converted.",
+            "The checkpoint contains a tensor that cannot be converted.",
             expected="dense tensors of torch's plain types",
             got=error,
             where=where,
-            todo="save it dense (to_dense, dequantize), or leave it out of what is saved",
+            todo="save it dense (to_dense, dequantize), or do not save it",
         ) from error
     except _DAMAGE as error:
         raise CorruptCheckpointError(
@@ -553,12 +542,11 @@ def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
 
 
 def load_dcp_metadata(data: bytes, *, where: str, trust: bool = False, stand_ins: bool = False) -> Record:
-    """The Metadata record of a DCP ``.metadata`` file, as attributes without behaviour; arguments as of
-    `load_tensor_pickle`.
+    """The Metadata record of a DCP ``.metadata`` file; arguments as of `load_tensor_pickle`.
 
     Raises:
-        ConversionError: if the pickle names anything outside the allow-list and is not trusted.
-        CorruptCheckpointError: if it is damaged or something else than such a record.
+        ConversionError: if the pickle names anything outside the allow-list, without ``trust`` and ``stand_ins``.
+        CorruptCheckpointError: if it is damaged or contains another object.
     """
     unpickler = _AllowListUnpickler(data, _METADATA_NAMES, where, trust=trust, stand_ins=stand_ins)
     loaded = _load(unpickler, "The checkpoint's metadata", where)
@@ -575,16 +563,16 @@ def load_dcp_metadata(data: bytes, *, where: str, trust: bool = False, stand_ins
 
 
 def load_tensor_pickle(data: bytes, *, where: str, trust: bool = False, stand_ins: bool = False) -> Any:
-    """What a torch.save archive's ``data.pkl`` holds, with a `TensorRef` in place of every tensor.
+    """The object in the ``data.pkl`` of a torch.save archive, with a `TensorRef` in place of every tensor.
 
     Args:
         data: the pickle.
-        where: it is, for messages.
-        trust: import what is outside the allow-list.
-        stand_ins: put an `UnreadObject` in its place, and import nothing.
+        where: path of the archive, for messages.
+        trust: import names outside the allow-list, which may run any code.
+        stand_ins: replace such names by `UnreadObject`, and import nothing.
 
     Raises:
-        ConversionError: if the pickle names anything outside the allow-list, and neither is asked for.
+        ConversionError: if the pickle names anything outside the allow-list, without ``trust`` and ``stand_ins``.
         CorruptCheckpointError: if it is damaged.
     """
     unpickler = _AllowListUnpickler(data, _TENSOR_NAMES, where, trust=trust, stand_ins=stand_ins)
@@ -592,7 +580,7 @@ def load_tensor_pickle(data: bytes, *, where: str, trust: bool = False, stand_in
 
 
 def load_plain_pickle(data: bytes, *, where: str) -> Any:
-    """A value made of numbers, texts and containers of them.
+    """A value that consists of numbers, strings and containers of them.
 
     Raises:
         LookupError: if the pickle names anything else.

@@ -4,9 +4,9 @@
 
 The pickle contains plain values, torch's records by name, and tensors as references to storage records of the archive
 (protocol 2, as torch.save writes; see `pickletools`). Sizes are known before the data is copied, checksums only
-afterwards. So a descriptor with the CRC-32 follows each storage (zip's way of streaming, and torch's), and the
-directory is computed last. Storages begin at multiples of 64 bytes, as torch writes them, so that
-``torch.load(mmap=True)`` gets aligned tensors. Format: PKWARE's APPNOTE, sections 4.3 and 4.5.3 (zip64).
+afterwards. So each storage is followed by a descriptor with its CRC-32, as zip and torch stream, and the directory is
+computed last. Storages begin at multiples of 64 bytes, as torch writes them, so that ``torch.load(mmap=True)`` gets
+aligned tensors. Format: PKWARE's APPNOTE, sections 4.3 and 4.5.3 (zip64).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Global(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What ``func(*args)`` returns when the pickle is read."""
+    """The result of ``func(*args)``, which is called when the pickle is read."""
 
     func: Global
     args: tuple[Any, ...]
@@ -68,7 +68,8 @@ class Call:
 
 @dataclass(frozen=True)
 class New:
-    """An instance of a record type, made without calling it, with this state (a dict, or what it takes)."""
+    """An instance of a record type, created without ``__init__``, with this state (a dict, or what its ``__setstate__``
+    takes)."""
 
     cls: Global
     state: Any
@@ -76,7 +77,7 @@ class New:
 
 @dataclass(frozen=True)
 class TensorOut:
-    """A row-major tensor that is the whole of one storage record, whose items may be repeated along some dims."""
+    """A row-major tensor of all items of one storage record; along ``repeated`` dims its stride is 0."""
 
     storage_key: str
     dtype: DType
@@ -119,20 +120,17 @@ class _Writer:
     def put(self, value: Any) -> None:
         kind = type(value)
         if kind not in _OPCODES_OF:
-            known = next((base for base in _OPCODES_OF if issubclass(kind, base)), None)
-            if known is None and not isinstance(value, Mapping):
-                raise self._refused(kind)
-            _OPCODES_OF[kind] = _OPCODES_OF[known or dict]
+            base = next((base for base in _OPCODES_OF if issubclass(kind, base)), None)
+            if base is None and not isinstance(value, Mapping):
+                raise ConversionError(
+                    "A value cannot be written in this format.",
+                    expected="numbers, strings, bytes, lists, tuples, sets and dicts",
+                    got=f"{kind.__module__}.{kind.__qualname__}",
+                    where=self._where,
+                    todo="leave the value out with --exclude",
+                )
+            _OPCODES_OF[kind] = _OPCODES_OF[base or dict]
         _OPCODES_OF[kind](self, value)
-
-    def _refused(self, kind: type) -> ConversionError:
-        return ConversionError(
-            "A value cannot be written in this format.",
-            expected="numbers, strings, bytes, lists, tuples, sets and dicts",
-            got=f"{kind.__module__}.{kind.__qualname__}",
-            where=self._where,
-            todo="leave the value out with --exclude",
-        )
 
     def _put_constant(self, value: bool | None) -> None:
         self.out += b"N" if value is None else b"\x88" if value else b"\x89"
@@ -167,7 +165,7 @@ class _Writer:
         self.put(Call(Global("builtins", "complex"), (value.real, value.imag)))
 
     def _put_set(self, items: Set[Any]) -> None:
-        # Sorted: the same bytes in every process, so that an interrupted conversion goes on.
+        # Sorted: a resumed conversion must write the same bytes, and sets have another order in each process.
         self.put(Call(Global("builtins", type(items).__name__), (tuple(sorted(items, key=repr)),)))
 
     def _put_mapping(self, mapping: Mapping[Any, Any]) -> None:
@@ -177,7 +175,7 @@ class _Writer:
             self.put(item)
         self.out += b"u"
 
-    # Names repeat thousands of times in metadata: the second time a reference will do.
+    # Names repeat thousands of times in metadata: from the second time on, they are written as references.
 
     def _put_str(self, value: str) -> None:
         if not self._put_reference(value):
@@ -189,20 +187,20 @@ class _Writer:
             self._put_new(value, f"c{value.module}\n{value.name}\n".encode())
 
     def _put_reference(self, value: Global | str) -> bool:
-        place = self._memo.get(value)
-        if place is None:
+        index = self._memo.get(value)
+        if index is None:
             return False
-        self.out += b"j" + _UINT(place)
+        self.out += b"j" + _UINT(index)
         return True
 
     def _put_new(self, value: Global | str, opcodes: bytes) -> None:
         self.out += opcodes + b"r" + _UINT(len(self._memo))
         self._memo[value] = len(self._memo)
 
-    # So do sizes and types, which are written of nothing but references and numbers the second time.
+    # Sizes and types repeat too. From the second time on they consist of references and numbers, so bytes are reused.
 
     def _put_again(self, key: object, write: Callable[[], None]) -> None:
-        """What ``write`` writes, from what it wrote before for the same key if that can be said again."""
+        """Call ``write``, or repeat the bytes that it wrote for the same key if they define no new name."""
         known = self._written.get(key)
         if known is not None:
             self.out += known
@@ -232,7 +230,7 @@ class _Writer:
         else:
             write()
 
-    # A tensor is torch's call, whose first argument is a persistent id: only the key of the storage in it is new.
+    # A tensor is a call whose first argument is a persistent id; tensors of one shape differ only in the storage's key.
 
     def _put_tensor(self, value: TensorOut) -> None:
         dtype, shape = value.dtype, value.shape
@@ -264,7 +262,7 @@ class _Writer:
         self._put_again((dtype, shape, value.repeated), write_after)
 
 
-# How the values of a type are written, and those of types made from it; the first that fits.
+# Writers of values by type; a subclass uses the first base in this order.
 _OPCODES_OF: dict[type, Callable[[_Writer, Any], None]] = {
     type(None): _Writer._put_constant,
     bool: _Writer._put_constant,
@@ -285,17 +283,17 @@ _OPCODES_OF: dict[type, Callable[[_Writer, Any], None]] = {
 }
 
 
-_ALIGNMENT_BYTES = 64
+_ALIGNMENT_BYTES = 64  # of storages, as torch.save aligns them
 _UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
-_VERSION_NEEDED = 45  # zip64
-_PADDING_TAG = b"FB"
+_VERSION_NEEDED = 45  # to extract: 4.5, for zip64
+_PADDING_TAG = b"FB"  # torch's extra field for padding
 
 
 class _PlannedRecord(NamedTuple):
     name: bytes
     nbytes: int
     offset: int  # of the local header, in the archive
-    crc: int  # 0 for a storage, whose stream tells
+    crc: int  # 0 for a storage, whose CRC-32 is known only after it is written
     storage: int | None = None
 
     @property
@@ -316,7 +314,7 @@ def plan_archive(pickle: bytes, storages: Sequence[TensorItems], first_index: in
         first_index: number of contents before the archive in its file.
     """
     sizes = tuple(items.nbytes for items in storages)
-    # A checkpoint holds thousands of archives of one tensor, and few that differ in more than its items.
+    # DCP has thousands of archives of one tensor, most of them with equal pickles and sizes.
     plan = (_small_archive if len(sizes) < 2 else _ArchivePlan)(pickle, sizes)
     contents: list[Content] = [FixedBytes(plan.head)]
     for number, items in enumerate(storages):
@@ -333,7 +331,7 @@ class _ArchivePlan:
         self._sizes = sizes
         self._records: list[_PlannedRecord] = []
         self._position = 0
-        self._fixed = [b""]  # before the first storage, behind its descriptor, behind that of the second, ...
+        self._fixed = [b""]  # bytes before the first storage, and after each storage's descriptor
         self._add("data.pkl", pickle)
         self._add(".format_version", b"1")
         self._add(".storage_alignment", str(_ALIGNMENT_BYTES).encode())
@@ -359,7 +357,7 @@ class _ArchivePlan:
 
     @property
     def head(self) -> bytes:
-        """What comes before the first storage: everything, if there is none."""
+        """Bytes before the first storage; the whole archive if there is none."""
         return self._fixed[0] if self._sizes else self._fixed[0] + self._directory(lambda _: 0)
 
     def nbytes_after(self, number: int) -> int:
@@ -369,7 +367,7 @@ class _ArchivePlan:
         return known + (self._directory_bytes if is_last else 0)
 
     def after(self, number: int, first_index: int, crc_of: CrcOf) -> bytes:
-        """Those bytes; the archive's first content is number ``first_index`` of its file."""
+        """Bytes between a storage and the next, or the end; ``first_index`` as in `plan_archive`."""
 
         def crc_of_storage(storage: int) -> int:
             return crc_of(first_index + 2 * storage + 1)
@@ -393,7 +391,7 @@ _small_archive = lru_cache(maxsize=256)(_ArchivePlan)
 
 
 def _local_header(record: _PlannedRecord) -> bytes:
-    """The header, padded so that the data begins at a multiple of the alignment."""
+    """A record's header, padded so that the data begins at a multiple of the alignment."""
     wide = struct.pack("<HHQQ", ZIP64_TAG, 16, 0, 0) if record.is_wide else b""
     fixed = 30 + len(record.name) + len(wide)
     padding = -(record.offset + fixed + 4) % _ALIGNMENT_BYTES
@@ -404,8 +402,8 @@ def _local_header(record: _PlannedRecord) -> bytes:
 
 
 def _shared_fields(record: _PlannedRecord, crc: int, nbytes: int, extra: bytes) -> tuple[int, ...]:
-    """What local header and directory say alike: version, flags, method, time, date, checksum, sizes, lengths."""
-    date = 0x21  # 1 January 1980: results do not depend on when they were made
+    """Fields of local header and directory: version, flags, method, time, date, checksum, sizes, lengths."""
+    date = 0x21  # 1 January 1980: equal states give equal files
     lengths = (len(record.name), len(extra))
     return (_VERSION_NEEDED, record.flags, 0, 0, date, crc, nbytes, nbytes, *lengths)
 
@@ -440,14 +438,14 @@ def _end(count: int, nbytes: int, start: int) -> bytes:
 
 
 def plan_torch(state: CarriedState, file: str) -> OutputPlan:
-    """One file that ``torch.load(file, weights_only=True)`` reads; what a source repeats by strides is stored once.
+    """One file that ``torch.load(file, weights_only=True)`` reads; items that strides repeat are stored once.
 
     Raises:
-        ConversionError: for values that are no plain data.
+        ConversionError: for values that are not plain data.
     """
     leaves: dict[Path, Any] = {}
     storages: list[TensorItems] = []
-    keys: dict[str, str] = {}  # of the storage of each tensor
+    keys: dict[str, str] = {}  # tensor -> key of its storage; tied tensors share one
     for name, view in state.views.items():
         info, first = view.info, state.aliases.get(name, name)
         if first not in keys:

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from tests.support.distributed import run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.checkpoint import CheckpointManager, ReshardableLoader, ReshardableSampler, Resharded
+from vescale_fsdp.checkpoint import CheckpointManager
+from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, Resharded
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.membership import Quorum
 

@@ -7,6 +7,9 @@ once, by two ranks, at the first commit of 0.1's flat modules; `write` shows how
 
 from __future__ import annotations
 
+import importlib
+import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import vescale_fsdp
 from tests.support.checkpoint_states import SHAPES, full, ragged_group
 from tests.support.distributed import run_ranks
-from vescale_fsdp import optim, quantize
+from vescale_fsdp import optim, pickled_paths, quantize
 from vescale_fsdp.checkpoint import PerRank
 
 GOLDEN = Path(__file__).parent.parent / "golden_pickles"
@@ -77,6 +80,18 @@ def test_values_are_read() -> None:
     assert found.pop("per rank").value == expected.pop("per rank").value
 
     assert expected == found
+
+
+def test_new_pickles_name_public_packages() -> None:
+    """Not the modules that define the classes, so that these can move."""
+    strings = [arg for _, arg, _ in pickletools.genops(pickle.dumps(values())) if isinstance(arg, str)]
+    named = {text for text in strings if text.startswith("vescale_fsdp")}
+
+    assert named == {f"vescale_fsdp{name}" for name in ("", ".layout", ".quantize", ".checkpoint")}
+    for packages in pickled_paths.CLASSES.values():
+        for package, names in packages.items():
+            found = {name: getattr(importlib.import_module(package), name) for name in names.split()}
+            assert {name: value.__module__ for name, value in found.items()} == dict.fromkeys(found, package)
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "Muon", "Shampoo"])

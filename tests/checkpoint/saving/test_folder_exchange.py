@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from vescale_fsdp.checkpoint import DCP, save
+from vescale_fsdp.checkpoint import save
+from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.storage import file_system
 from vescale_fsdp.checkpoint.storage.file_system import move_over
 from vescale_fsdp.checkpoint.storage.local import LocalStorage

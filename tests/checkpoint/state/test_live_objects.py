@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import Rows, fully_shard
-from vescale_fsdp.checkpoint import async_save, get_model_state_dict, load, read_state, save
+from vescale_fsdp.checkpoint import async_save, load, read_state, save
+from vescale_fsdp.checkpoint.state_dict import get_model_state_dict
 from vescale_fsdp.errors import CheckpointError, PartialLoadError
 from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon, Shampoo
 

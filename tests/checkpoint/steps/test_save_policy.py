@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import (
-    AllOf,
-    AnyOf,
     BeforeDeadline,
     BestOf,
     CheckpointManager,
@@ -25,14 +23,13 @@ from vescale_fsdp.checkpoint import (
     OnSignal,
     RamTier,
     RetentionPolicy,
-    SaveContext,
     SavePolicy,
     latest,
     read_state,
 )
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
 from vescale_fsdp.checkpoint.steps.retention import StepRecord
-from vescale_fsdp.checkpoint.steps.save_policy import check_policy
+from vescale_fsdp.checkpoint.steps.save_policy import AllOf, AnyOf, SaveContext, check_policy
 from vescale_fsdp.checkpoint.steps.save_schedule import SaveSchedule
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 

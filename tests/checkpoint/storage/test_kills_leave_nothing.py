@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-import vescale_fsdp
 from vescale_fsdp.checkpoint import CheckpointManager, RamTier
+from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.formats.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -24,9 +24,7 @@ STRIDE = 1 if os.environ.get("FAULTS") == "all" else 3
 
 def _manager(folder: Path) -> CheckpointManager:
     ram = RamTier("run", folder=folder / "shm", keep_last=9)
-    return CheckpointManager(
-        folder / "root", ram=ram, export=vescale_fsdp.checkpoint.DCP(), export_every=2, retention=9
-    )
+    return CheckpointManager(folder / "root", ram=ram, export=DCP(), export_every=2, retention=9)
 
 
 def _save(folder: Path) -> None:

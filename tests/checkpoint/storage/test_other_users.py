@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-import vescale_fsdp
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, save
+from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.save import Format
 from vescale_fsdp.checkpoint.storage.journal import Journal
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -164,7 +164,6 @@ def test_a_planted_journal_is_not_continued(shared: Path) -> None:
 
 def test_a_planted_working_folder_is_not_used(shared: Path, tmp_path: Path) -> None:
     """The folder beside an export has a name that can be foreseen: a link there would have its target emptied."""
-    import vescale_fsdp
 
     victim = tmp_path / "victim"
     victim.mkdir()
@@ -172,14 +171,14 @@ def test_a_planted_working_folder_is_not_used(shared: Path, tmp_path: Path) -> N
     (shared / ".out.saving").symlink_to(victim)
     os.lchown(shared / ".out.saving", OTHER, OTHER)
     with pytest.raises(CheckpointError):
-        save(shared / "out", _state(), format=vescale_fsdp.checkpoint.DCP())
+        save(shared / "out", _state(), format=DCP())
     assert [path.name for path in victim.iterdir()] == ["precious"]
     (shared / ".out.saving").unlink()
     assert as_other((shared / ".out.saving").mkdir)
     with pytest.raises(CheckpointError):
-        save(shared / "out", _state(), format=vescale_fsdp.checkpoint.DCP())
+        save(shared / "out", _state(), format=DCP())
     (shared / ".out.saving").rmdir()
-    save(shared / "out", _state(), format=vescale_fsdp.checkpoint.DCP())
+    save(shared / "out", _state(), format=DCP())
     assert (shared / "out" / ".metadata").is_file()
 
 
@@ -198,7 +197,7 @@ def test_bad_paths_are_named(shared: Path, tmp_path: Path) -> None:
             return
         raise OSError("it was taken")
 
-    for format in ("native", "zarr", vescale_fsdp.checkpoint.DCP()):
+    for format in ("native", "zarr", DCP()):
         for path in (tmp_path / "file", tmp_path / "file" / "c"):
             refused(path, format)
         assert as_other(partial(refused, closed / "c", format)), format

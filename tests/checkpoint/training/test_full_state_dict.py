@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import Element, Granularity, Whole, fully_shard
-from vescale_fsdp.checkpoint import set_model_state_dict, set_optimizer_state_dict, set_state_dict
+from vescale_fsdp.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
 from vescale_fsdp.errors import UnsupportedOpError
 
 FULL = StateDictOptions(full_state_dict=True)

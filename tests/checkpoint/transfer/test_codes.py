@@ -11,7 +11,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8, quantize
+from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8
 from vescale_fsdp.torch_private import local_of
 from vescale_fsdp.transfer.description import describe_states
 from vescale_fsdp.transfer.links import codes, scales
@@ -30,7 +30,7 @@ def moved(codec: BlockCodec, first: int) -> tuple[bool, int]:
     mesh = cpu_mesh()
     # Each row is larger than the one before: what one rank knows of a cut block is not what the other knows.
     full = (torch.randn(ROWS, COLS) * torch.linspace(1, 60, ROWS)[:, None]).bfloat16()
-    wanted = quantize(full.float(), codec)
+    wanted = codec.quantize(full.float())
     cut = RaggedShard.from_piece_numels(full.shape, [first, full.numel() - first])
     state = {"w": distribute_tensor(full, mesh, [cut])}
     parts = {"c": wanted.codes, "s": wanted.scales}

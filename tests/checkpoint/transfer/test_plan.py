@@ -15,9 +15,9 @@ from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, La
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.quantize import Fp8Blocks
-from vescale_fsdp.transfer import codes, concatenate, demand, rank_transfers, scales
+from vescale_fsdp.transfer import demand, rank_transfers
 from vescale_fsdp.transfer.description import DescribedTensor, StateDescription, describe_states
-from vescale_fsdp.transfer.links import Link
+from vescale_fsdp.transfer.links import Link, codes, concatenate, scales
 from vescale_fsdp.transfer.plan import TransferPlan, balanced_shares, plan_transfer
 from vescale_fsdp.transfer.rank_transfers import RankTransfers
 

@@ -12,11 +12,10 @@ from torch.distributed.tensor import distribute_tensor as distribute_stock
 from tests.checkpoint.transfer.live_states import Placed, all_meshes, placed, state_of
 from tests.dtensor.test_properties import search_together
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp.quantize import Fp8Blocks, Int8Rows, Mxfp8, quantize
+from vescale_fsdp.quantize import Fp8Blocks, Int8Rows, Mxfp8
 from vescale_fsdp.torch_private import StridedShard, local_of
-from vescale_fsdp.transfer import codes, concatenate, index, permute, scales, slice, stack
 from vescale_fsdp.transfer.description import describe_states
-from vescale_fsdp.transfer.links import Link
+from vescale_fsdp.transfer.links import Link, codes, concatenate, index, permute, scales, slice, stack
 from vescale_fsdp.transfer.plan import plan_transfer
 from vescale_fsdp.transfer.transfer import Transfer
 
@@ -38,7 +37,7 @@ class Case(NamedTuple):
 
 def made_of(a: torch.Tensor, b: torch.Tensor, codec: Any) -> dict[str, tuple[Link, torch.Tensor]]:
     """Links to two source tensors of one shape, each with the expected tensor."""
-    quantized = quantize(a.float(), codec) if a.dim() == 2 else None
+    quantized = codec.quantize(a.float()) if a.dim() == 2 else None
     found: dict[str, tuple[Link, torch.Tensor]] = {"same": ("a", a), "cast": ("a", a.bfloat16())}
     found["wide"] = ("half", a.bfloat16().float())
     if a.dim():
@@ -55,7 +54,7 @@ def made_of(a: torch.Tensor, b: torch.Tensor, codec: Any) -> dict[str, tuple[Lin
     if quantized is not None and a.numel():
         found["codes"] = (codes("a", codec), quantized.codes)
         found["scales"] = (scales("a", codec), quantized.scales)
-        both = torch.stack([quantized.codes, quantize(b.float(), codec).codes])
+        both = torch.stack([quantized.codes, codec.quantize(b.float()).codes])
         found["experts"] = (stack(codes("a", codec), codes("b", codec)), both)
         found["turned codes"] = (permute(codes("a", codec)), quantized.codes.t().contiguous())
     return found

@@ -197,7 +197,7 @@ def test_a_killed_merge_goes_on(tmp_path: Path) -> None:
         (_pair("l.0.q", 3, 20, 24), {}, r"matrices \(4, 24\)"),
         (_pair("l.0.q", 4, 20, 40), {}, r"l\.0\.q: \(4, 40\)"),
         ({"l.0.q.lora_A.weight": (4, 24)}, {}, "A and B"),
-        (_pair("l.0.q", 4, 20, 24), {"use_dora": True}, "A and B and magnitudes"),
+        (_pair("l.0.q", 4, 20, 24), {"use_dora": True}, "A, B and magnitudes"),
         ({"l.0.q.bias": (25,)}, {}, r"l\.0\.q\.bias of shape \(20,\)"),
         ({"l.0.q.token_adapter.trainable_tokens_delta": (2, 2)}, {}, "token_adapter"),
         (_pair("l.0.q", 4, 20, 24), {"peft_type": "LOHA"}, "peft_type LOHA"),

@@ -338,7 +338,7 @@ BAD_RULES = {
     'hf = "layers.{l}.w"\nours = "w.{l}"\n[[rule]]\nhf = "layers.0.w"\nours = "x"': "two for layers.0.w",
     'hf = "layers.{l}.w"\nours = "w.{l}"\nops = [{ pad = { dim = 0, from = "rows", to = 9 } }]': "rows",
     'hf = "layers.{l}.w"\nours = "w.{l}"\nops = [{ reshape = { hf = [3], ours = [4] } }]': "this shape",
-    'hf = "layers.{l}.w"\nours = "w"': "do not fit together",
+    'hf = "layers.{l}.w"\nours = "w"': "do not match",
     "hf = 3": "cannot be read",
 }
 

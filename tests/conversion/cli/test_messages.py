@@ -101,11 +101,11 @@ def _unfinished_download(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (_unfinished_native, r"native save that did not end: its manifest\.json(.|\n)*older step"),
-        (_unfinished_dcp, r"did not end: its \.metadata(.|\n)*__0_0\.distcp(.|\n)*older checkpoint"),
+        (_unfinished_native, r"native save did not finish: its manifest\.json(.|\n)*older step"),
+        (_unfinished_dcp, r"did not finish: its \.metadata(.|\n)*__0_0\.distcp(.|\n)*older checkpoint"),
         (_unfinished_copy, r"copy or download(.|\n)*no model-00001-of-00003(.|\n)*00003-of-00003"),
-        (_unfinished_conversion, r"conversion that did not end(.|\n)*--resume"),
-        (_unfinished_download, r"download that did not end(.|\n)*again"),
+        (_unfinished_conversion, r"conversion did not finish(.|\n)*--resume"),
+        (_unfinished_download, r"download did not finish(.|\n)*again"),
     ],
 )
 def test_unfinished_saves(tmp_path: Path, make: object, told: str) -> None:
@@ -265,11 +265,11 @@ def _main(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> tuple[int, str]
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("plan {source} --shards 4 --out {file}", "a file is where a folder would be"),
-        ("plan {source} --shards 4 --out {file}/inside", "a file is where a folder would be"),
-        ("report {source} --out {folder}", "name a file"),
-        ("report {source} --out {file}/inside.html", "a file is where a folder would be"),
-        ("to-hf {source} {loop}", "links go in a circle"),
+        ("plan {source} --shards 4 --out {file}", "a file is in the place of a folder"),
+        ("plan {source} --shards 4 --out {file}/inside", "a file is in the place of a folder"),
+        ("report {source} --out {folder}", "choose another path"),
+        ("report {source} --out {file}/inside.html", "a file is in the place of a folder"),
+        ("to-hf {source} {loop}", "circle of links"),
         ("to-torch {source} {folder}/" + "x" * 300, "a shorter name"),
         ("inspect " + "x" * 300, "a shorter name"),
     ],

@@ -86,7 +86,6 @@ except SystemExit:
 OF_HELP = {
     "vescale_fsdp.checkpoint.manifest.file_names",
     "vescale_fsdp.checkpoint.storage.progress",
-    "vescale_fsdp.conversion.checks.byte_sizes",
     "vescale_fsdp.conversion.cli.commands",
     "vescale_fsdp.conversion.cli.main",
     "vescale_fsdp.conversion.cli.options",

@@ -16,9 +16,9 @@ from tests.support.dtype_zoo import zoo
 from vescale_fsdp.checkpoint import save, verify
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.cli.main import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
 
 

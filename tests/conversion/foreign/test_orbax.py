@@ -264,5 +264,5 @@ def test_an_array_that_is_missing(tmp_path: Path) -> None:
     (tmp_path / "_METADATA").write_text(json.dumps({"tree_metadata": {"w": _entry(("w",), "jax.Array")}}))
     with pytest.raises(VescaleError, match=r"w/zarr\.json"):
         open_source(str(tmp_path))
-    with pytest.raises(ConversionError, match="known kind"):
+    with pytest.raises(ConversionError, match="known format"):
         open_source(str(tmp_path), kind="nothing")

@@ -27,10 +27,10 @@ from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.conversion.checks.describe import describe
-from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.report.describe import describe
 
 SAVED = ("native", "zarr", "unsplit", "unsplit-zarr", "ram", "dcp")  # by the engine, and by torch
 CONVERTED = {"to-zarr": "zarr", "to-vescale": "native", "to-dcp": "dcp", "to-torch": "torch"}

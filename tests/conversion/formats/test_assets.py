@@ -134,5 +134,5 @@ def test_the_command(repository: Path, tmp_path: Path) -> None:
     """The option, and the line that names what stayed."""
     command = [sys.executable, "-m", "vescale_fsdp.conversion", "to-hf", str(repository), str(tmp_path / "o")]
     run = subprocess.run([*command, "--include-asset", "*.gguf"], capture_output=True, text=True, check=True)
-    assert "files not taken along" in run.stdout and "adapter_config.json" in run.stdout
+    assert "files not copied" in run.stdout and "adapter_config.json" in run.stdout
     assert (tmp_path / "o" / "model-q4.gguf").exists() and not (tmp_path / "o" / "optimizer.pt").exists()

@@ -178,7 +178,7 @@ def test_missing_and_unknown_sources(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="nothing to read"):
         open_source(str(tmp_path))
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(ConversionError, match="known kind"):
+    with pytest.raises(ConversionError, match="known format"):
         open_source(str(tmp_path))
 
 

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 
 from vescale_fsdp.checkpoint import save as save_native
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.conversion.checks.describe import describe
 from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.report.describe import describe
 from vescale_fsdp.errors import CorruptCheckpointError, VescaleError
 
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "60"))
@@ -220,7 +220,7 @@ def test_a_state_that_holds_itself(tmp_path: Path) -> None:
     state: dict[str, object] = {"w": torch.ones(1)}
     state["self"] = state
     torch.save(state, tmp_path / "m.pt")
-    with pytest.raises(CorruptCheckpointError, match="holds itself"):
+    with pytest.raises(CorruptCheckpointError, match="contains itself"):
         open_source(str(tmp_path / "m.pt"))
 
 

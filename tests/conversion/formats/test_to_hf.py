@@ -23,8 +23,8 @@ from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.formats.huggingface.plan import plan_shards
 from vescale_fsdp.checkpoint.formats.huggingface.repository import Assets
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
-from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
+from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch

@@ -17,8 +17,8 @@ from tests.support.checkpoint_states import full
 from tests.support.dtype_zoo import same_bytes, zoo
 from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.formats.zarr import plan as to_zarr
-from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch

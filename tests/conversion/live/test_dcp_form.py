@@ -17,7 +17,8 @@ from tests.conversion.live.live_models import bytes_of_folder, ragged
 from tests.support.checkpoint_states import SHAPES, assert_equal, erase, full, mixed_state, plain
 from tests.support.distributed import run_ranks
 from tests.support.faults.stream_storage import StreamStorage
-from vescale_fsdp.checkpoint import DCP, PerRank, async_save, save
+from vescale_fsdp.checkpoint import PerRank, async_save, save
+from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.errors import CheckpointError, ConversionError
 
 FIRST = next(iter(SHAPES))

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.conversion.live.live_models import CASES, bytes_of_folder, converted, form, model, ragged, settings
 from tests.support.distributed import RankError, run_ranks
 from tests.support.faults.stream_storage import StreamStorage
-from vescale_fsdp.checkpoint import DCP, CheckpointManager, EverySteps, PerRank, async_save, read_state, save
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, async_save, read_state, save
 from vescale_fsdp.checkpoint.async_save import AsyncSaver
+from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.formats.huggingface import class_check
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
 from vescale_fsdp.checkpoint.state.capture import take_state
@@ -98,7 +99,7 @@ def _misuse(folder: Path) -> None:
     refused(state, HuggingFace(assets=assets / "tokenizer"), "lack config.json")
     refused(state, HuggingFace(assets=assets, rules=str(folder / "none.toml")), "none.toml")
     more = {**state, "step": 3, "rng": PerRank(rank)}
-    refused(more, plain, "cannot hold all", "step", "rng", "model_prefix")
+    refused(more, plain, "cannot contain all", "step", "rng", "model_prefix")
     refused({"step": 3}, plain, "No model weights")
     misfits = {
         "model": {"0.qkv": torch.ones(31, 4), "0.experts": torch.ones(2, 4, 4), "padded": torch.ones(15, 2)}

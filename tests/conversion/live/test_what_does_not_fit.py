@@ -16,7 +16,8 @@ from torch import nn
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.checkpoint import SourceOptions, get_optimizer_state_dict, load, save
+from vescale_fsdp.checkpoint import SourceOptions, load, save
+from vescale_fsdp.checkpoint.state_dict import get_optimizer_state_dict
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, ConversionError, CorruptCheckpointError, VescaleError
 
@@ -230,7 +231,7 @@ def test_damage_in_what_ranks_share(tmp_path: Path) -> None:
 def test_no_source_at_all(tmp_path: Path) -> None:
     """What is no checkpoint is said to be none."""
     (tmp_path / "x").write_text("x")
-    with pytest.raises((ConversionError, CorruptCheckpointError), match="known kind"):
+    with pytest.raises((ConversionError, CorruptCheckpointError), match="known format"):
         load(tmp_path / "x", Small())
 
 

@@ -16,10 +16,10 @@ import torch
 
 from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.moves.carried_state import whole_state
-from vescale_fsdp.conversion.checks.describe import describe
-from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.report.describe import describe
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules
 

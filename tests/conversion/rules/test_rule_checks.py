@@ -24,7 +24,7 @@ ops = [{ rope = { heads = [1, 0] } }, { concat = { dim = 0, sizes = [2, 2, 2] } 
     [
         ({"a.0.q": 4, "a.0.k": 2, "other": 1}, RULES, "none for other"),
         ({"a.0.q": 4, "a.0.k": 2, "a.1.q": 4}, RULES, r"only a\.1\.q"),
-        ({"a.0.q": 4, "a.0.k": 3}, RULES, "size that the rule says"),
+        ({"a.0.q": 4, "a.0.k": 3}, RULES, "size in the rule"),
         ({"a.0.q": 4, "a.0.k": 3}, RULES, r"2 in dim 0 \(2\)(.|\n)*where: a\.0\.k"),
         ({"c": 1}, RULES + '[[rule]]\nhf = "c"\nours = "d"\n', r"nothing matches a\.\{l\}\.q"),
         ({"a.0.q": 4, "a.0.k": 2}, RULES + '[[rule]]\nhf = "a.{x}.q"\nours = "z.{x}"\n', "two for a.0.q"),
@@ -33,7 +33,7 @@ ops = [{ rope = { heads = [1, 0] } }, { concat = { dim = 0, sizes = [2, 2, 2] } 
             'format = 1\n[[rule]]\nhf="c"\nours="d"\n[[rule]]\nhf="e"\nours="d"\n',
             "made twice",
         ),
-        ({"c": 1}, 'format = 1\n[[rule]]\nhf="c.{l}"\nours="d"\n', "do not fit together"),
+        ({"c": 1}, 'format = 1\n[[rule]]\nhf="c.{l}"\nours="d"\n', "do not match"),
         ({"c": 1}, 'format = 1\n[[rule]]\nhf="c"\nours="d"\nops=[{exec="x"}]\n', "does not exist"),
         ({"c": 1}, "format = 2\n", "format = 1"),
         ({"c": 1}, "format = 1\n[[rules]]\n", "the tables"),
@@ -44,7 +44,7 @@ ops = [{ rope = { heads = [1, 0] } }, { concat = { dim = 0, sizes = [2, 2, 2] } 
         ({"c": 1}, 'format = 1\n[rename]\n"a" = "b"\n', "extends = one of"),
         ({"c": 1}, 'format = 1\nextends = "torchtitan-llama"\n[rename]\n"wq" = "b"\n', r"wq(.|\n)*rename"),
         ({"c": 3}, 'format = 1\n[[rule]]\nhf="c"\nours="d"\nops=[{rope={heads="1"}}]\n', "multiple of 1 x 2"),
-        ({"a": 2, "b": 2, "c": 2}, THREE, "fewer tensors"),
+        ({"a": 2, "b": 2, "c": 2}, THREE, "fewer numbers"),
         (
             {"c": 6},
             'format = 1\n[[rule]]\nhf="c"\nours="d"\nops=[{reshape={hf=[6, 2], ours=[5, 2]}}]\n',

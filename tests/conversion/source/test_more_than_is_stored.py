@@ -13,9 +13,9 @@ import zarr
 
 from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.conversion import ConvertOptions, convert, diff, open_source
-from vescale_fsdp.conversion.checks.describe import describe
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report
+from vescale_fsdp.conversion.report.describe import describe
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 _HUGE = 2**40

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from vescale_fsdp.checkpoint import load as load_native
 from vescale_fsdp.checkpoint import save as save_native
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError
 
@@ -287,7 +287,7 @@ def test_two_sources_of_one_name(tmp_path: Path) -> None:
         convert(open_source(_save("torch", state, tmp_path / "src")), str(tmp_path / "o.pt"), "torch", chosen)
 
     state = {"generator": {"a": torch.ones(2), "b": torch.ones(3)}, "generator.c": torch.ones(1)}
-    with pytest.raises(ConversionError, match=r"x made twice, of a and of b"):
+    with pytest.raises(ConversionError, match=r"x made twice, from a and from b"):
         run(state, ("x", "a"), ("x", "b"), ("y", "c"), model_prefix="generator")
     state = {"a": torch.ones(2), "train_state": {"step": torch.ones(4)}}
     with pytest.raises(ConversionError, match=r"a and train_state\.step become train_state\.step"):

@@ -20,7 +20,7 @@ from tests.house.docs.page_blocks import Block
 from tests.support.optim_cases import full_value
 from vescale_fsdp.checkpoint import load
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions
-from vescale_fsdp.quantize import QuantizedGather, quantize
+from vescale_fsdp.quantize import QuantizedGather
 
 
 def assert_trained_alike(
@@ -201,7 +201,7 @@ def _cast_forward(layer: nn.Module, policy: Any, x: torch.Tensor) -> torch.Tenso
 def _sent(param: torch.Tensor, policy: Any) -> torch.Tensor:
     value = param.detach()
     if isinstance(policy, QuantizedGather) and value.ndim == 2:
-        value = quantize(value, policy.codecs).dequantize()
+        value = policy.codecs.quantize(value).dequantize()
     return value.to(policy.param_dtype)
 
 
@@ -217,6 +217,7 @@ class _PlainMuon:
     """torch's Muon, and its AdamW for the rest."""
 
     granularity = vescale_fsdp.optim.Muon.granularity
+    split_params = vescale_fsdp.optim.Muon.split_params
 
     def __init__(self, matrices: Any, *, lr: float, adamw_params: Any) -> None:
         adamw = torch.optim.AdamW(adamw_params, **asdict(AdamWOptions()))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# Packages with an `__all__`, and the modules that users name because they need a stack installed. Of these the names
-# are spelled out: importing some of them needs the stack.
+# Packages, and public modules for special subjects, each with an `__all__`.
 PACKAGES = (
     "vescale_fsdp",
     "vescale_fsdp.checkpoint",
@@ -19,7 +18,26 @@ PACKAGES = (
     "vescale_fsdp.optim",
     "vescale_fsdp.quantize",
 )
+MODULES = (
+    "vescale_fsdp.checkpoint.data",
+    "vescale_fsdp.checkpoint.dcp",
+    "vescale_fsdp.checkpoint.state_dict",
+    "vescale_fsdp.transfer.links",
+)
+# Classes that only methods take or return. They have no public name, but a page.
+OF_METHODS = (
+    "vescale_fsdp.checkpoint.formats.read_state.CheckpointTensor",  # CheckpointReader.Tensor
+    "vescale_fsdp.checkpoint.steps.retention.StepRecord",  # CheckpointManager.Record
+    "vescale_fsdp.checkpoint.steps.save_policy.SaveContext",  # SavePolicy.Context
+    "vescale_fsdp.layout.group_layout.ModelLayout",
+    "vescale_fsdp.layout.group_layout.Piece",
+    "vescale_fsdp.layout.group_layout.PieceRun",
+    "vescale_fsdp.layout.group_layout.TensorSlot",
+    "vescale_fsdp.layout.placement.StridedRaggedShard",
+)
+# Names of modules that need a stack installed: importing some of them needs the stack.
 OF_STACKS = (
+    "vescale_fsdp.elastic.torchft_membership.TorchftMembership",
     "vescale_fsdp.integrations.accelerate.VescalePlugin",
     "vescale_fsdp.integrations.lightning.VescaleFabricStrategy",
     "vescale_fsdp.integrations.lightning.VescaleStrategy",
@@ -33,9 +51,9 @@ OF_STACKS = (
 
 
 def public_names() -> dict[str, Any]:
-    """Full name -> object, of all packages; those of stacks are not imported."""
+    """Full name -> object, of all packages and public modules; those of stacks are not imported."""
     found = {}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *MODULES):
         module = importlib.import_module(package)
         found.update({f"{package}.{name}": getattr(module, name) for name in module.__all__})
     return found

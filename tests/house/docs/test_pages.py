@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.house.docs.page_blocks import blocks_of, run_page
 from tests.house.docs.plain_training import assert_alike, assert_trained_alike, trained_by, trains
-from tests.house.docs.public_names import OF_STACKS, PUBLIC
+from tests.house.docs.public_names import OF_METHODS, OF_STACKS, PUBLIC
 from tools.docs.pictures import FOLDER, pictures
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ NOTES = [
 @pytest.mark.parametrize("name", RUN)
 @pytest.mark.usefixtures("one_rank")
 # Of the tests beside this one, which have been imported too, many have bound torch's names.
-@pytest.mark.filterwarnings("ignore::vescale_fsdp.integrations.BoundNamesWarning")
+@pytest.mark.filterwarnings("ignore::vescale_fsdp.errors.BoundNamesWarning")
 def test_code_runs(name: str, folder: Path) -> None:
     """All blocks of a page, in order, in one folder."""
     assert run_page(PAGES[name].read_text(), folder) > 0
@@ -156,7 +156,7 @@ def test_every_public_name_has_its_page() -> None:
     print(f"{len({*PUBLIC, *OF_STACKS})} public names, {len(missing)} without a page")
     assert missing == []
     assert sorted(name for name in set(there) if there.count(name) > 1) == []
-    assert set(there) - {*PUBLIC, *OF_STACKS} == {"vescale_fsdp.errors"}
+    assert set(there) - {*PUBLIC, *OF_STACKS} == {"vescale_fsdp.errors", *OF_METHODS}
 
 
 def test_every_error_has_cause_and_cure() -> None:

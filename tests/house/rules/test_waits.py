@@ -61,7 +61,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         "part.result()": SAVE,
         "self._parts[number - 1 - _IN_FLIGHT].result()": SAVE,
     },
-    "checkpoint/formats/huggingface/write.py": {"job.result()": THREAD, "self._rooms.get()": THREAD},
+    "checkpoint/formats/huggingface/write.py": {"job.result()": THREAD, "self._buffers.get()": THREAD},
     "checkpoint/moves/threads.py": {"ended.wait()": THREAD},
     "vescale_fsdp/collectives.py": {"work.wait()": GROUP},
     "vescale_fsdp/dtensor/ragged_dtensor.py": {

@@ -25,9 +25,11 @@ from tests.support.distributed import cpu_mesh
 from vescale_fsdp import RaggedDTensor, RaggedShard, Rows, fully_shard, integrations, optim, quantize
 from vescale_fsdp import checkpoint as ck
 from vescale_fsdp import conversion as conv
-from vescale_fsdp import transfer as links_of
-from vescale_fsdp.checkpoint import DCP
+from vescale_fsdp.checkpoint import data as ck_data
+from vescale_fsdp.checkpoint import dcp as ck_dcp
+from vescale_fsdp.checkpoint import state_dict as ck_state
 from vescale_fsdp.transfer import Transfer, TransferPlan, describe_states, plan_transfer
+from vescale_fsdp.transfer import links as links_of
 
 Call = Callable[[], Any]
 Recipe = Callable[[Path], Call]
@@ -46,7 +48,7 @@ def describe(value: Any) -> Any:
         return (type(value).__name__, describe(value.state_dict()))
     if isinstance(value, torch.optim.Optimizer):
         return (type(value).__name__, describe(value.state_dict()))
-    if isinstance(value, ck.CheckpointTensor):
+    if isinstance(value, ck.CheckpointReader.Tensor):
         return describe(value.read())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return (
@@ -203,16 +205,18 @@ def ram_tier(folder: Path) -> Call:
 
 def samplers(folder: Path) -> Call:
     def call() -> Any:
-        samplers = [ck.ReshardableSampler(20, rank=rank, world_size=2, seed=3) for rank in (0, 1)]
+        samplers = [ck_data.ReshardableSampler(20, rank=rank, world_size=2, seed=3) for rank in (0, 1)]
         first = [list(zip(range(3), sampler, strict=False)) for sampler in samplers]
         whole = samplers[0].merge([sampler.state_dict() for sampler in samplers])
         part = samplers[0].split(whole, 0, 1)
-        one = ck.ReshardableSampler(20, rank=0, world_size=1, seed=3)
+        one = ck_data.ReshardableSampler(20, rank=0, world_size=1, seed=3)
         one.load_state_dict(part)
         rest = list(one)
         one.set_epoch(1)
         one.begin()
-        ck.save(folder / "c", {"data": ck.Resharded(ck.ReshardableSampler(9, rank=0, world_size=1))})
+        ck.save(
+            folder / "c", {"data": ck_data.Resharded(ck_data.ReshardableSampler(9, rank=0, world_size=1))}
+        )
         one.renew(0, 1)
         return [first, rest, one.state_dict(), one.state_at(0, has_ended=False), len(one)]
 
@@ -220,8 +224,8 @@ def samplers(folder: Path) -> Call:
 
 
 def loaders(folder: Path) -> Call:
-    sampler = ck.ReshardableSampler(6, rank=0, world_size=1)
-    loader: ck.ReshardableLoader[Any] = ck.ReshardableLoader(
+    sampler = ck_data.ReshardableSampler(6, rank=0, world_size=1)
+    loader: ck_data.ReshardableLoader[Any] = ck_data.ReshardableLoader(
         DataLoader(range(6), batch_size=3, sampler=sampler)
     )  # type: ignore[arg-type]
 
@@ -239,12 +243,14 @@ def full_state_dicts(folder: Path) -> Call:
     model, again, third = _net(), _net(1), _net(2)
     optimizer, other, last = _stepped(model), _stepped(again), _stepped(third)
     options = StateDictOptions(full_state_dict=True)
-    weights, moments = ck.get_state_dict(model, optimizer, options=options)
+    weights, moments = ck_state.get_state_dict(model, optimizer, options=options)
 
     def call() -> Any:
-        ck.set_model_state_dict(again, weights, options=options)
-        ck.set_optimizer_state_dict(again, other, moments, options=options)
-        ck.set_state_dict(third, last, model_state_dict=weights, optim_state_dict=moments, options=options)
+        ck_state.set_model_state_dict(again, weights, options=options)
+        ck_state.set_optimizer_state_dict(again, other, moments, options=options)
+        ck_state.set_state_dict(
+            third, last, model_state_dict=weights, optim_state_dict=moments, options=options
+        )
         return lambda: [other, last, _trained(again, other), _trained(third, last)]
 
     return call
@@ -281,7 +287,7 @@ def from_files(folder: Path) -> Call:
 
     def call() -> Any:
         reports = [ck.load(str(folder / "plain.pt"), into) for into in (model, lazy)]
-        ck.save(folder / "dcp", {"model": model}, format=DCP())
+        ck.save(folder / "dcp", {"model": model}, format=ck_dcp.DCP())
         return lambda: [
             [report.missing for report in reports],
             model,
@@ -352,7 +358,7 @@ def codecs(folder: Path) -> Call:
     def call() -> Any:
         found: list[Any] = []
         for codec in (quantize.Fp8Blocks(128, 128), quantize.Int8Rows(), quantize.Mxfp8()):
-            made = quantize.quantize(values, codec)
+            made = codec.quantize(values)
             grid = codec.grid((128, 256))
             codes, scales = codec.encode(values.reshape(-1), grid)
             found += [
@@ -364,7 +370,6 @@ def codecs(folder: Path) -> Call:
                 scales,
                 str(codec.granularity),
             ]
-            found.append(str(quantize.grid_of((128, 256), codec.granularity)))
         return found
 
     return call
@@ -381,7 +386,7 @@ def optimizers(folder: Path) -> Call:
         made.append((model, kind(model.parameters(), lr=0.01, **options)))  # type: ignore[operator]
     model = _net()
     _backward(model)
-    matrices, others = optim.split_params(model)
+    matrices, others = optim.Muon.split_params(model)
     made.append((model, optim.Muon(matrices, lr=0.02, adamw_params=others)))
 
     def call() -> Any:
@@ -456,7 +461,7 @@ def ragged_tensors(folder: Path) -> Call:
         ragged = vescale_fsdp.distribute_tensor(full, mesh, [placement])
         made = RaggedDTensor.from_local(full.reshape(-1), mesh, [placement], shape=(8, 4))
         whole = vescale_fsdp.dtensor.redistribute(ragged, [Replicate()])
-        later = vescale_fsdp.dtensor.redistribute_async(ragged, [Replicate()]).wait()
+        later = vescale_fsdp.dtensor.redistribute(ragged, [Replicate()], async_op=True).wait()
         vescale_fsdp.manual_seed(5)
         state = vescale_fsdp.get_rng_state()
         drawn = made.clone().normal_()
@@ -466,7 +471,6 @@ def ragged_tensors(folder: Path) -> Call:
         return [
             results,
             state,
-            vescale_fsdp.dtensor.is_ragged(ragged),
             ragged.is_contiguous(),
             str(ragged.piece),
             str(ragged.boxes),
@@ -483,9 +487,15 @@ def sharded_checkpoints(folder: Path) -> Call:
     def call() -> Any:
         ck.save(folder / "c", {"model": model, "optimizer": optimizer})
         ck.load(folder / "c", {"model": again, "optimizer": other})
-        dcp.save({"m": saved}, storage_writer=ck.RaggedWriter(folder / "d"), planner=ck.RaggedSavePlanner())
-        dcp.load({"m": weights}, storage_reader=ck.RaggedReader(folder / "d"), planner=ck.RaggedLoadPlanner())
-        vescale_fsdp.dtensor.check_storage_writer(dcp.FileSystemWriter(folder / "e"), {"m": weights})
+        dcp.save(
+            {"m": saved}, storage_writer=ck_dcp.RaggedWriter(folder / "d"), planner=ck_dcp.RaggedSavePlanner()
+        )
+        dcp.load(
+            {"m": weights},
+            storage_reader=ck_dcp.RaggedReader(folder / "d"),
+            planner=ck_dcp.RaggedLoadPlanner(),
+        )
+        ck_dcp.check_storage_writer(dcp.FileSystemWriter(folder / "e"), {"m": weights})
         return lambda: [_trained(again, other), weights, ck.verify(folder / "d").ok]
 
     return call
@@ -540,7 +550,7 @@ def replaced_names(folder: Path) -> Call:
         with integrations.as_fsdp2():
             inside = torch.distributed.fsdp.fully_shard
         installed = integrations.install()
-        integrations.uninstall()
+        installed.uninstall()
         return [inside is fully_shard, type(installed).__name__]
 
     return call

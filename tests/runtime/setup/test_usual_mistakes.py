@@ -34,7 +34,7 @@ from vescale_fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from vescale_fsdp.checkpoint import set_model_state_dict
+from vescale_fsdp.checkpoint.state_dict import set_model_state_dict
 from vescale_fsdp.errors import LayoutError, LifecycleError, MisuseError, PlacementError, UnsupportedOpError
 
 

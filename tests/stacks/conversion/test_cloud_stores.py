@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
-from vescale_fsdp.checkpoint import DCP, CheckpointManager, PerRank, async_save, latest, load, save, verify
+from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, latest, load, save, verify
+from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.remote import PART_BYTES, RemoteStorage

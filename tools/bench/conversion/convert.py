@@ -1,13 +1,13 @@
-"""vescale-convert beside cp and other people's tools, on the same tensors, alternating, as separate processes.
+"""Speed and memory of vescale-convert, cp and other tools on the same tensors, alternating, in separate processes.
 
     python tools/bench/conversion/convert.py --gb 1 --repeat 3 --json convert.json
     python tools/bench/conversion/convert.py --gb 4 --no-rivals
 
-Every contender is a fresh process: its wall time includes start-up, its peak memory is what the kernel
-recorded (VmHWM of /proc/PID/status, read from outside). The sources are a stock DCP checkpoint of bfloat16
-weights in two data files and, of as many bytes, a native one, a file of `torch.save`, and a native one of fp32 weights
-with both moments; torch's consolidator gets the weights in the form it needs. ``start-up`` is our time for a
-checkpoint of one number. accelerate is optional: without it, its row says so.
+Every program runs in a new process: the wall time includes start-up, the peak memory is the kernel's record (VmHWM of
+/proc/PID/status, read from outside). The sources are a stock DCP checkpoint of bfloat16 weights in two data files and,
+with the same number of bytes, a native one, a file of `torch.save`, and a native one of fp32 weights with both moments.
+torch's consolidator gets the weights in the form that it needs. ``start-up`` is the time of vescale-convert for a
+checkpoint of one number. accelerate is optional: its row tells if it is not installed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp.checkpoint import save
 
 BUDGET_MIB = 512
-INTERPRETER_MIB = 150  # allowed beside the budget
+INTERPRETER_MIB = 150  # allowed on top of the budget
 LAYER_NUMEL = 4096 * 4096
 ACCELERATE_NAME = "accelerate merge"
-PAIRS = {  # command, source, and what part of cp's speed is wanted from 4 GB up
+PAIRS = {  # command, source, and the targeted fraction of cp's speed (from 4 GB up)
     "DCP to HF": ("to-hf", "dcp", 0.9),
     "native to HF": ("to-hf", "native", 0.9),
     "native to native": ("to-vescale", "native", 0.9),
@@ -73,22 +73,22 @@ merge_fsdp_weights(sys.argv[1], sys.argv[2])
 """
 
 
-# What is installed is compiled: a setting that keeps Python from storing what it compiled would be measured instead.
+# Installed packages have compiled files. With this variable Python would compile at each start, and be measured.
 AS_INSTALLED = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 @dataclass
 class Contender:
-    """One program and what was measured of it."""
+    """One program and its measurements."""
 
     name: str
     command: list[str]
-    nbytes: int  # of its source
+    nbytes: int  # size of its source
     seconds: list[float] = field(default_factory=list)
     peak_mib: list[float] = field(default_factory=list)
 
     def run(self, target: Path) -> None:
-        """One run to a target that does not exist, the disk quiet before."""
+        """One run to a new target, after the disk has finished writing."""
         remove(target)
         os.sync()
         start = time.monotonic()
@@ -108,7 +108,7 @@ class Contender:
 
 
 def peak_kib(pid: int) -> int:
-    """The kernel's record of a process's largest resident size so far; 0 once it is gone."""
+    """The largest resident size of a process so far, by the kernel's record; 0 when the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -117,7 +117,7 @@ def peak_kib(pid: int) -> int:
 
 
 def remove(path: Path) -> None:
-    """A file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -125,13 +125,13 @@ def remove(path: Path) -> None:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all in a folder."""
+    """Bytes of a file, or of all files in a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def make_sources(folder: Path, gigabytes: float) -> None:
-    """Write all sources, and the consolidator's input."""
+    """Write all sources, and the input of torch's consolidator."""
     count = max(1, round(gigabytes * 1e9 / (2 * LAYER_NUMEL)))
     block = torch.randn(LAYER_NUMEL // 16).to(torch.bfloat16)
     weights = {f"model.layers.{i}.weight": block.roll(i).repeat(16).view(4096, 4096) for i in range(count)}
@@ -158,7 +158,7 @@ def _trained(block: torch.Tensor, count: int) -> dict[str, Any]:
 
 
 def contenders(folder: Path, *, with_rivals: bool) -> list[Contender]:
-    """All programs that are installed."""
+    """All installed programs."""
     command = [sys.executable, "-m", "vescale_fsdp.conversion"]
     options = ["--memory-budget", f"{BUDGET_MIB}MiB", "-q"]
     source, split, nbytes = str(folder / "dcp"), str(folder / "split"), size_of(folder / "dcp")
@@ -182,7 +182,7 @@ def contenders(folder: Path, *, with_rivals: bool) -> list[Contender]:
 
 
 def rows_of(case: str, measured: list[Contender], *, with_rivals: bool) -> list[Row]:
-    """Speeds and peaks of our conversions beside each rival's."""
+    """Rows of speed and peak memory of the conversions, against each other program."""
     by_name = {contender.name: contender for contender in measured}
 
     def speed(name: str, without_s: float = 0.0) -> float:

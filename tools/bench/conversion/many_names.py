@@ -1,13 +1,13 @@
-"""What a conversion of very many tensors costs before its first byte: 40,000 parameters, each with two moments.
+"""Cost of planning a conversion of many tensors: 40,000 parameters, each with two moments.
 
     python tools/bench/conversion/many_names.py --dir /fast/disk
     python tools/bench/conversion/many_names.py --sources native --targets dcp,hf --repeat 3 --json names.json
 
-The sources are one training state of experts' matrices: a native checkpoint of 64 ranks, whose boundaries cut many of
-them, and the same as DCP, as one file of `torch.save`, and (all entries, under their flattened names) as a Hugging Face
-folder. The zarr form, of 120,000 folders, takes minutes to make and to remove: ``--sources zarr``. Each row is a fresh
-process, ``vescale-convert .. --dry-run``: its CPU seconds, those of the interpreter's start and end included, and its
-largest resident size. ``inspect`` is there too.
+The sources are a training state of expert matrices: a native checkpoint of 64 ranks, whose boundaries cut many of the
+matrices; the same state as DCP, as one file of `torch.save`, and as a Hugging Face folder of all entries under their
+flattened names. The zarr form has 120,000 folders and takes minutes to write and to remove: ``--sources zarr``. Each
+row is a new process, ``vescale-convert .. --dry-run``: its CPU seconds, including the interpreter's start and end, and
+its largest resident size. ``inspect`` is measured too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 
-SIDE = 16  # of a matrix
-EXPERTS = 200  # with three matrices each, as in a layer of a large model
+SIDE = 16  # rows and columns of a matrix
+EXPERTS = 200  # of three matrices each, as in a layer of a large model
 RANKS = 64
 COMMANDS = {
     "dcp": ["to-fsdp2"],
@@ -41,7 +41,7 @@ COMMANDS = {
     "inspect": ["inspect"],
 }
 MAX_SECONDS, MAX_MIB = 10, 500
-# A process of its own, small, so that no larger one's memory is counted: fork keeps the parent's high-water mark.
+# Started by a small process, because a forked child inherits the high-water mark of its parent.
 WATCH = """
 import resource, subprocess, sys
 if code := subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode:
@@ -52,7 +52,7 @@ print(use.ru_utime + use.ru_stime, use.ru_maxrss / 1024)
 
 
 def training_state(num_params: int) -> dict[str, Any]:
-    """Weights and two moments of each; the same storage for all, since only names and places matter here."""
+    """Weights and two moments each. All share one storage, because only names and positions matter here."""
     experts = [f"layers.{place // EXPERTS}.mlp.experts.{place % EXPERTS}" for place in range(num_params // 3)]
     matrices = [f"{expert}.{kind}_proj.weight" for expert in experts for kind in ("gate", "up", "down")]
     state = {name: {kind: torch.ones(SIDE, SIDE) for kind in ("exp_avg", "exp_avg_sq")} for name in matrices}
@@ -64,7 +64,7 @@ def training_state(num_params: int) -> dict[str, Any]:
 
 
 def make_sources(folder: Path, num_params: int, kinds: list[str]) -> None:
-    """The same state in every format that is asked for."""
+    """Write the state in every requested format."""
     state = training_state(num_params)
     torch.save(state, folder / "torch")
     source = open_source(str(folder / "torch"))
@@ -80,7 +80,7 @@ def make_sources(folder: Path, num_params: int, kinds: list[str]) -> None:
 
 
 def usage_of(command: list[str]) -> tuple[float, float]:
-    """CPU seconds and peak MiB of one ``vescale-convert``; what it said goes to stderr if it fails."""
+    """CPU seconds and peak MiB of one ``vescale-convert``; its output goes to stderr if it fails."""
     watched = [sys.executable, "-c", WATCH, sys.executable, "-m", "vescale_fsdp.conversion", *command]
     done = subprocess.run(watched, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -90,7 +90,7 @@ def usage_of(command: list[str]) -> tuple[float, float]:
 
 
 def rows_of(source: Path, target: str, repeat: int) -> list[Row]:
-    """Medians of the seconds, and the largest of the sizes, of one pair."""
+    """Rows of one (source, target): the median of the seconds and the maximum of the sizes."""
     out = [] if target == "inspect" else [str(source.parent / "none"), "--dry-run", "-q"]
     found = [usage_of([*COMMANDS[target], str(source), *out]) for _ in range(repeat)]
     case = f"{source.name}, {target}"

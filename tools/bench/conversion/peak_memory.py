@@ -1,12 +1,12 @@
-"""Peak memory of every (source, target) pair of the converter, moved and cast: what it takes beside its interpreter.
+"""Peak memory of every (source, target) pair of the converter, with and without a cast, without its interpreter.
 
     python tools/bench/conversion/peak_memory.py --gb 1 --dir /large/disk
     python tools/bench/conversion/peak_memory.py --gb 6 --sources zarr --targets native --casts bf16
 
-The state is fp32 matrices of 64 MiB and one of a quarter of it all, two of them an optimizer's. A row is the most
-that a fresh ``vescale-convert`` held in this conversion, less what it holds for a few bytes between the same formats:
-its interpreter and libraries. The limit is the budget and 32 MiB. Sources are made one after the other, and results
-are removed at once: three times ``--gb`` is enough room.
+The state has fp32 matrices of 64 MiB and one matrix of a quarter of all bytes; two matrices are an optimizer's. A row
+is the peak of a new ``vescale-convert`` process, less its peak for a few bytes between the same formats, which is that
+of the interpreter and the libraries. The limit is the budget and 32 MiB. Sources are written one after another, and
+results are removed at once: three times ``--gb`` is enough disk space.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ TARGETS = ("dcp", "native", "hf", "torch", "zarr")
 
 
 def state_of(nbytes: int) -> dict[str, Any]:
-    """One tensor of a quarter of the bytes, the rest in smaller ones; some of them an optimizer's."""
+    """One tensor of a quarter of the bytes, and smaller ones; some of them are an optimizer's."""
 
     def matrix(size: int) -> torch.Tensor:
-        rows = max(128, size // (4 * COLUMNS))  # fp8's scales are of blocks of 128 x 128
+        rows = max(128, size // (4 * COLUMNS))  # fp8 has a scale per block of 128 x 128
         return torch.ones(rows // 128 * 128, COLUMNS)
 
     large = matrix(nbytes // 4)
@@ -58,7 +58,7 @@ def state_of(nbytes: int) -> dict[str, Any]:
 
 
 def _save_rank_files(rank: int, folder: str, nbytes: int) -> None:
-    """Worker: one of two ranks' files of DTensors, as accelerate saves FSDP2's."""
+    """Worker: write one of two ranks' files of DTensors, as accelerate saves FSDP2's."""
     dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     model = state_of(nbytes)["model"]
@@ -79,7 +79,7 @@ def _rank_files(path: Path, nbytes: int) -> None:
 
 
 def _compressed(path: Path, nbytes: int) -> None:
-    """Arrays of zarr that only the zarr library reads: zstd, in chunks of 4 MiB."""
+    """Write zarr arrays that only the zarr library can read: zstd, in chunks of 4 MiB."""
     import zarr
 
     root = zarr.open_group(path, mode="w")
@@ -111,7 +111,7 @@ SOURCES: dict[str, Callable[[Path, int], None]] = {
 
 
 def peak_mib(source: Path, target: str, options: list[str]) -> float:
-    """Of one command, whose result is removed."""
+    """Peak MiB of one command, whose result is removed."""
     out = source.parent / "out"
     command = [*COMMANDS[target], "-q", *options, *(["--no-assets"] if target == "hf" else [])]
     try:
@@ -121,7 +121,7 @@ def peak_mib(source: Path, target: str, options: list[str]) -> float:
 
 
 def _make(kind: str, folder: Path, nbytes: int) -> Path:
-    """A source, made in a process of its own so that this one stays small."""
+    """Write a source in another process, so that this one stays small."""
     path = folder / kind
     maker = multiprocessing.get_context("spawn").Process(target=_run_maker, args=(kind, path, nbytes))
     maker.start()

@@ -1,16 +1,16 @@
-"""A rank is killed: how long until the next step is done, ours in place beside a restart by torchrun.
+"""Time from the death of a rank to the next step: elastic recovery in place, against a restart by torchrun.
 
-    python tools/bench/faults/elastic.py               3 rounds of each, in turn; a minute or two
+    python tools/bench/faults/elastic.py               3 alternating rounds of each; a minute or two
     python tools/bench/faults/elastic.py --rounds 5
 
 Both train the small Llama of `examples.train` on 4 ranks, gloo, and save every step to memory. Then rank 0 is killed:
 
-    ours        the 3 that are left go on in their processes (`ElasticJob`)
-    torchrun    ``--max-restarts``: the agent notices, ends the others, and starts 4 anew, which read the native
-                engine's RAM tier; it looks every 0.1 s
+    ours        the 3 other ranks continue in their processes (`ElasticJob`)
+    torchrun    ``--max-restarts``: the agent, which polls every 0.1 s, ends the other ranks and starts 4 new ones,
+                which restore from the RAM tier of the native engine
 
-Time is from the kill to the end of the next step of rank 0. Of ours also: from the moment that the survivors agree, so
-without detection, to the same end.
+Time is from the kill to the end of rank 0's next step. For ``ours`` there is also the time without detection: from the
+moment when the survivors agree.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WARM_STEPS = 6
 
 
 def restarted_worker(out: Path, memory: str) -> None:
-    """A rank under torchrun: restores from memory, trains, saves to memory."""
+    """A rank under torchrun: restore from memory, train, save to memory."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     mesh = default_mesh()
@@ -88,7 +88,7 @@ def _wait(
 
 
 def _kill_rank_0(out: Path) -> tuple[int, float]:
-    """Once the job is warm; its process, and when."""
+    """Kill rank 0 once the job is warm; returns the job's process and the time of the kill."""
     pid = int(_wait(out, lambda lines: len(lines) >= WARM_STEPS)[-1]["pid"])
     killed_s = time.time()
     os.kill(pid, signal.SIGKILL)
@@ -96,7 +96,7 @@ def _kill_rank_0(out: Path) -> tuple[int, float]:
 
 
 def in_place(out: Path, memory: Path) -> tuple[float, float]:
-    """Seconds from the kill to the next step, and of these from the survivors' agreement on."""
+    """Seconds from the kill to the next step, and seconds from the survivors' agreement to it."""
     arguments = ["--out", str(out), "--steps", str(STEPS), "--seq-len", str(SEQ_LEN)]
     launcher = Launcher(out, memory, arguments)
     try:
@@ -113,7 +113,7 @@ def in_place(out: Path, memory: Path) -> tuple[float, float]:
 def restarted(out: Path, memory: Path) -> float:
     """Seconds from the kill to the next step under torchrun."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    # torch 2.13: restarted gloo workers find their predecessors' addresses in the store they share with torchrun.
+    # torch 2.13: restarted gloo workers would read the old workers' addresses in the store of torchrun.
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback[0], **os.environ, **own_store}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
@@ -131,12 +131,12 @@ def restarted(out: Path, memory: Path) -> float:
         lines = _wait(out, lambda lines: lines[-1]["pid"] != pid)
         return next(line["at_s"] for line in lines if line["pid"] != pid) - killed_s
     finally:
-        job.terminate()  # it takes its workers with it
+        job.terminate()  # torchrun ends its workers
         job.wait()
 
 
 def measure(rounds: int) -> list[Row]:
-    """Rounds of both in turn; medians."""
+    """Alternate rounds of both; medians."""
     ours, beyond, theirs = [], [], []
     for _ in range(rounds):
         for kind in ("ours", "torchrun"):
@@ -163,7 +163,7 @@ def measure(rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure, or with ``--worker`` be a rank under torchrun."""
+    """Measure; with ``--worker``, run as a rank under torchrun."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

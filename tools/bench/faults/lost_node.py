@@ -1,11 +1,11 @@
-"""A node is lost: its part from the memory of its partner, beside a restore of the same step from disk.
+"""Restoring after the loss of a node: from the memory of its partner, against the same step from disk.
 
     python tools/bench/faults/lost_node.py                                 2 ranks, a node each, 1 GiB
     python tools/bench/faults/lost_node.py --megabytes 4096 --json lost_node.json
 
-Turn by turn: memory of rank 1's node is cleared and the step restored from what its partner holds;
-then the same step is restored from disk, whose pages are dropped first (`posix_fadvise`). Bytes read are those that the
-kernel counts for the process (Linux). Both hash all bytes on the way.
+Alternating: the memory of rank 1's node is cleared and the step is restored from its partner's copy; then the same step
+is restored from disk, after its pages were dropped from the cache (`posix_fadvise`). Bytes read are counted by the
+kernel for the process (Linux). Both restores verify checksums of all bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vescale_fsdp.checkpoint import CheckpointManager, RamTier
 
 
 def _bytes_read() -> int:
-    """From storage, by this process so far; 0 where the system does not say."""
+    """Bytes that this process has read from storage so far; 0 on systems that do not count them."""
     counts = Path("/proc/self/io")
     if not counts.exists():
         return 0
@@ -49,8 +49,8 @@ def _drop_pages(folder: Path) -> None:
 
 
 def _worker(rank: int, settings: Settings) -> None:
-    """Saves one step to memory, with a copy, and to disk; then restores it in turn from either."""
-    os.environ["LOCAL_RANK"] = "0"  # each rank is the first of a node of its own
+    """Worker: save one step to memory, with a copy, and to disk; then restore it from each, alternating."""
+    os.environ["LOCAL_RANK"] = "0"  # each rank acts as the first rank of its own node
     shards = Shards(settings, start_rank(rank, settings.ranks, settings.port))
     root = Path(settings.folder)
     memory = Path("/dev/shm") / root.name / f"node{rank}"
@@ -87,7 +87,7 @@ def _worker(rank: int, settings: Settings) -> None:
 
 
 def measure(settings: Settings) -> list[Row]:
-    """The lost node's part from its partner, against the disk, and what either reads from storage."""
+    """Rows of both restores: time, and bytes read from storage."""
     found: list[dict[str, Any]] = spawn(_worker, settings.ranks, settings)
     case = f"{settings.ranks} nodes, {settings.megabytes} MiB, one lost"
     ours, rival = (statistics.median(found[0]["seconds"][name][1:]) for name in ("memory", "disk"))

@@ -1,4 +1,4 @@
-"""Loads of what the page cache does not hold, and what replicas read: rows of `tools/bench/checkpoint.py`."""
+"""Loads from disk with an empty page cache, and bytes that replicas read: rows of `tools/bench/checkpoint.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 
 
 def drop(paths: Iterable[Path]) -> None:
-    """Drop files from the page cache; what is not on the disk yet goes there first."""
+    """Write files to disk and drop them from the page cache."""
     for path in paths:
         file = os.open(path, os.O_RDONLY)
         os.fsync(file)
@@ -33,7 +33,7 @@ def drop(paths: Iterable[Path]) -> None:
 
 
 def held_part(paths: Iterable[Path]) -> float:
-    """How much of files the page cache holds, of 1, by mincore."""
+    """The fraction of files that is in the page cache, by mincore."""
     mincore = ctypes.CDLL(None).mincore
     mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     held = total = 0
@@ -49,7 +49,7 @@ def held_part(paths: Iterable[Path]) -> float:
 
 
 def _cold_worker(rank: int, settings: Settings) -> None:
-    """Same-layout loads of what the page cache does not hold."""
+    """Worker: loads of the same layout with an empty page cache."""
     shards = Shards(settings, start_rank(rank, settings.ranks, settings.port))
     root = Path(settings.folder)
     raw, native = root / f"raw{rank}", root / "native"
@@ -75,7 +75,7 @@ def _cold_worker(rank: int, settings: Settings) -> None:
 
 
 def _replica_worker(rank: int, settings: Settings) -> None:
-    """What two replicas read."""
+    """Worker: bytes that two replicas read."""
     mesh = start_rank(rank, 2 * settings.ranks, settings.port)
     shards = Shards(settings, init_device_mesh("cpu", (2, settings.ranks)))
     root = Path(settings.folder) / "replicas"
@@ -87,7 +87,7 @@ def _replica_worker(rank: int, settings: Settings) -> None:
 
 
 def measure_cold(settings: Settings) -> list[Row]:
-    """Loads of what the page cache does not hold."""
+    """Rows of loads with an empty page cache."""
     found = spawn(_cold_worker, settings.ranks, settings)
     held = max(figure["held"] for figure in found)
     case = f"{settings.ranks} ranks, {settings.megabytes} MiB, cold" + (
@@ -101,7 +101,7 @@ def measure_cold(settings: Settings) -> list[Row]:
 
 
 def measure_replicas(settings: Settings) -> list[Row]:
-    """Bytes that two replicas read, beside the checkpoint's size."""
+    """Rows of bytes that two replicas read, against the size of the checkpoint."""
     found = spawn(_replica_worker, 2 * settings.ranks, replace(settings, megabytes=64))
     case, size = f"2 replicas of {settings.ranks} ranks, 64 MiB", found[0]["size"] / 1e6
     return [

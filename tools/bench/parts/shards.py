@@ -1,4 +1,4 @@
-"""A state that ranks save and load in the benches of checkpoints, and how the ranks are run and timed."""
+"""The state that the checkpoint benchmarks save and load, and functions to run and time ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ROLES = ("model", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker must know; picklable."""
+    """Arguments of a worker; picklable."""
 
     ranks: int
     load_ranks: int
@@ -44,7 +44,7 @@ class Settings:
 
 
 def layer_layouts(total_numel: int, num_shards: int) -> list[GroupLayout]:
-    """Groups of nine tensors, like the layers of a transformer, of about so many elements in all."""
+    """Layouts of groups of nine tensors, like the layers of a transformer, of about ``numel`` elements in total."""
     shapes: list[tuple[int, ...]]
     shapes = [(1024, 1024), (256, 1024), (256, 1024), (1024, 1024), (2816, 1024), (2816, 1024), (1024, 2816)]
     shapes += [(1024,), (1024,)]
@@ -54,7 +54,7 @@ def layer_layouts(total_numel: int, num_shards: int) -> list[GroupLayout]:
 
 
 class Shards:
-    """This rank's part of a model and two moments: one flat buffer per group and role, ragged views of it.
+    """This rank's part of a model and two moments: ragged views of one flat buffer per group and role.
 
     Args:
         mesh: replicas first, if it has two dims.
@@ -80,7 +80,7 @@ class Shards:
         self.num_bytes = sum(buffer.numel() * 4 for buffer in self.buffers)
 
     def write_raw(self, path: Path) -> None:
-        """This rank's buffers with plain writes and one fsync."""
+        """Write this rank's buffers with plain writes and one fsync."""
         file = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         for buffer in self.buffers:
             view = buffer.numpy().data.cast("B")
@@ -90,7 +90,7 @@ class Shards:
         os.close(file)
 
     def read_raw_by(self, threads: int, path: Path) -> None:
-        """The same by several readers, each with its part of the file."""
+        """Read this rank's buffers with several threads, each of which reads a part of the file."""
         views = [buffer.numpy().data.cast("B") for buffer in self.buffers]
         starts = [0, *accumulate(map(len, views))]
 
@@ -106,7 +106,7 @@ class Shards:
             list(pool.map(read, range(threads)))
 
     def read_raw(self, path: Path) -> None:
-        """This rank's buffers with plain reads, from the start again where a file is shorter."""
+        """Read this rank's buffers with plain reads; a shorter file is read again from its start."""
         with open(path, "rb", buffering=0) as file:
             for buffer in self.buffers:
                 view = buffer.numpy().data.cast("B")
@@ -119,7 +119,7 @@ class Shards:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds from when all ranks begin to when all have ended."""
+    """Seconds from the start of all ranks to the end of all ranks."""
     gc.collect()
     dist.barrier()
     start = time.perf_counter()
@@ -136,7 +136,7 @@ def start_rank(rank: int, world: int, port: int) -> DeviceMesh:
 
 
 def spawn(worker: Callable[..., None], world: int, settings: Settings) -> list[dict[str, Any]]:
-    """What each rank has measured."""
+    """Run a worker on all ranks; returns each rank's result."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -147,7 +147,7 @@ def spawn(worker: Callable[..., None], world: int, settings: Settings) -> list[d
 
 
 def median(figures: list[dict[str, Any]], name: str) -> float:
-    """Median over the turns after the first, on rank 0 (turns begin and end at barriers)."""
+    """Median over the rounds after the first, on rank 0 (rounds begin and end at barriers)."""
     return statistics.median(figures[0]["seconds"][name][1:])
 
 

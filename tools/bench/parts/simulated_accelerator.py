@@ -1,15 +1,15 @@
-"""A training step on an accelerator that is not there: what it holds at its peak, by pool of the caching allocator.
+"""Simulated peak memory of a training step on an accelerator, by pool of torch's caching allocator.
 
-Tensors are fake (sizes without values) and live on ``cpu``, which a torch without CUDA has; streams are stand-ins that
-only have names; the process group is torch's fake one. The code under test takes the way it takes on a GPU. Memory is
-counted as torch's caching allocator does it where nobody calls ``record_stream``:
+Tensors are fake (sizes without values) on the device ``cpu``, which every torch has. Streams are objects with a name
+only. The process group is torch's fake one. The code under test takes its path for accelerators. Memory is counted as
+torch's caching allocator does without ``record_stream``:
 
-    an allocation    belongs to the pool of the stream that is current
+    an allocation    belongs to the pool of the current stream
     live             bytes of all storages that have memory, at one time
-    pools            what each pool held at its own peak, summed up: reserved memory is at least that
+    pools            sum of the peaks of all pools: reserved memory is at least that
 
-Activations are the model's own operators under recomputation; rounding, fragments and the workspaces of libraries are
-not in it.
+Activations are those of the model's own operators under recomputation. Rounding, fragmentation and workspaces of
+libraries are not counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vescale_fsdp.runtime.comm.streams import Streams
 
 
 class NamedStream:
-    """A stream that does nothing; its name is that of the pool that its allocations belong to."""
+    """A stream that does nothing; its name is the name of the pool of its allocations."""
 
     def __init__(self, device: Any = None, priority: int = 0, name: str = "side") -> None:
         self.name = name
@@ -45,14 +45,14 @@ class NamedStream:
         return NamedEvent()
 
     def wait_event(self, event: Any) -> None:
-        """Nothing runs, so nothing waits."""
+        """Do nothing: nothing runs on the stream."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing runs, so nothing waits."""
+        """Do nothing: nothing runs on the stream."""
 
 
 class NamedEvent:
-    """A point in the work of a stream that does nothing."""
+    """An event of a `NamedStream`."""
 
     def __init__(self, *options: Any, **named: Any) -> None:
         pass
@@ -72,7 +72,7 @@ class NamedEvent:
 
 @dataclass
 class MemoryUse(Streams):
-    """Bytes in use, now and at most. It hands out the streams, and so knows whose an allocation is."""
+    """Bytes in use, now and at the peak. It creates the streams, and so knows the stream of each allocation."""
 
     live: int = 0
     peak: int = 0
@@ -98,7 +98,7 @@ class MemoryUse(Streams):
             self.stream = before
 
     def take(self, nbytes: int) -> str:
-        """An allocation on the current stream; the pool it belongs to."""
+        """Count an allocation on the current stream; returns its pool."""
         pool = self.stream.name
         self.live += nbytes
         self.pools[pool] += nbytes
@@ -112,18 +112,18 @@ class MemoryUse(Streams):
         self.pools[pool] -= nbytes
 
     def forget_peaks(self) -> None:
-        """Count peaks from here on."""
+        """Reset the peaks."""
         self.peak, self.at_peak = self.live, self.pools.copy()
         self.pool_peaks = self.pools.copy()
 
     @property
     def reserved(self) -> int:
-        """Sum of what each pool held at most."""
+        """Sum of the peaks of all pools."""
         return sum(self.pool_peaks.values())
 
 
 class _Allocator(TorchDispatchMode):
-    """Tells a `MemoryUse` of every storage that comes, goes or is resized."""
+    """Reports every storage that is created, freed or resized to a `MemoryUse`."""
 
     def __init__(self, use: MemoryUse) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _Allocator(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does with its local tensors comes here again
+            return NotImplemented  # operators on its local tensors are dispatched here again
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if type(tensor) is FakeTensor:
@@ -159,7 +159,7 @@ class _Allocator(TorchDispatchMode):
         self.use.give_back(*self._held.pop(key))
 
     def resizing(self) -> Any:
-        """A patch through which resized storages are seen."""
+        """A patch that reports resized storages."""
         resize = torch.UntypedStorage.resize_
 
         def watched(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -174,7 +174,7 @@ class _Allocator(TorchDispatchMode):
 
 @contextmanager
 def simulated_accelerator() -> Iterator[MemoryUse]:
-    """Whatever is sharded and trained inside, by us or by FSDP2, does so as on an accelerator."""
+    """A context in which this package and FSDP2 shard and train as on an accelerator."""
     use = MemoryUse()
     allocator = _Allocator(use)
 
@@ -189,7 +189,7 @@ def simulated_accelerator() -> Iterator[MemoryUse]:
 
     with ExitStack() as stack:
         for patch in (
-            # A torch without CUDA has no guard for its tensors, fake ones included; so the device is `cpu`.
+            # A torch without CUDA has no device guard for CUDA tensors, not even for fake ones; so the device is `cpu`.
             mock.patch("vescale_fsdp.runtime.fsdp_state.streams_of", streams_of),
             mock.patch.object(torch.cpu, "Stream", new),
             mock.patch.object(torch.cpu, "Event", NamedEvent, create=True),
@@ -216,7 +216,7 @@ class DecoderShape:
 
 
 class _Layer(nn.Module):
-    """The matrices of a decoder layer. Its attention is element-wise: memory of activations is not the point."""
+    """The matrices of a decoder layer, with an elementwise attention: memory of activations does not matter here."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Decoder(nn.Module):
 
 @contextmanager
 def fake_group(world_size: int) -> Iterator[None]:
-    """This process as rank 0 of many, whose collectives move nothing."""
+    """A context with a fake process group of many ranks, of which this is rank 0; its collectives send nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield
@@ -272,13 +272,13 @@ def simulated_training(
     tokens: int,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> MemoryUse:
-    """Train a decoder for two steps as a rank of a `fake_group`; memory of the second.
+    """Train a decoder for two steps as a rank of a `fake_group`; returns the memory use of the second step.
 
     Args:
-        shape: of the decoder.
-        shard: calls ``fully_shard``, ours or FSDP2's.
-        tokens: of a batch.
-        optimizer: of the sharded model; default: AdamW.
+        shape: sizes of the decoder.
+        shard: calls ``fully_shard``, this package's or FSDP2's.
+        tokens: tokens per batch.
+        optimizer: constructs the optimizer of the sharded model; default: AdamW.
     """
     make = optimizer or (lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True))
     with simulated_accelerator() as use:
@@ -287,7 +287,7 @@ def simulated_training(
         stepped = make(model)
         batch = torch.zeros(1, tokens, dtype=torch.long)
         for step in range(2):
-            if step == 1:  # the optimizer has its state
+            if step == 1:  # from here on the optimizer has its state
                 use.forget_peaks()
             model(batch).float().pow(2).mean().backward()
             stepped.step()

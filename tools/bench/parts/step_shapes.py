@@ -1,7 +1,7 @@
-"""Step time beside FSDP2's on many shapes and switches: `python tools/bench/step.py --shapes`.
+"""Step time against FSDP2's for many shapes and switches: `python tools/bench/step.py --shapes`.
 
-A shape is a stack of equal blocks; a switch is a way to shard or to train it. Both runtimes live in the same
-processes and take turns, step by step; the ratio is that of the medians, and none may be above 1.
+A shape is a stack of equal blocks; a switch is a way to shard or to train it. Both runtimes alternate in the same
+processes, step by step. The ratio is that of the medians, and must not exceed 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vescale_fsdp import fully_shard
 
 @dataclass(frozen=True)
 class Case:
-    """A stack of ``depth`` blocks of two linear layers [width -> hidden -> width], and how it is trained."""
+    """A stack of ``depth`` blocks of two linear layers [width -> hidden -> width], and its training options."""
 
     name: str
     depth: int
@@ -36,7 +36,7 @@ class Case:
     hybrid: bool = False  # two replicas
     part: int | None = None  # reshard_after_forward=<int>
     frozen: bool = False  # all but the biases of every second block
-    microbatches: int = 1  # of which the last one communicates
+    microbatches: int = 1  # only the last one communicates
     recompute: bool = False
     matrices: int = 1  # hidden layers per block, in parallel
 
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """An input layer, the blocks, and a head; the root owns the outer two."""
+    """An input layer, the blocks, and a head; the input layer and the head are in the root's unit."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Stack(nn.Module):
 
 
 def sharded(case: Case, mesh: DeviceMesh, function: Callable[..., Any]) -> Stack:
-    """The case's model under one of the runtimes."""
+    """The case's model, sharded by one of the runtimes."""
     torch.manual_seed(0)
     model = Stack(case)
     if case.frozen:
@@ -103,14 +103,14 @@ def sharded(case: Case, mesh: DeviceMesh, function: Callable[..., Any]) -> Stack
                 param.requires_grad_(name.endswith("bias"))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.half else MixedPrecisionPolicy()
     for block in model.blocks:
-        # FSDP2 wants one requires_grad per unit's reduction; frozen and trained are mixed in both alike.
+        # FSDP2 requires one requires_grad per unit's reduction; both runtimes get the same mix of frozen and trained.
         function(block, mesh=mesh, mp_policy=policy, reshard_after_forward=case.part or True)
     function(model, mesh=mesh, mp_policy=policy)
     return model
 
 
 def steps(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> Iterator[float]:
-    """Seconds of each step, for ever."""
+    """Train without end; yields the seconds of each step."""
     batch = torch.randn(case.rows, case.width, generator=torch.Generator().manual_seed(dist.get_rank()))
     while True:
         start_s = time.perf_counter()
@@ -124,7 +124,7 @@ def steps(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> Iterator[
 
 
 def time_case(case: Case, num_steps: int) -> dict[str, list[float]]:
-    """Seconds per step of both runtimes on this rank, warm."""
+    """Seconds per step of both runtimes on this rank, after warm-up."""
     world = dist.get_world_size()
     mesh = (
         init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))

@@ -71,7 +71,7 @@ class DBuffer:
 
     def free(self) -> None:
         """Free the storage. The caller ensures that no stream still uses it."""
-        if self._storage.resizable():
+        if self._storage.resizable():  # a communication library's memory may not be
             self._storage.resize_(0)
         for copy in self._copies.values():
             copy.untyped_storage().resize_(0)

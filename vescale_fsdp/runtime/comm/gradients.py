@@ -92,7 +92,7 @@ class UnshardedGrads:
             return
         here = self.streams.current()
         others = [stream for stream in self._made_on if stream != here]
-        for stream in others:
+        for stream in others:  # these streams compute the gradients
             here.wait_stream(stream)
         buffer = self._allocated()
         kept = [(self.layout.slot(fqn), grad) for fqn, grad in self._kept.items()]
@@ -176,14 +176,14 @@ class UsedFlags:
 
     def __init__(self, mesh: DeviceMesh, used: Sequence[bool], device: torch.device) -> None:
         self._used = used
-        with outside_modes():
+        with outside_modes():  # a backward under torch.func must not wrap this tensor
             self._flags = torch.ones(len(used), dtype=torch.uint8, device=device)
             unused = [index for index, flag in enumerate(used) if not flag]
-            if unused:
+            if unused:  # usually none is, and then nothing is copied to the device
                 self._flags[unused] = 0
             self._work: Work | None = None
             for axis in range(mesh.ndim):
-                if mesh.size(axis) > 1:
+                if mesh.size(axis) > 1:  # MAX over one axis after the other is MAX over the mesh
                     wait_for(self._work)
                     self._work = all_reduce_in_place(self._flags, dist.ReduceOp.MAX, mesh.get_group(axis))
 
@@ -195,4 +195,5 @@ class UsedFlags:
     def anywhere(self) -> list[bool]:
         """Whether any rank has used each parameter; the host waits for the message."""
         self.wait()
+        # A FakeTensor has no values: assume that other ranks have used the same parameters.
         return list(map(bool, self._used if is_fake(self._flags) else self._flags.tolist()))

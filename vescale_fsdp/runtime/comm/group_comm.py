@@ -239,10 +239,12 @@ class GroupComm:
         # If a list: `all_gather` adds (full, shard) to it, and the caller starts all gathers of the list together.
         self.noted: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self.reduce_group: dist.ProcessGroup | None = None  # communicator of reductions; None: the gathers'
-        self._part_mesh: DeviceMesh | None = None
+        self._part_group: dist.ProcessGroup | None = None  # the ``part_size`` ranks
+        self.part_rank = 0  # this rank's index among them
         if part_size is not None:
             with groups_with_timeout_of(self.shard_group), outside_fake_mode():
-                self._part_mesh = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
+                parts = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
+            self._part_group, self.part_rank = parts.get_group(1), parts.get_local_rank(1)
 
     def change(self, **settings: Any) -> None:
         """Change these settings."""
@@ -250,15 +252,8 @@ class GroupComm:
 
     def process_groups(self) -> list[dist.ProcessGroup]:
         """All process groups of this group's collectives."""
-        parts = None if self._part_mesh is None else self._part_mesh.get_group(1)
-        used = (self.shard_group, self.replicate_group, self.reduce_group, parts)
+        used = (self.shard_group, self.replicate_group, self.reduce_group, self._part_group)
         return [group for group in used if group is not None]
-
-    @property
-    def part_rank(self) -> int:
-        """This rank's index among the ``part_size`` ranks."""
-        assert self._part_mesh is not None
-        return self._part_mesh.get_local_rank(1)
 
     # -- collectives ----------------------------------------------------------------------------------
 
@@ -281,8 +276,8 @@ class GroupComm:
 
     def gather_parts(self, full: torch.Tensor, part: torch.Tensor) -> Work | None:
         """Start the all-gather of the parts that ``part_size`` ranks kept between forward and backward."""
-        assert self._part_mesh is not None
-        return all_gather_into(full, part, self._part_mesh.get_group(1))
+        assert self._part_group is not None
+        return all_gather_into(full, part, self._part_group)
 
     def allocate_full(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A new buffer that gathers fill (1-D [numel])."""
@@ -359,9 +354,8 @@ class GroupComm:
         if dtype is not torch.float16:
             return 1.0
         total, factor = self._total_factor(), 1.0
-        while (
-            total % factor == 0 and total / factor > factor
-        ):  # torch's rule, so that results have the same bits
+        # As in torch's FSDP2, so that results have the same bits.
+        while total % factor == 0 and total / factor > factor:
             factor *= 2
         return factor
 
@@ -371,9 +365,9 @@ def separate_reductions(comms: Iterable[GroupComm]) -> None:
 
     Collective: all ranks call it, with the same groups in the same order.
     """
-    made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+    reduce_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
     for comm in comms:
-        if comm.shard_group not in made:
-            made[comm.shard_group] = new_group(comm.shard_group)
-        comm.reduce_group = made[comm.shard_group]
+        if comm.shard_group not in reduce_groups:
+            reduce_groups[comm.shard_group] = new_group(comm.shard_group)
+        comm.reduce_group = reduce_groups[comm.shard_group]
         comm.change(separate_reductions=True)

@@ -44,13 +44,11 @@ if TYPE_CHECKING:
 
 BOUND_S = 30.0  # seconds without a new collective until logs of a running step are compared; far above a slow step's
 _ALARMS_PER_BOUND = 4  # how many times per BOUND_S a rank reads the alarm
-_SETTLE_S = (
-    0.05  # longest wait before the first reduction after a forward, so that a slow store does not delay steps
-)
+# Longest wait before the first reduction after a forward, so that a slow store does not delay steps.
+_SETTLE_S = 0.05
 _FAILED_S = 1.0  # how long a rank whose collective failed waits for other ranks' logs
-_MOST_ENTRIES = (
-    4096  # a log is compared at this length at the latest: a step of forwards only would never end
-)
+# A log is compared at this length at the latest: a step of forwards only would never end.
+_MOST_ENTRIES = 4096
 _MOST_LOGS = 64  # logs of other ranks that are read for an error message
 _PARTNERS = 8  # first ranks of the mesh that every late rank compares itself with
 _KEPT_KEYS = 64  # steps whose digests stay in the store, for ranks that are behind
@@ -77,10 +75,10 @@ class OrderWatch:
         world = dist.group.WORLD
         assert world is not None
         # All ranks create their watches in the same order, so a count makes the key unique and equal on all of them.
-        made = _made.setdefault(world, Counter())
-        made[self._ranks] += 1
+        counts = _num_watches.setdefault(world, Counter())
+        counts[self._ranks] += 1
         ranks_digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self._ranks)).encode())
-        self._key = f"vescale_fsdp order {ranks_digest} {made[self._ranks]}"
+        self._key = f"vescale_fsdp order {ranks_digest} {counts[self._ranks]}"
         self._entries: list[str] = []
         self._step = 0
         self._logs: dict[int, list[str]] = {0: self._entries}  # logs of this step and the two before it
@@ -223,9 +221,8 @@ class OrderWatch:
     def _conclude(self, step: int) -> None:
         """Ranks differ in this step: end the collectives that wait, and set the error."""
         sources = {self._rank, *self._ranks[:_MOST_LOGS]}
-        deadline = (
-            time.monotonic() + 2 * BOUND_S / _ALARMS_PER_BOUND
-        )  # every rank reads the alarm twice until then
+        # By then every rank has read the alarm at least once, and published its logs.
+        deadline = time.monotonic() + 2 * BOUND_S / _ALARMS_PER_BOUND
         self._show()
         for group in {group for each in self.over for group in each.process_groups()}:
             break_group(group)  # ranks that wait for this rank fail, and publish their logs, too
@@ -241,7 +238,7 @@ class OrderWatch:
 
 
 def _differ(one: list[str], other: list[str]) -> bool:
-    """Whether two logs differ in an entry that both have."""
+    """Whether two logs differ in an entry that both have; a rank with a shorter log may only be slow."""
     return any(left != right for left, right in zip(one, other, strict=False))
 
 
@@ -254,6 +251,7 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
         for rank, entry in zip(logs, columns[index], strict=True):
             sides.setdefault(entry, []).append(rank)
     (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
+    # At most 16 ranks are shown per entry, and 5 entries: a mesh may have thousands of ranks.
     return LifecycleError(
         "The ranks have started different collectives, or the same ones in another order.",
         expected=f"on all ranks the collective that ranks {sorted(here)[:16]} started: {expected}",
@@ -267,7 +265,9 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
 
 
 # How many watches were created for each tuple of ranks, per default process group.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_num_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _Thread:

@@ -1,4 +1,4 @@
-"""Comparing two checkpoints of any formats: names, shapes, types, values."""
+"""Compare two checkpoints of any formats: names, shapes, types, values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.checkpoint.moves.carried_state import find_model, unwrapped_names
-from vescale_fsdp.checkpoint.moves.copying import Progress
+from vescale_fsdp.checkpoint.moves.copying import Progress, no_progress
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
 from vescale_fsdp.checkpoint.moves.tensor_view import (
@@ -20,19 +20,18 @@ from vescale_fsdp.checkpoint.moves.tensor_view import (
     repeated_dims,
     without_repeats,
 )
-from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
-from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.errors import ConversionError, format_bytes, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.model_shapes import natural_key
 from vescale_fsdp.views.float_codes import cast_array
 
 _READ_BYTES = 4 * 2**20  # 4 MiB per side
-Views = dict[tuple[str, str], TensorView]  # by ("model", its name there) or ("other", full name)
+Views = dict[tuple[str, str], TensorView]  # by ("model", name in the model) or ("other", full name)
 _F64 = dtype_from_torch("float64")
 
 
 class _Tolerance(NamedTuple):
-    """When two values are equal: see `diff`."""
+    """Arguments of `diff` that say when two values are equal."""
 
     rtol: float
     atol: float
@@ -40,7 +39,7 @@ class _Tolerance(NamedTuple):
 
     @property
     def is_bitwise(self) -> bool:
-        """Whether bytes are compared rather than numbers."""
+        """Whether bytes are compared, not numbers."""
         return not (self.rtol or self.atol or self.ignore_dtype)
 
 
@@ -71,7 +70,7 @@ def diff(
     ignore_dtype: bool = False,
     model_only: bool = False,
     model_prefix: str | None = None,
-    progress: Progress = lambda _: None,
+    progress: Progress = no_progress,
 ) -> tuple[tuple[Difference, ...], int]:
     """All differences, and how many tensors were compared.
 
@@ -101,34 +100,38 @@ def diff(
     """
     tolerance = _Tolerance(rtol, atol, ignore_dtype)
     left, right = matched_views(a, b, model_prefix)
-    has_more = [s.values or any(key[0] == "other" for key in v) for s, v in ((a, left), (b, right))]
-    is_whole = not model_only and all(has_more)
-    if not is_whole:
+    has_others = [s.values or any(key[0] == "other" for key in v) for s, v in ((a, left), (b, right))]
+    compares_all = not model_only and all(has_others)
+    if not compares_all:
         left, right = ({k: v for k, v in side.items() if k[0] == "model"} for side in (left, right))
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for key in sorted({*left, *right}, key=lambda key: (key[0], natural_key(key[1]))):
         if key not in right:
-            found.append(Difference(key[1], "only_a", f"only in {a.url}"))
+            differences.append(Difference(key[1], "only_a", f"only in {a.url}"))
         elif key not in left:
-            found.append(Difference(key[1], "only_b", f"only in {b.url}"))
+            differences.append(Difference(key[1], "only_b", f"only in {b.url}"))
         else:
-            found += _compare(key[1], left[key], right[key], tolerance, progress)
-    if is_whole:
-        found += _values(a, b)
+            differences += _compare(key[1], left[key], right[key], tolerance, progress)
+    if compares_all:
+        differences += _compare_values(a, b)
     if {a.kind, b.kind} <= {"hf", "safetensors"}:
-        found += _file_metadata(a, b)
-    return tuple(found), len(left.keys() & right.keys())
+        differences += _compare_metadata(a, b)
+    return tuple(differences), len(left.keys() & right.keys())
 
 
 def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tuple[Views, Views]:
-    """The tensors of both sides by keys that are equal where they mean the same tensor."""
+    """The tensors of both sides, by keys that are equal for the same tensor.
+
+    Raises:
+        ConversionError: if neither side has a tensor, or none has the prefix.
+    """
     start = f"{model_prefix.rstrip('.')}." if model_prefix else ""
     if not a.tensors and not b.tensors:
         raise ConversionError(
-            "Neither side holds a tensor.",
+            "Neither side contains a tensor.",
             expected="two checkpoints with tensors",
             got=f"{a.url} and {b.url}",
-            todo="list what they hold with: vescale-convert inspect",
+            todo="list their contents with: vescale-convert inspect",
         )
     if not any(name.startswith(start) for source in (a, b) for name in source.tensors):
         raise ConversionError(
@@ -138,37 +141,40 @@ def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tupl
             todo="leave out --model-prefix, or list the names with: vescale-convert inspect",
         )
     left, right = _views(a, model_prefix), _views(b, model_prefix)
-    _add_twins(a, left, right)
-    _add_twins(b, right, left)
+    _add_aliases(a, left, right)
+    _add_aliases(b, right, left)
     return left, right
 
 
-def _file_metadata(a: Source, b: Source) -> Iterator[Difference]:
-    """What safetensors files say beside their tensors; without it, quantised ones may not load."""
-    left, right = ({k: v for k, v in s.file_metadata.items() if k != "format"} for s in (a, b))
-    for key in sorted({*left, *right}):
-        name = f"__metadata__ {key}"
-        if key not in left or key not in right:
-            yield Difference(
-                name, *(("only_a", f"only in {a.url}") if key in left else ("only_b", f"only in {b.url}"))
-            )
-        elif left[key] != right[key]:
-            yield Difference(name, "value", f"{left[key]!r:.60} and {right[key]!r:.60}")
+def _compare_metadata(a: Source, b: Source) -> Iterator[Difference]:
+    """Differences of the ``__metadata__`` of safetensors files; loaders of quantised tensors may need it."""
+    left, right = (
+        {f"__metadata__ {k}": v for k, v in s.file_metadata.items() if k != "format"} for s in (a, b)
+    )
+    for name in sorted({*left, *right}):
+        yield from _compare_value(name, left, right, a, b)
 
 
-def _values(a: Source, b: Source) -> Iterator[Difference]:
+def _compare_values(a: Source, b: Source) -> Iterator[Difference]:
+    """Differences of the values that are not tensors."""
     for name in sorted({*a.values, *b.values}, key=natural_key):
-        if name not in b.values or name not in a.values:
-            only, source = ("only_a", a) if name in a.values else ("only_b", b)
-            yield Difference(name, only, f"only in {source.url}")
-            continue
-        left, right = a.values[name](), b.values[name]()
-        if not _is_same(left, right):
-            yield Difference(name, "value", f"{left!r:.60} and {right!r:.60}")
+        left, right = ({name: s.values[name]()} if name in s.values else {} for s in (a, b))
+        yield from _compare_value(name, left, right, a, b)
+
+
+def _compare_value(
+    name: str, left: Mapping[str, Any], right: Mapping[str, Any], a: Source, b: Source
+) -> Iterator[Difference]:
+    if name not in right:
+        yield Difference(name, "only_a", f"only in {a.url}")
+    elif name not in left:
+        yield Difference(name, "only_b", f"only in {b.url}")
+    elif not _is_same(left[name], right[name]):
+        yield Difference(name, "value", f"{left[name]!r:.60} and {right[name]!r:.60}")
 
 
 def _is_same(left: Any, right: Any) -> bool:
-    """Whether two values that are no tensors are equal; a NaN is, to a NaN, as in tensors."""
+    """Whether two values that are not tensors are equal; NaN equals NaN, as in tensors."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return left.keys() == right.keys() and all(_is_same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
@@ -188,13 +194,13 @@ def _views(source: Source, prefix: str | None) -> Views:
     }
 
 
-def _add_twins(source: Source, views: Views, others: Views) -> None:
-    """Give a Hugging Face folder the names of tied weights that it left out and the other side has."""
-    wanted = others.keys() - views.keys()
-    if not any(key[0] == "model" for key in wanted):
+def _add_aliases(source: Source, views: Views, others: Views) -> None:
+    """Add the names of tied weights that a Hugging Face folder leaves out and the other side has."""
+    missing = others.keys() - views.keys()
+    if not any(key[0] == "model" for key in missing):
         return
-    twins, _ = left_out_by(source, [name for kind, name in views if kind == "model"])
-    views.update({("model", twin): views["model", twins[twin]] for kind, twin in wanted if twin in twins})
+    aliases, _ = left_out_by(source, [name for kind, name in views if kind == "model"])
+    views.update({("model", name): views["model", aliases[name]] for _, name in missing if name in aliases})
 
 
 def _compare(
@@ -208,7 +214,7 @@ def _compare(
     numeric = {left.dtype.kind, right.dtype.kind} == {"float"} and not tolerance.is_bitwise
     if left.dtype != right.dtype and not numeric:
         return [Difference(name, "dtype", f"{left.dtype.name} and {right.dtype.name}")]
-    a, b, repeats = _stored_once(a, b)
+    a, b, repeats = _without_common_repeats(a, b)
     count, worst = 0, 0.0
     step = _READ_BYTES // max(left.dtype.itemsize, right.dtype.itemsize)
     for p, q in zip(pieces_of(a, _READ_BYTES, step), pieces_of(b, _READ_BYTES, step), strict=True):
@@ -226,11 +232,11 @@ def _compare(
     return [Difference(name, "value", text)]
 
 
-def _stored_once(a: TensorView, b: TensorView) -> tuple[TensorView, TensorView, int]:
-    """Both without the dims along which both repeat their items, and how often each item is repeated.
+def _without_common_repeats(a: TensorView, b: TensorView) -> tuple[TensorView, TensorView, int]:
+    """Both tensors without the dims along which both repeat their items, and the number of repeats of each item.
 
     Raises:
-        ConversionError: if either is still far more than what is stored of both.
+        ConversionError: if the rest is still far larger than the bytes that are stored.
     """
     dims = sorted({*repeated_dims(a)} & {*repeated_dims(b)})
     left, right = without_repeats(a, dims), without_repeats(b, dims)
@@ -242,18 +248,18 @@ def _stored_once(a: TensorView, b: TensorView) -> tuple[TensorView, TensorView, 
             expected=f"at most {MOST_GROWTH} times the bytes that are stored, or {format_bytes(UNCHECKED_BYTES)}",
             got=f"{format_bytes(nbytes)} of {format_bytes(max(stored))} that are stored",
             where=f"tensor {a.info.name}",
-            todo="compare it in Python, by what is stored; report A --against B compares a sample",
+            todo="compare the stored bytes in Python, or a sample: vescale-convert report A --against B",
         )
     return left, right, a.info.numel // max(1, left.info.numel)
 
 
 def _far(x: np.ndarray, a: DType, y: np.ndarray, b: DType, tolerance: _Tolerance) -> tuple[int, float]:
-    """How many values are too far apart (NaN equals NaN), and the largest distance."""
+    """The number of values that are too far apart (NaN equals NaN), and the largest distance."""
     p, q = cast_array(x, a, _F64).view(np.float64), cast_array(y, b, _F64).view(np.float64)
     with np.errstate(invalid="ignore"):
         distance = np.abs(p - q)
         same = (p == q) | (np.isnan(p) & np.isnan(q))
-        # What is not finite is near nothing else, though a share of infinity is infinite.
+        # atol + rtol * inf is infinite too, so a distance must be finite to be near.
         near = np.isfinite(distance) & (distance <= tolerance.atol + tolerance.rtol * np.abs(q))
         far = ~same & ~near
     return int(np.count_nonzero(far)), float(np.nanmax(np.where(same, 0.0, distance), initial=0.0))

@@ -37,15 +37,16 @@ _TRAINED = re.compile(rf"(?P<module>.+)\.(?P<part>{_PARTS})\.(?P<adapter>[^.]+)(
 
 
 class TrainedName(NamedTuple):
-    """A tensor of an adapter in training: which adapter's, and its name in a folder."""
+    """The adapter that a tensor of a training state belongs to, and the tensor's name in a peft folder."""
 
     adapter: str
     saved: str
 
 
 def trained_names(names: Iterable[str]) -> dict[str, TrainedName]:
-    """Those that are an adapter's; models without peft's wrapper (transformers' ``add_adapter``) get its prefix."""
-    found = {}
+    """The names that belong to adapters -> their names in a folder, which have peft's prefix even if the model in
+    training has no wrapper (transformers' ``add_adapter``)."""
+    trained = {}
     for name in names:
         match = _TRAINED.fullmatch(name)
         if match is None:
@@ -53,49 +54,63 @@ def trained_names(names: Iterable[str]) -> dict[str, TrainedName]:
         part, rest = match["part"], match["rest"] or ""
         ends = {"modules_to_save": rest, "lora_magnitude_vector": ".lora_magnitude_vector"}
         short = match["module"].removeprefix(ROOT) + ends.get(part, f".{part}{rest}")
-        found[name] = TrainedName(match["adapter"], ROOT + short)
-    return found
+        trained[name] = TrainedName(match["adapter"], ROOT + short)
+    return trained
 
 
 def trained_biases(names: Iterable[str], adapter: Collection[str], which: str) -> dict[str, str]:
-    """The base's biases that were trained beside an adapter: name in training -> name in a folder."""
+    """The biases of the base that were trained together with an adapter: name in training -> name in a folder.
+
+    Args:
+        names: of all tensors.
+        adapter: names of the adapter's tensors.
+        which: ``none``, ``all`` or ``lora_only``, as in the adapter's config.
+    """
+    if which == "none":
+        return {}
     modules = {match["module"] for match in map(_TRAINED.fullmatch, adapter) if match}
-    found = {}
+    biases = {}
     for name in names:
         module = name.removesuffix(".bias").removesuffix(".base_layer")
         if name.endswith("bias") and name not in adapter and (which == "all" or module in modules):
-            found[name] = ROOT + name.removeprefix(ROOT)
-    return found if which != "none" else {}
+            biases[name] = ROOT + name.removeprefix(ROOT)
+    return biases
 
 
-def one_adapter(found: dict[str, TrainedName], wanted: str | None, where: str) -> dict[str, str]:
-    """Name in training -> name in a folder, of the adapter that is meant.
+def one_adapter(trained: dict[str, TrainedName], adapter: str | None, where: str) -> dict[str, str]:
+    """The tensors of one adapter: name in training -> name in a folder.
+
+    Args:
+        adapter: its name; None if there is only one.
 
     Raises:
-        ConversionError: if there is none, or several and nobody says which.
+        ConversionError: if there is no such adapter, or several and no name is given.
     """
-    adapters = sorted({name.adapter for name in found.values()})
-    chosen = wanted if wanted is not None else adapters[0] if len(adapters) == 1 else None
-    if chosen not in adapters:
+    adapters = sorted({name.adapter for name in trained.values()})
+    if not adapters:
         raise ConversionError(
-            "The source holds several adapters."
-            if adapters and wanted is None
-            else "There is no such adapter.",
-            expected=f"one of {some(adapters, 8)}"
-            if adapters
-            else "tensors such as q_proj.lora_A.default.weight",
-            got=wanted or (some(adapters, 8) if adapters else "a state without an adapter"),
+            "There is no such adapter.",
+            expected="tensors such as q_proj.lora_A.default.weight",
+            got=adapter or "a state without an adapter",
             where=where,
-            todo=f"pass --adapter-name {adapters[0]}"
-            if adapters
-            else "leave out --adapter, or pass another source",
+            todo="leave out --adapter, or pass another source",
         )
-    return {name: each.saved for name, each in found.items() if each.adapter == chosen}
+    if adapter is None and len(adapters) == 1:
+        adapter = adapters[0]
+    if adapter not in adapters:
+        raise ConversionError(
+            "The source contains several adapters." if adapter is None else "There is no such adapter.",
+            expected=f"one of {some(adapters, 8)}",
+            got=adapter or some(adapters, 8),
+            where=where,
+            todo=f"pass --adapter-name {adapters[0]}",
+        )
+    return {name: each.saved for name, each in trained.items() if each.adapter == adapter}
 
 
 ADAPTER_CONFIG = "adapter_config.json"
 _TYPES = ("LORA", "IA3")
-# Settings under which a merge is another one, or starts from another base, than what is computed here.
+# Settings that change how an adapter is merged, or the base that it applies to, in ways that are not implemented here.
 _OTHER_MERGES = (
     "use_bdlora",
     "use_qalora",
@@ -112,20 +127,20 @@ _OTHER_MERGES = (
     "trainable_token_indices",
     "megatron_config",
 )
-_PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")  # others change the base before training
+_PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")  # other values change the base before training
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What matters for merging.
+    """The settings of an adapter that a merge needs.
 
     Args:
         kind: ``LORA`` or ``IA3``.
-        rank, alpha: of LoRA, for all modules but those with a pattern.
-        rank_patterns, alpha_patterns: a module's name or its end (a regular expression) -> its own.
-        is_rank_stabilised: whether alpha is divided by the root of the rank.
-        is_dora: whether rows have magnitudes of their own.
-        biases: which of the base's were trained too: ``none``, ``all`` or ``lora_only``.
+        rank, alpha: of LoRA, for all modules without a pattern.
+        rank_patterns, alpha_patterns: regular expression for the end of a module's name -> rank or alpha.
+        is_rank_stabilised: whether alpha is divided by the square root of the rank, not by the rank.
+        is_dora: whether rows have trained magnitudes.
+        biases: the biases of the base that were trained too: ``none``, ``all`` or ``lora_only``.
     """
 
     kind: str
@@ -139,23 +154,26 @@ class PeftConfig:
 
     @classmethod
     def read(cls, store: Storage, todo: str) -> PeftConfig:
-        """Of a folder; ``todo`` is what to do if it has none.
+        """Read the adapter_config.json of a folder.
+
+        Args:
+            todo: the last part of the error for a folder without one.
 
         Raises:
-            ConversionError: if there is none, or it is of a kind whose merge is not known.
+            ConversionError: if there is none, or this kind of adapter cannot be merged here.
         """
         where = f"{store.where}/{ADAPTER_CONFIG}"
         if store.size(ADAPTER_CONFIG) is None:
             raise ConversionError(
                 "There is no adapter_config.json.",
-                expected=f"a file {ADAPTER_CONFIG}, which says rank and alpha",
-                got="none there",
+                expected=f"a file {ADAPTER_CONFIG}, which contains rank and alpha",
+                got="no such file",
                 where=store.where,
                 todo=todo,
             )
         try:
             data = parse_json(store.read(ADAPTER_CONFIG), is_text=True)
-            _refuse_others(data, where)
+            _check_kind(data, where)
             return cls(
                 data["peft_type"],
                 int(data.get("r") or 0),
@@ -177,11 +195,11 @@ class PeftConfig:
             ) from error
 
     def rank_of(self, module: str) -> int:
-        """Of LoRA in a module."""
+        """The rank of LoRA in a module."""
         return _of_pattern(self.rank_patterns, module, self.rank)
 
     def scaling_of(self, module: str) -> float:
-        """What the product of its two matrices is multiplied by."""
+        """The factor of the product of a module's two matrices."""
         rank, alpha = self.rank_of(module), _of_pattern(self.alpha_patterns, module, self.alpha)
         return alpha / math.sqrt(rank) if self.is_rank_stabilised else alpha / rank
 
@@ -190,7 +208,8 @@ def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
-def _refuse_others(data: Mapping[str, Any], where: str) -> None:
+def _check_kind(data: Mapping[str, Any], where: str) -> None:
+    """Refuse an adapter that cannot be merged here."""
     start = data.get("init_lora_weights")
     other = next((f"{key} {data[key]!r:.60}" for key in _OTHER_MERGES if data.get(key)), None)
     if data["peft_type"] not in _TYPES:
@@ -199,7 +218,7 @@ def _refuse_others(data: Mapping[str, Any], where: str) -> None:
         other = f"init_lora_weights {start!r}, which changed the base before training"
     if other is not None:
         raise ConversionError(
-            "How this kind of adapter changes its base is not known here.",
+            "This kind of adapter cannot be merged here.",
             expected="LoRA (rslora, DoRA, patterns of rank and alpha) or IA3",
             got=other,
             where=where,
@@ -221,10 +240,10 @@ def open_adapter(store: Storage) -> Source:
 
 
 def require_adapter(url: str) -> None:
-    """Refuse what is no folder of peft's where a merge wants one.
+    """Refuse a path that is not a peft folder.
 
     Raises:
-        ConversionError: naming what is there.
+        ConversionError: if it is not; names the files in it.
     """
     store = open_store(url)
     if store.size(ADAPTER_FILE) is None:
@@ -233,30 +252,32 @@ def require_adapter(url: str) -> None:
             expected=f"a folder that peft saved, with {ADAPTER_FILE} and {ADAPTER_CONFIG}",
             got=some(store.list_files()),
             where=url,
-            todo="pass BASE, ADAPTER and OUT in this order; of a training checkpoint, write the adapter first: "
-            "vescale-convert to-hf RUN OUT --adapter",
+            todo="pass BASE, ADAPTER and OUT in this order; if ADAPTER is a training checkpoint, write its adapter "
+            "first: vescale-convert to-hf RUN OUT --adapter",
         )
 
 
 def adapter_state(
     source: Source, model_prefix: str | None, adapter_name: str | None, assets: str | None
 ) -> CarriedState:
-    """One adapter of a state of base and adapters, under the names that it has in a folder; the base stays behind.
+    """One adapter of a training state, without the base, under the names that it has in a peft folder.
 
     Args:
+        adapter_name: the adapter; None if there is only one.
         assets: folder or URL with its adapter_config.json.
 
     Raises:
-        ConversionError: if there is no adapter, or several, or no config, or it is another adapter's.
+        ConversionError: if there is no such adapter, or several and no name is given; if there is no
+            adapter_config.json, or it belongs to another adapter.
     """
     state = model_state(source, model_prefix)
     config = PeftConfig.read(_settings(assets), "pass the folder that has it with --assets")
     if source.kind != "adapter":
-        found = one_adapter(trained_names(state.views), adapter_name, source.url)
-        found |= trained_biases(state.views, found, config.biases)
-        made = {saved: (RenamedView(state.views[name], saved), name) for name, saved in found.items()}
-        state = state.with_replaced(made, set(state.views))
-    _require_ranks(state.views, config, str(assets))
+        names = one_adapter(trained_names(state.views), adapter_name, source.url)
+        names |= trained_biases(state.views, names, config.biases)
+        renamed = {saved: (RenamedView(state.views[name], saved), name) for name, saved in names.items()}
+        state = state.with_replaced(renamed, set(state.views))
+    _check_ranks(state.views, config, str(assets))
     return state
 
 
@@ -264,15 +285,15 @@ def _settings(assets: str | None) -> Storage:
     if assets is None:
         raise ConversionError(
             "An adapter needs its adapter_config.json.",
-            expected="--assets FOLDER, with the adapter_config.json that the training began with",
+            expected="--assets FOLDER, with the adapter_config.json of the training run",
             got="no --assets",
-            todo="write it with: peft_config.save_pretrained(FOLDER); it says alpha, which no tensor does",
+            todo="write it with: peft_config.save_pretrained(FOLDER); it contains alpha, which the tensors do not show",
         )
     return open_store(assets)
 
 
 def plan_adapter(state: CarriedState, assets: str | None) -> OutputPlan:
-    """The two files of a folder."""
+    """The two files of a peft folder."""
     store = _settings(assets)
     views = {view.info.name: view for view in state.views.values()}
     header = make_header(view.info for view in views.values())
@@ -281,14 +302,14 @@ def plan_adapter(state: CarriedState, assets: str | None) -> OutputPlan:
     return OutputPlan("adapter", (file,), (closing,), is_stale=lambda name: name.startswith("adapter_model."))
 
 
-def _require_ranks(views: Mapping[str, TensorView], config: PeftConfig, where: str) -> None:
-    """Refuse a config that gives another rank than the matrices have: its alpha would be wrong too."""
+def _check_ranks(views: Mapping[str, TensorView], config: PeftConfig, where: str) -> None:
+    """Refuse a config whose ranks are not those of the matrices: its alpha would be wrong too."""
     for name, view in views.items():
         module, part, _ = name.partition(".lora_A.")
         rank = config.rank_of(module.removeprefix(ROOT))
         if part and view.info.shape[0] != rank:
             raise ConversionError(
-                "The adapter_config.json is another adapter's.",
+                "The adapter_config.json belongs to another adapter.",
                 expected=f"rank {view.info.shape[0]}, as {name} has",
                 got=f"rank {rank}",
                 where=where,

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as a table for people and as JSON for programs. Reads metadata only."""
+"""`vescale-convert inspect`: the contents of a checkpoint as a table or as JSON. Reads metadata only."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.moves.carried_state import find_model
 from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, format_bytes
 from vescale_fsdp.layout.model_shapes import natural_key
 
 
 def describe(source: Source) -> dict[str, Any]:
-    """Everything known about a source without reading its tensors, as plain values."""
+    """The contents of a source as plain values, without the values of its tensors."""
     try:
         model = find_model(source)
         prefix = None if model.candidates else model.prefix
@@ -46,10 +45,13 @@ def describe(source: Source) -> dict[str, Any]:
 
 
 def draw(source: Source, number: int | None = None) -> str:
-    """A picture of one group's layout as SVG: the given one, or the largest.
+    """The layout of one group as an SVG picture.
+
+    Args:
+        number: the index of the layout; None for the largest.
 
     Raises:
-        ConversionError: if the format knows no layouts, or not so many.
+        ConversionError: if there is no such layout.
     """
     from vescale_fsdp.layout.pictures import layout_svg
 
@@ -66,14 +68,8 @@ def draw(source: Source, number: int | None = None) -> str:
     return layout_svg(layouts[chosen], f"layout {chosen} of {source.url}")
 
 
-def _sizes(found: dict[str, Any]) -> str:
-    """How large all tensors are, and how much of them is stored where strides repeat items or chunks are absent."""
-    total, stored = found["tensor_bytes"], found["stored_bytes"]
-    return format_bytes(total) + (f", of which {format_bytes(stored)} are stored" if stored < total else "")
-
-
-def format_description(found: dict[str, Any]) -> str:
-    """The description as a table."""
+def format_description(description: dict[str, Any]) -> str:
+    """What `describe` returns, as a table."""
     rows = [("tensor", "dtype", "shape", "bytes", "chunks", "files")]
     rows += [
         (
@@ -84,20 +80,23 @@ def format_description(found: dict[str, Any]) -> str:
             str(t["chunks"]),
             str(t["files"]),
         )
-        for t in found["tensors"]
+        for t in description["tensors"]
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
+    total, stored = description["tensor_bytes"], description["stored_bytes"]
+    # Less is stored where strides repeat items or chunks are absent.
+    sizes = format_bytes(total) + (f", of which {format_bytes(stored)} are stored" if stored < total else "")
     head = {
-        "kind": found["kind"],
-        "where": found["url"],
-        "tensors": f"{len(found['tensors'])}, {_sizes(found)}",
-        "dtypes": ", ".join(f"{name} x {count}" for name, count in found["dtypes"].items()) or "none",
-        "model prefix": ", ".join(prefix or "(root)" for prefix in found["models"]) or "no model found",
-        "other values": str(len(found["values"])),
+        "kind": description["kind"],
+        "where": description["url"],
+        "tensors": f"{len(description['tensors'])}, {sizes}",
+        "dtypes": ", ".join(f"{name} x {count}" for name, count in description["dtypes"].items()) or "none",
+        "model prefix": ", ".join(prefix or "(root)" for prefix in description["models"]) or "no model found",
+        "other values": str(len(description["values"])),
     }
     top = [f"{key + ':':<14}{value}" for key, value in head.items()]
     return "\n".join([*top, "", *lines])

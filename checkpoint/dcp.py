@@ -1,0 +1,24 @@
+"""Checkpoints of `torch.distributed.checkpoint` (DCP): written by this package, or this package's by DCP's calls.
+
+save(path, state, format=DCP())                                               a folder that dcp.load reads
+dcp.save(state, storage_writer=RaggedWriter(path), planner=RaggedSavePlanner())   a native checkpoint
+dcp.load(state, storage_reader=RaggedReader(path), planner=RaggedLoadPlanner())   from a native checkpoint
+"""
+
+from vescale_fsdp.checkpoint.formats.dcp.form import DCP
+from vescale_fsdp.checkpoint.formats.dcp.storage import (
+    RaggedLoadPlanner,
+    RaggedReader,
+    RaggedSavePlanner,
+    RaggedWriter,
+)
+from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
+
+__all__ = [
+    "DCP",
+    "RaggedLoadPlanner",
+    "RaggedReader",
+    "RaggedSavePlanner",
+    "RaggedWriter",
+    "check_storage_writer",
+]

@@ -1,0 +1,350 @@
+"""Merge an adapter into base weights, with the same arithmetic as peft's ``merge_and_unload``, one matrix at a time.
+
+    LoRA    W + (B A) * scaling          embeddings: the transpose of the product
+    DoRA    m / |W + (B A) * scaling| per row, times that sum
+    IA3     W * l                        and the bias times l if l scales the layer's output
+
+The product of whole matrices differs in the last bits from the products of their parts. So a matrix is computed whole
+and kept until another one is read: memory is one matrix and its change. A conversion that merges has one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vescale_fsdp.checkpoint.formats.huggingface.model_class import orientation_of_class
+from vescale_fsdp.checkpoint.formats.huggingface.repository import config_class
+from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import absent_names
+from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, SourceView, TensorView
+from vescale_fsdp.conversion.formats.peft import ROOT, PeftConfig
+from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.layout.geometry import Box, whole_box
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+# The end of a tensor's name -> its letter in the formulas above, with "e" for embeddings; "b" is a bias.
+_PARTS = {
+    ".lora_A.weight": "A",
+    ".lora_B.weight": "B",
+    ".lora_embedding_A": "Ae",
+    ".lora_embedding_B": "Be",
+    ".lora_magnitude_vector": "m",
+    ".lora_magnitude_vector.weight": "m",
+    ".lora_B.bias": "b",
+    ".ia3_l": "l",
+}
+
+
+def merged_state(
+    base: CarriedState, adapter: Source, config: PeftConfig, model_config: Mapping[str, Any]
+) -> CarriedState:
+    """The base with the adapter merged into its weights. If the adapter changes a tied weight, its aliases are stored
+    apart and keep their values, as in the model that was trained.
+
+    Args:
+        model_config: the base's config.json. The class that it names determines which weights are tied, and which are
+            stored as [in, out].
+
+    Raises:
+        ConversionError: if the base lacks weights that the adapter changes, or their shapes do not fit.
+    """
+    parts, whole_weights = _by_module(adapter)
+    changed = [*(f"{module}.weight" for module in parts), *whole_weights]
+    aliases = absent_names(model_config, base.views)
+    changed_tensors = {aliases.get(name, name) for name in changed}
+    base = base.with_aliases({name: kept for name, kept in aliases.items() if kept in changed_tensors})
+    merge = _Merge(base.views, config, model_config, adapter.url)
+    merge.find_root(changed)
+    # First, since a LoRA of an embedding may apply to an embedding that is stored whole too.
+    for name, view in whole_weights.items():
+        merge.replace(name, view)
+    for module, module_parts in parts.items():
+        merge.add(module, module_parts)
+    return base.with_replaced(merge.merged, set(merge.merged))
+
+
+def _by_module(adapter: Source) -> tuple[dict[str, dict[str, TensorView]], dict[str, TensorView]]:
+    """The tensors of an adapter: parts by module and letter, and whole weights by the base's names."""
+    parts: dict[str, dict[str, TensorView]] = {}
+    whole_weights: dict[str, TensorView] = {}
+    for name in adapter.tensors:
+        short, view = name.removeprefix(ROOT), SourceView(adapter, name, name)
+        end = next((end for end in _PARTS if short.endswith(end)), None)
+        if end is not None:
+            parts.setdefault(short.removesuffix(end), {})[_PARTS[end]] = view
+        elif "lora_" in short or "ia3_" in short or "token_adapter" in short:
+            raise _no_fit(f"parts such as {', '.join(_PARTS)}", name, adapter.url)
+        else:
+            whole_weights[short.replace(".base_layer.", ".")] = view
+    if not parts and not whole_weights:
+        raise _no_fit("tensors of an adapter", "none", adapter.url)
+    return parts, whole_weights
+
+
+def _no_fit(expected: str, got: object, where: str, todo: str = "") -> ConversionError:
+    base = (
+        "pass the base that the adapter was trained on (base_model_name_or_path in its adapter_config.json)"
+    )
+    return ConversionError(
+        "The adapter does not fit the base.", expected=expected, got=got, where=where, todo=base + todo
+    )
+
+
+@dataclass
+class _Latest:
+    """The matrix that was computed last."""
+
+    view: MergedView | None = None
+    raw: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class MergedView(TensorView):
+    """A weight that is computed whole, from whole tensors.
+
+    Args:
+        inputs: the base's weight, and the parts of the adapter.
+        compute: makes the new weight from the inputs; it may write into the first.
+        recipe: identifies the computation.
+        latest: shared by all views, so that memory contains one matrix.
+        lost: name -> number of finite values that became infinite in the base's type.
+    """
+
+    inputs: tuple[TensorView, ...]
+    compute: Callable[..., torch.Tensor]
+    recipe: str
+    latest: _Latest = field(repr=False)
+    lost: dict[str, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def info(self) -> TensorInfo:
+        return self.inputs[0].info
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        if self.latest.view is not self:
+            self.latest.view = self.latest.raw = None  # freed before the next matrix is computed
+            tensors = [_read(view) for view in self.inputs]
+            before = int(tensors[0].isinf().sum())  # counted now, since `compute` may write into the tensor
+            weight = self.compute(*tensors).to(tensors[0].dtype).contiguous()
+            if (lost := int(weight.isinf().sum()) - before) > 0:
+                self.lost[self.info.name] = lost
+            self.latest.raw = weight.view(_raw_type(weight)).numpy()
+            self.latest.view = self
+        assert self.latest.raw is not None
+        out[...] = self.latest.raw[box.slices()]
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        for view in self.inputs:
+            yield from view.sources()
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        for view in self.inputs:
+            yield from view.parts(whole_box(view.info.shape))
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return self.inputs[0].over(leaf)
+
+    @property
+    def overflows(self) -> int:
+        return sum(self.lost.values()) + sum(view.overflows for view in self.inputs)
+
+    def identity(self) -> str:
+        return f"{self.recipe} of {', '.join(view.identity() for view in self.inputs)}"
+
+
+def _raw_type(tensor: torch.Tensor) -> torch.dtype:
+    import torch
+
+    types = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+    return types[tensor.element_size()]
+
+
+def _read(view: TensorView) -> torch.Tensor:
+    """All of a tensor."""
+    import torch
+
+    info = view.info
+    tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype.required_torch_name), device="cpu")
+    view.read_into(whole_box(info.shape), tensor.view(_raw_type(tensor)).numpy())
+    return tensor
+
+
+@dataclass
+class _Merge:
+    """A merge in progress.
+
+    Attributes:
+        merged: name of a weight -> (the merged tensor, the name).
+        root: a prefix of the adapter's module names that the base's files leave out.
+    """
+
+    base: Mapping[str, TensorView]
+    config: PeftConfig
+    model_config: Mapping[str, Any]
+    where: str
+    merged: dict[str, tuple[TensorView, str]] = field(default_factory=dict)
+    latest: _Latest = field(default_factory=_Latest)
+    root: str = ""
+
+    def find_root(self, names: list[str]) -> None:
+        """Find `root`: files of a model without its head leave out the model's name (``h.0`` for ``transformer.h.0``).
+
+        Raises:
+            ConversionError: if the base lacks one of the names.
+        """
+        first = {name.partition(".")[0] for name in names}
+        if len(first) == 1 and not any(name in self.base for name in names):
+            self.root = f"{first.pop()}."
+        missing = [name for name in names if name.removeprefix(self.root) not in self.base]
+        if missing:
+            todo = "; if its files have other names than the model in memory, with --rules transformers-.."
+            expected = f"a base with {missing[0]} (a tied weight is stored under one name)"
+            raise _no_fit(expected, "none", self.where, todo)
+
+    def add(self, module: str, parts: Mapping[str, TensorView]) -> None:
+        """Merge the adapter's parts of one module."""
+        name = f"{module}.weight".removeprefix(self.root)
+        base = self._current(name)
+        if base.info.dtype.kind != "float" or len(base.info.shape) != 2:
+            raise _no_fit(
+                "matrices of floats", f"{name}: {base.info.dtype.name} {base.info.shape}", self.where
+            )
+        bias = f"{module}.bias".removeprefix(self.root)
+        if "l" in parts:
+            self._add_ia3(module, name, bias, parts["l"])
+            return
+        suffix = "e" if "Ae" in parts else ""
+        is_complete = {f"A{suffix}", f"B{suffix}"} <= parts.keys()
+        if not is_complete or (self.config.is_dora != ("m" in parts)):
+            expected = "A, B and magnitudes" if self.config.is_dora else "A and B"
+            raise _no_fit(expected, f"{module}: {some(parts)}", self.where)
+        a, b, scaling = parts[f"A{suffix}"], parts[f"B{suffix}"], self.config.scaling_of(module)
+        is_transposed = bool(suffix) or self._is_transposed(
+            module, base.info.shape, b.info.shape[:1], a.info.shape[1:]
+        )
+        rows, cols = reversed(base.info.shape) if is_transposed else base.info.shape
+        rank = self.config.rank_of(module)
+        if (a.info.shape, b.info.shape) != ((rank, cols), (rows, rank)):
+            got = f"{module}: {a.info.shape} and {b.info.shape} for {base.info.shape}"
+            raise _no_fit(f"matrices {(rank, cols)} and {(rows, rank)}", got, self.where)
+        magnitudes = (parts["m"],) if "m" in parts else ()
+        compute = partial(_with_lora, scaling=scaling, is_transposed=is_transposed, is_embedding=bool(suffix))
+        self._set(name, (base, a, b, *magnitudes), compute, f"LoRA {scaling!r} {is_transposed} {suffix}")
+        if "b" in parts:
+            if bias not in self.base:
+                raise _no_fit(f"a base with {bias}, as the adapter has a bias", "none", self.where)
+            inputs = (self._current(bias), parts["b"])
+            self._set(bias, inputs, partial(_with_bias, scaling=scaling), f"bias {scaling!r}")
+
+    def _is_transposed(
+        self, module: str, shape: tuple[int, ...], rows: tuple[int, ...], cols: tuple[int, ...]
+    ) -> bool:
+        """Whether a weight is stored as [in, out], as Conv1D does. The adapter's rows and columns show it; for a square
+        weight the model's class does. ``fan_in_fan_out`` of the adapter's config is of one module only.
+
+        Args:
+            shape: of the weight.
+            rows, cols: the adapter's number of rows and of columns, each as (number,); () if it is not known.
+
+        Raises:
+            ConversionError: if the weight is square and its class is not known.
+        """
+        if shape[0] != shape[1]:
+            is_plain = rows in ((), shape[:1]) and cols in ((), shape[1:])
+            return not is_plain and rows in ((), shape[1:]) and cols in ((), shape[:1])
+        class_name = config_class(self.model_config)
+        known = None if class_name is None else orientation_of_class(self.model_config, class_name, module)
+        if known is None:
+            raise ConversionError(
+                "It is not known whether a square weight is [out, in] (Linear) or [in, out] (Conv1D).",
+                expected="a config.json that names a class of transformers, and transformers installed",
+                got=f"{module} of shape {shape}, class {class_name}",
+                where=self.where,
+                todo="pass the base's config.json with --assets; or, if the class is the repository's own code, merge "
+                "with peft itself: PeftModel.from_pretrained(base, adapter).merge_and_unload()",
+            )
+        return known
+
+    def _add_ia3(self, module: str, name: str, bias: str, scales: TensorView) -> None:
+        shape, factors = self._current(name).info.shape, scales.info.shape
+        if len(factors) != 2 or 1 not in factors or max(factors) not in shape:
+            raise _no_fit(f"factors {(shape[0], 1)} or {(1, shape[1])}", f"{name}: {factors}", self.where)
+        scales_input = factors[0] == 1
+        rows, cols = ((), factors[1:]) if scales_input else (factors[:1], ())
+        is_transposed = self._is_transposed(module, shape, rows, cols)
+        compute = partial(_with_ia3, is_transposed=is_transposed)
+        self._set(name, (self._current(name), scales), compute, f"IA3 {is_transposed}")
+        if not scales_input and bias in self.base:
+            self._set(bias, (self._current(bias), scales), _with_ia3_bias, "IA3 bias")
+
+    def _current(self, name: str) -> TensorView:
+        """A weight as merged so far."""
+        return self.merged[name][0] if name in self.merged else self.base[name]
+
+    def _set(
+        self, name: str, inputs: tuple[TensorView, ...], compute: Callable[..., torch.Tensor], recipe: str
+    ) -> None:
+        self.merged[name] = (MergedView(inputs, compute, recipe, self.latest), name)
+
+    def replace(self, name: str, view: TensorView) -> None:
+        """Replace a weight of the base by one that was trained whole."""
+        name = name.removeprefix(self.root)
+        old = self.base[name].info
+        if view.info.shape != old.shape:
+            raise _no_fit(f"{name} of shape {old.shape}", view.info.shape, self.where)
+        from vescale_fsdp.checkpoint.moves.casting import CastView
+
+        cast = view if view.info.dtype == old.dtype else CastView(view, old.dtype)
+        self.merged[name] = (RenamedView(cast, name), name)
+
+
+def _as_loaded(tensor: torch.Tensor) -> torch.Tensor:
+    """A part of the adapter as peft loads it: types of 16 bits and less become float32."""
+    return tensor.float() if tensor.element_size() < 4 else tensor
+
+
+def _with_lora(
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    magnitudes: torch.Tensor | None = None,
+    *,
+    scaling: float,
+    is_transposed: bool,
+    is_embedding: bool,
+) -> torch.Tensor:
+    import torch
+
+    delta = _as_loaded(b) @ _as_loaded(a)
+    delta = (delta.T if is_transposed else delta) * scaling
+    if magnitudes is None:
+        weight += delta.to(weight.dtype) if is_embedding else delta  # only for embeddings peft rounds twice
+        return weight
+    # The expressions of peft, whose rounding they share: ``1 *`` is its scaling.
+    rows = (weight.T if is_transposed else weight) + 1 * (delta.T if is_transposed else delta)
+    norms = torch.linalg.norm(rows, dim=1).to(rows.dtype)
+    del rows  # memory for one matrix less
+    factors = (_as_loaded(magnitudes) / norms).view(-1, 1)
+    return (factors.T if is_transposed else factors) * (weight + delta)
+
+
+def _with_bias(bias: torch.Tensor, change: torch.Tensor, *, scaling: float) -> torch.Tensor:
+    bias += _as_loaded(change) * scaling
+    return bias
+
+
+def _with_ia3(weight: torch.Tensor, scales: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
+    scales = _as_loaded(scales)
+    return weight * (scales.T if is_transposed else scales)
+
+
+def _with_ia3_bias(bias: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return bias * _as_loaded(scales).reshape(bias.shape)
