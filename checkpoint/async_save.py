@@ -46,7 +46,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
     coordinator_for,
     num_neighbours,
 )
-from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
+from vescale_fsdp.checkpoint.ranks.first_error import adding_note, noting
 from vescale_fsdp.checkpoint.save import Format, Saved, Saver, plain_json
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.state.host_copies import (
@@ -291,7 +291,7 @@ class AsyncSaver:
                 self._coordinator.agree(None, 0, error)
                 return
             for number, saver in enumerate(savers):
-                with telling(also):
+                with adding_note(also):
                     saved = saver.write(take, metadata)
                 if number == 0 and after is not None:
                     after(saved)

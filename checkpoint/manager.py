@@ -35,7 +35,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
     is_of_storage,
     num_neighbours,
 )
-from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
+from vescale_fsdp.checkpoint.ranks.first_error import adding_note, noting
 from vescale_fsdp.checkpoint.restore import Restored, StepSearch, no_such_step, restore_newest
 from vescale_fsdp.checkpoint.save import Format, Saved, Saver, form_of
 from vescale_fsdp.checkpoint.steps.retention import (
@@ -465,7 +465,7 @@ class CheckpointManager:
                         meter=meter,
                         check_replicas=self._check_replicas,
                     )
-                    with telling(also):
+                    with adding_note(also):
                         saved = saver.save(state, metadata)
                     if decision.is_due and storage is targets[0][0]:
                         self._conclude(decision, self._coordinator, saved)

@@ -376,7 +376,7 @@ class Storage(ABC):
 
     @abstractmethod
     def append(self, name: str, data: bytes) -> None:
-        """Add to the end of a small file, making it if needed."""
+        """Append to a small file; the file is created if it does not exist."""
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file, over an older one. Does nothing if the names are equal, or another process has renamed it.
@@ -435,7 +435,7 @@ class Storage(ABC):
             ) from error
 
     def _reader(self, name: str) -> FileReader:
-        """A reader of a file whose size is not needed."""
+        """A reader for callers that do not need the file's size."""
         return self.open_file(name)
 
     def _missing(self, name: str) -> CorruptCheckpointError:
@@ -448,14 +448,14 @@ class Storage(ABC):
         )
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """Exactly ``nbytes`` bytes at ``offset``, or the whole of a (small) file; raises as `read_into`."""
+        """Read ``nbytes`` bytes at ``offset``; by default all bytes of a (small) file. Raises as `read_into`."""
         buffer = bytearray(self.required_info(name).size_bytes if nbytes is None else nbytes)
         if buffer:
             self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)
 
     def read_pieces(self, name: str) -> Iterator[bytes]:
-        """The whole of a file, a few MiB at a time; raises as `read_into`."""
+        """Read a whole file, a few MiB at a time; raises as `read_into`."""
         nbytes = self.required_info(name).size_bytes
         for start in range(0, nbytes, _PIECE_BYTES):
             yield self.read(name, start, min(_PIECE_BYTES, nbytes - start))

@@ -34,9 +34,9 @@ from vescale_fsdp.errors import ConversionError, VescaleError, explain
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_TRIES = 5  # on top of the file system's own retries: 3 s of pauses in total
+_TRIES = 5  # in addition to the file system's own retries; 3 s of pauses in total
 _FIRST_PAUSE_S = 0.2
-_PATIENCE_S = 60.0  # some clients retry for minutes themselves
+_PATIENCE_S = 60.0  # no try begins later: some clients retry for minutes themselves
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 # Transient errors of clients that are not OSErrors; by name, since a client is installed only if it is used.
 _PASSING = {
@@ -56,9 +56,9 @@ _WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")
 _PASSING_CODES = re.compile(
     "SlowDown|RequestTimeout|RequestTimeTooSkewed|InternalError|ServiceUnavailable|Throttling"
 )
-PART_BYTES = 16 << 20  # 16 MiB
-_MAX_PARTS = 10_000  # S3 takes no more: larger files have larger parts
-_IN_FLIGHT = 4
+PART_BYTES = 16 << 20  # 16 MiB; smaller files are one request
+_MAX_PARTS = 10_000  # S3's limit: larger files have larger parts
+_IN_FLIGHT = 4  # parts: bounds the memory to 64 MiB, or four larger parts
 
 
 class _StreamWriter(FileWriter):
@@ -442,10 +442,10 @@ class RemoteStorage(Storage):
         if self.location[0] != "s3":
             return []
         bucket, prefix, _ = self.filesystem.split_path(f"{self._root}/")
-        asked: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
+        query: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
         removed: list[str] = []
         while True:
-            answer = self.retrying(lambda: self.filesystem.call_s3("list_multipart_uploads", **asked))
+            answer = self.retrying(lambda: self.filesystem.call_s3("list_multipart_uploads", **query))
             for upload in answer.get("Uploads", ()):
                 if older_than_s > 0 and _age_s(_aware(upload["Initiated"])) <= older_than_s:
                     continue
@@ -454,8 +454,8 @@ class RemoteStorage(Storage):
                 removed.append(upload["Key"].removeprefix(prefix))
             if not answer.get("IsTruncated"):
                 return removed
-            asked["KeyMarker"] = answer["NextKeyMarker"]
-            asked["UploadIdMarker"] = answer["NextUploadIdMarker"]
+            query["KeyMarker"] = answer["NextKeyMarker"]
+            query["UploadIdMarker"] = answer["NextUploadIdMarker"]
 
     def remove(self, name: str) -> None:
         self.filesystem.invalidate_cache()
