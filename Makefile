@@ -1,17 +1,17 @@
 # make test   the gate and all tests
-# make test-torch TORCH=2.15.0   all tests on another torch, in an environment of its own (tried on Linux without a GPU: what
-#                                 README says of 2.15; PyPI's wheels bring some gigabytes of CUDA packages)
+# make test-torch TORCH=2.15.0   all tests on another version of torch, in a separate environment (used on Linux without a
+#                                 GPU; PyPI's wheels install some gigabytes of CUDA packages)
 # make test-faults   every fault of saves and restores, twenty killed ranks, ranks killed and stalled at every call, two
-#                    nodes (as root), every sample of torch's operator database, of which make test meets some, and blocks
+#                    nodes (as root), every sample of torch's operator database (make test runs some), and blocks
 #                    compiled by Inductor (two hours or more)
-# make test-fuzz SEEDS=1000 START=0   random programs, trained as plain data parallelism trains them (60 are in make test)
-# make test-stacks   the examples on training stacks, which it installs first, in an environment of its own
-# make gpu    all that half an hour on a machine with GPUs can show: gpu_report/gpu.md and gpu.json
-# make demo   the whole idea on real text: train, kill, restart on more ranks, export
-# make docs   the site, into site/; strict: a broken link or a missing name fails
-# make release-check   wheel and sdist: built, checked, installed in a clean environment, README's example run there
-# make check  the gate alone: format, lint, types, import order, fast tests
-# make venv   the set-up alone: .venv with everything; a second run reuses it
+# make test-fuzz SEEDS=1000 START=0   random programs, compared with plain data parallelism (make test runs 60)
+# make test-stacks   the examples on training stacks, which it installs into a separate environment
+# make gpu    checks and benchmarks on a machine with GPUs, half an hour: gpu_report/gpu.md and gpu.json
+# make demo   a demonstration on real text: train, kill, restart on more ranks, export
+# make docs   build the site into site/; a broken link or a missing name fails
+# make release-check   build and check wheel and sdist, install in a clean environment, run README's example there
+# make check  only the gate: format, lint, types, import order, fast tests
+# make venv   only the set-up: .venv with everything; a second run reuses it
 #
 # PYTHON=python3.12 make venv   another interpreter (3.11 or later)
 
@@ -20,26 +20,26 @@ VENV   := .venv
 STAMP  := $(VENV)/.installed
 IN_VENV := $(VENV)/bin/python
 
-# Torch's plain wheel for Linux brings gigabytes of CUDA packages. On a machine without a GPU, where pip is not set
-# up to find PyTorch's CPU builds, name their index: make venv TORCH_INDEX="--extra-index-url <index of CPU wheels>"
+# Torch's default wheel for Linux installs gigabytes of CUDA packages. On a machine without a GPU, if pip is not
+# configured for PyTorch's CPU builds: make venv TORCH_INDEX="--extra-index-url <index of CPU wheels>"
 TORCH_INDEX ?=
 
 TORCH      ?= 2.15.0
 TORCH_VENV := .venv-torch-$(TORCH)
 
-# torchtitan wants older packages than the other tests' (datasets, and with it fsspec)
+# A separate environment: torchtitan requires older packages than the other tests (datasets, and so fsspec).
 STACKS_VENV  := .venv-stacks
 STACKS_STAMP := $(STACKS_VENV)/.installed
 
-# Not compiled: of all that is installed the tests import a part, which Python compiles at its first import, and keeps
-# also where the caller's shell says otherwise: hundreds of processes would compile the same again.
+# pip does not compile: the tests import only a part of the installed files. Python compiles those at their first import,
+# and stores the result even if the caller's shell disables that; else hundreds of processes would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
 PIP_OPTIONS := --quiet --no-compile --constraint constraints.txt
 INSTALL := $(IN_VENV) -m pip install $(PIP_OPTIONS)
 INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 
-# Two tests at a time: one alone waits much (for ranks, processes, disks), and most need one core. A file's tests
-# stay in one process; files start in the order of tests/conftest.py, the longest first.
+# Two tests at a time: a test waits much of its time (for ranks, processes, disks), and most need one core. The tests of
+# a file run in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
 
 .PHONY: venv test test-torch test-faults test-fuzz test-stacks gpu demo docs release-check check clean
@@ -53,10 +53,10 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 test: venv
-	$(IN_VENV) tools/check.py --skip fast-tests --skip layering  # both are among all tests
+	$(IN_VENV) tools/check.py --skip fast-tests --skip layering  # all tests include both
 	$(IN_VENV) -m pytest $(TOGETHER)
 
-# Torch first and by version: what is installed behind it finds it there and leaves it.
+# Torch is installed first, by version: later installs keep it.
 test-torch:
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python -m pip install --quiet $(TORCH_INDEX) "torch==$(TORCH)"
@@ -73,9 +73,9 @@ test-faults: venv
 	    tests/checkpoint/elastic/test_kills.py tests/checkpoint/elastic/test_formation.py \
 	    tests/checkpoint/elastic/test_two_nodes.py tests/dtensor/test_op_db.py tests/runtime/test_compile.py
 
-# fsspec and what goes with it are named, since datasets, which torchtitan bounds, wants an older one than the latest s3fs
-# does, and pip does not find the pair by itself. Automodel without what it needs besides: it pins another transformers,
-# and kernels for GPUs. Its parallelizers, which are what is tried, need neither.
+# The versions of fsspec and its relatives are fixed: datasets, whose version torchtitan limits, requires an older fsspec
+# than the latest s3fs, and pip does not find a matching pair. Automodel is installed without its dependencies: it pins
+# another transformers and kernels for GPUs, and the tests only run its parallelizers, which need neither.
 $(STACKS_STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(STACKS_VENV)/bin/python || $(PYTHON) -m venv $(STACKS_VENV)
 	$(INSTALL_STACKS) $(TORCH_INDEX) torch
@@ -98,7 +98,7 @@ gpu: venv
 demo: venv
 	$(IN_VENV) -m tools.demo
 
-# Versions are pinned: a site that was strict yesterday is strict today. The theme's advertisement is no warning.
+# Versions are pinned, so that new releases do not break the strict build. The variable hides the theme's advertisement.
 docs: venv
 	$(INSTALL) --editable ".[docs]"
 	$(IN_VENV) tools/docs/notebook.py --check

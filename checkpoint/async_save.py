@@ -46,7 +46,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
     coordinator_for,
     num_neighbours,
 )
-from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
+from vescale_fsdp.checkpoint.ranks.first_error import adding_note, noting
 from vescale_fsdp.checkpoint.save import Format, Saved, Saver, plain_json
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.state.host_copies import (
@@ -66,8 +66,8 @@ from vescale_fsdp.torch_private import storage_id
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-_HEAD_START_S = 0.005
-_ALIGN_BYTES = 64
+_HEAD_START_S = 0.005  # the time that the trainer gets before a save starts
+_ALIGN_BYTES = 64  # a cache line
 _Kind = tuple[torch.Size, torch.dtype]
 _worker = BackgroundThread("checkpoint-save")
 
@@ -143,7 +143,11 @@ class Stager:
 def _copy(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], streams: dict[torch.device, CopyStream | None]
 ) -> list[tuple[CopyStream, CopyEvent]]:
-    """Start to copy the second of each pair into the first; the streams in use, each with an event after its copies."""
+    """Start to copy the second tensor of each pair into the first.
+
+    Returns:
+        The streams in use, each with an event after its copies.
+    """
     used: dict[CopyStream, None] = {}
     for view, tensor in pairs:
         if not tensor.numel():
@@ -287,7 +291,7 @@ class AsyncSaver:
                 self._coordinator.agree(None, 0, error)
                 return
             for number, saver in enumerate(savers):
-                with telling(also):
+                with adding_note(also):
                     saved = saver.write(take, metadata)
                 if number == 0 and after is not None:
                     after(saved)
@@ -360,7 +364,7 @@ def async_save(
         raises the error.
 
     Raises:
-        ValueError: if ``exit_timeout_s`` is no time.
+        ValueError: if ``exit_timeout_s`` is negative or not a number.
 
     Examples:
         >>> import torch

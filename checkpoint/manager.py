@@ -35,7 +35,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
     is_of_storage,
     num_neighbours,
 )
-from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
+from vescale_fsdp.checkpoint.ranks.first_error import adding_note, noting
 from vescale_fsdp.checkpoint.restore import Restored, StepSearch, no_such_step, restore_newest
 from vescale_fsdp.checkpoint.save import Format, Saved, Saver, form_of
 from vescale_fsdp.checkpoint.steps.retention import (
@@ -104,15 +104,13 @@ class CheckpointManager:
         export_every: steps divisible by it are exported, whether or not they are saved.
         ram: a second tier in shared memory, tried first by `restore`.
         process_group: the ranks that save and restore together; default: all.
-        patience_s: how long `restore` lists again while ranks see different steps, because of a network file system's
-            caches; then it raises.
         progress: gets reports of this rank's progress in a save to disk or a restore; True draws a bar on rank 0.
         optimizer: for ``asynchronous`` on an accelerator, see `async_save`.
         check_replicas: as for `save`.
         exit_timeout_s: for ``asynchronous``, see `async_save`.
 
     Raises:
-        ValueError: for limits below 1, a negative patience or ``exit_timeout_s``, or another ``check_replicas``.
+        ValueError: for limits below 1, a negative ``exit_timeout_s``, or another ``check_replicas``.
         TypeError: for a ``save_policy`` or ``retention`` of another type.
         CheckpointError: on all ranks, if one of them cannot use the root: not a folder, no permission, no such bucket.
             A root with steps that can only be read is a warning.
@@ -143,7 +141,6 @@ class CheckpointManager:
         export_every: int = 1,
         ram: RamTier | None = None,
         process_group: dist.ProcessGroup | None = None,
-        patience_s: float = 30.0,
         progress: Tell = False,
         optimizer: Optimizers = (),
         check_replicas: CheckReplicas = "sample",
@@ -156,8 +153,6 @@ class CheckpointManager:
                 got=export_every,
                 where=str(root),
             )
-        if not patience_s >= 0:
-            raise ArgumentError("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
         check_choice(check_replicas)
         check_exit_timeout(exit_timeout_s)
         self._exit_timeout_s = exit_timeout_s
@@ -166,7 +161,7 @@ class CheckpointManager:
         self._retention = retention_of(retention)
         self._best = tuple(rule for rule in leaves_of(policy) if isinstance(rule, BestOf))
         self._root = open_storage(root, neighbours=num_neighbours())
-        self._patience_s, self._progress, self._optimizer = patience_s, progress, optimizer
+        self._progress, self._optimizer = progress, optimizer
         self._export = None if export is None else form_of(export)
         self._export_every = export_every
         self._ram = ram
@@ -470,7 +465,7 @@ class CheckpointManager:
                         meter=meter,
                         check_replicas=self._check_replicas,
                     )
-                    with telling(also):
+                    with adding_note(also):
                         saved = saver.save(state, metadata)
                     if decision.is_due and storage is targets[0][0]:
                         self._conclude(decision, self._coordinator, saved)
@@ -592,6 +587,7 @@ class CheckpointManager:
         verify: Verify = "while",
         read: Read = "auto",
         read_only: bool = False,
+        patience_s: float = 30.0,
     ) -> Restored | None:
         """Fill a state from the newest good step; a collective.
 
@@ -610,11 +606,14 @@ class CheckpointManager:
             step: restore this step only.
             read_only: this manager does not continue the run: its saves never mark steps as abandoned.
             strict, include, verify, read: as for `load`; a step in memory is read by each rank.
+            patience_s: how long ranks that see different steps list them again, because of a network file system's
+                caches; then they raise.
 
         Returns:
             What was restored; None if no rank sees any checkpoint.
 
         Raises:
+            ValueError: for a negative ``patience_s``, or another ``verify`` or ``read``.
             CorruptCheckpointError: if there are steps, and all are damaged. With ``verify="before"`` damage leaves the
                 state untouched.
             CheckpointError: if a step does not fit the state, the given step does not exist, or ranks see different
@@ -627,13 +626,17 @@ class CheckpointManager:
         run: RunFile | None = None
         with self._coordinator.together(f"starting to restore from {self._root.where}", alike=alike):
             check_choices(verify, read)
+            if not patience_s >= 0:  # also refuses NaN
+                raise ArgumentError(
+                    "patience_s is not a time.", expected=">= 0", got=patience_s, where=self._root.where
+                )
             patterns = (include,) if isinstance(include, str) else include
             wanted = None if step is None else operator.index(step)
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}
             if self._ram is not None and self._coordinator.rank == 0:
                 run = read_run_file(self._root)
         run = self._coordinator.everyone(run)[0] if self._ram is not None else None
-        search = StepSearch(self._root, self._ram, self._coordinator, run, wanted, self._patience_s)
+        search = StepSearch(self._root, self._ram, self._coordinator, run, wanted, patience_s)
         restored = restore_newest(
             search,
             self._coordinator,

@@ -23,7 +23,13 @@ from vescale_fsdp.checkpoint.formats.read_state import read_manifest
 from vescale_fsdp.checkpoint.load import Loader, LoadReport, Read, Verify, partial_load
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
-from vescale_fsdp.checkpoint.memory.peer_memory import DiskTwin, HeldPart, LostPartError, PeerMemory, is_whole
+from vescale_fsdp.checkpoint.memory.peer_memory import (
+    HeldPart,
+    LostPartError,
+    PeerMemory,
+    StepOnDisk,
+    is_whole,
+)
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove
@@ -200,7 +206,7 @@ class StepSearch:
         assert self._ram is not None
         storage = self._ram.step_storage(step.number)
         parts = [view.parts.get(step, HeldPart(view.node)) for view in views]
-        return Candidate(step, storage, PeerMemory(self._coordinator, storage, parts, DiskTwin(disk)))
+        return Candidate(step, storage, PeerMemory(self._coordinator, storage, parts, StepOnDisk(disk)))
 
     def skip_damaged(self, step: StoredStep, error: Exception) -> None:
         """Skip a damaged step."""

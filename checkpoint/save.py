@@ -1,5 +1,5 @@
-"""`save`: describe, agree, write, commit. One all-reduce to agree, one after writing, one after the commit; one for
-replicas is in flight while ranks write.
+"""`save`: describe, agree, write, commit. Ranks communicate by one all-reduce to agree, one after writing and one after
+the commit; another one compares replicas while files are written.
 
 every rank                                             rank 0 also
 -----------------------------------------------        -------------------------------------------
@@ -78,7 +78,7 @@ def save(
     """Write a checkpoint; when this returns on any rank, it is complete and durable. A collective.
 
     Args:
-        path: folder or fsspec URL; it becomes a checkpoint by the appearance of its manifest, last of all.
+        path: folder or fsspec URL. Its manifest, written last, makes it a checkpoint.
         state: any nesting of dicts, lists and tuples of tensors, DTensors, plain values, `PerRank` values, modules,
             optimizers of their parameters, and other objects with ``state_dict`` and ``load_state_dict``; such as
             ``{"model": model, "optimizer": optimizer}``. Modules and optimizers are stored by parameter name. Plain
@@ -89,17 +89,17 @@ def save(
             tensor, for tools outside PyTorch; loads back at any world size as well), or a form that others read:
             `vescale_fsdp.conversion.HuggingFace(..)`, `vescale_fsdp.checkpoint.dcp.DCP()`.
         process_group: the ranks that save; default: all. Its timeout is how long they wait for one that does not come.
-        progress: is told how far this rank has come; True draws a bar on rank 0.
-        check_replicas: how ranks that hold the same part of a tensor compare it, since each writes a share. "sample"
-            compares a digest of some elements of each tensor, other ones in each save, which finds replicas that have
-            drifted or were never equal, for 2 us a tensor and 2.5 us a MB; it can miss a difference in few elements.
-            "all" compares every bit. False compares nothing: of replicas that differ, parts of each are stored.
+        progress: called with reports of this rank's progress; True draws a bar on rank 0.
+        check_replicas: how ranks that have the same part of a tensor compare it, since each writes a share. "sample"
+            compares a digest of some elements of each tensor, other elements in each save. It detects replicas that
+            drifted or were never equal, and can miss a difference in few elements; it takes 2 us per tensor and 2.5 us
+            per MB. "all" compares every bit. False compares nothing: replicas that differ are stored as a mixture.
 
     Raises:
         CheckpointError: if the path is a file, or this user may not write there, or the storage has no room, before a
-            byte is written; if replicas differ; if another rank fails. A rank that fails itself raises what it met (an
-            OSError, a KeyboardInterrupt, ..), so all ranks raise. Nothing is committed then, except where the error
-            says that the new checkpoint is there: the disk failed after the commit.
+            byte is written; if replicas differ; if another rank fails. A rank that fails raises its own error (an
+            OSError, a KeyboardInterrupt, ..), so all ranks raise. Nothing is committed then, unless the error says
+            that the new checkpoint is there: the disk failed after the commit.
 
     Examples:
         >>> import torch
@@ -119,7 +119,7 @@ def save(
             check_replicas=check_replicas,
         )
     except BaseException as error:
-        coordinator.agree(None, 0, error, {})  # where the other ranks are next: raises on all of them
+        coordinator.agree(None, 0, error, {})  # the other ranks call it next, so that all ranks raise
         raise
     saver.meter = meter_for(progress, coordinator.rank)
     saver.write(partial(take_state, state, rank_of=coordinator.rank_of), metadata)
@@ -127,7 +127,7 @@ def save(
 
 @dataclass
 class Saver:
-    """The steps of a save, for callers that put other work between them."""
+    """The steps of a save; `write` calls them in order."""
 
     storage: Storage
     coordinator: Coordinator
@@ -160,7 +160,7 @@ class Saver:
             commit = self.write_uncommitted(take, metadata, held)
             where = self.storage.where
             with self.coordinator.together(
-                f"committing {where}", "what has become of the checkpoint stands there too"
+                f"committing {where}", "that error says whether the checkpoint is there"
             ):
                 if self.coordinator.rank == 0 or self.leads_node:
                     commit.run()
@@ -249,9 +249,7 @@ class Saver:
                 try:
                     self._form.clear_away(self.storage, save_id)
                 except Exception as left:  # noqa: BLE001  the next save to this path tries again
-                    failed.add_note(
-                        f"what it had written could not be removed: {type(left).__name__}: {left}"
-                    )
+                    failed.add_note(f"written files could not be removed: {type(left).__name__}: {left}")
             raise
 
     @property
@@ -281,7 +279,7 @@ def form_of(format: Format) -> Form:
     if form is None:
         raise ArgumentError(
             "There is no such format.",
-            expected="'native', 'zarr', or a form: checkpoint.DCP(), conversion.HuggingFace(assets=..)",
+            expected="'native', 'zarr', or a form: checkpoint.dcp.DCP(), conversion.HuggingFace(assets=..)",
             got=repr(format),
         )
     return form
@@ -318,7 +316,7 @@ def check_mergeable(taken: TakenState, coordinator: Coordinator) -> None:
     """
     mine = pack_blob({name: taken.per_rank[name] for name in taken.resharded})
     blobs = coordinator.everyone(mine)
-    with coordinator.together("putting the parts of Resharded values together"):
+    with coordinator.together("merging the parts of Resharded values"):
         by_rank = []
         for rank, blob in enumerate(blobs if taken.resharded else ()):
             where = f"rank {rank}"
@@ -342,6 +340,6 @@ def check_mergeable(taken: TakenState, coordinator: Coordinator) -> None:
                     expected=f"{len(parts)} parts that its merge() accepts",
                     got=f"{type(error).__name__}: {error}",
                     where=f"{name} of ranks {some(map(str, holders), 16)}",
-                    todo="make the values of all ranks alike and save them together, at one place in the data; "
-                    "or save PerRank(value), which only as many ranks can load",
+                    todo="give all ranks the same settings, and save them at the same position in the data; or save "
+                    "PerRank(value), which loads on the same number of ranks only",
                 ) from error

@@ -47,7 +47,7 @@ def in_functorch() -> bool:
 
 def outside_modes() -> AbstractContextManager[Any]:
     """A context outside the transforms of ``torch.func`` (torch 2.11-2.13) and outside inference mode."""
-    # A transform's wrapped tensors have no storage to resize, and refuse requires_grad_. Tensors made in inference
+    # A transform's wrapped tensors have no storage to resize, and refuse requires_grad_. Tensors created in inference
     # mode have no version counter, and no later forward could save them for its backward.
     no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NULL_CONTEXT
     if not in_functorch():

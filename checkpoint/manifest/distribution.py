@@ -402,7 +402,7 @@ class Holders:
         return self._ranks_at.get(cell, [])
 
     def position(self, rank: int) -> tuple[tuple[int, ...], int, int] | None:
-        """(coordinates, number of the replica, number of replicas) of a rank; None if it has no part of the tensor."""
+        """(coordinates, index among the replicas, number of replicas) of a rank; None if it has no part of it."""
         cell = self._cell_of.get(rank)
         if cell is None:
             return None

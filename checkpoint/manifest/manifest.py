@@ -50,8 +50,8 @@ STRIPE_BYTES = 1 << 20  # 1 MiB: one checksum each, and the unit of verified rea
 SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
 
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
-_MAX_STRIPE_BYTES = 1 << 30  # 1 GiB
-_MAX_NUMEL = 1 << 62
+_MAX_STRIPE_BYTES = 1 << 30  # 1 GiB: a reader allocates a stripe
+_MAX_NUMEL = 1 << 62  # larger counts overflow the 64-bit integers of torch and numpy
 _MAX_RANKS = 1 << 20  # bounds the time of computations for each rank
 _MAX_CHUNKS = 1 << 24  # of one tensor; each chunk is a file
 

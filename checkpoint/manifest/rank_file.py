@@ -32,7 +32,7 @@ BLOB_NAME = "__per_rank__"
 TABLE_NAME = "__checksums__"
 CHUNKS_NAME = "__chunks__"  # only in files that hold no tensors
 RESERVED_NAMES = ("__metadata__", BLOB_NAME, TABLE_NAME)  # entries of the header that are not tensors
-_HEADER_ALIGN_BYTES = 64
+_HEADER_ALIGN_BYTES = 64  # a multiple of every item size, so that memory-mapped pieces are aligned
 
 
 class FilePiece(NamedTuple):

@@ -58,7 +58,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 @cache
 def stored_dtype(name: str) -> DType:
-    """How a dtype is stored: its row of the table; for a newer dtype, integers of its width.
+    """How a dtype is stored: as the table says, or as integers of its width if it is newer than the table.
 
     Raises:
         CheckpointError: if neither the table nor this version of torch has the dtype.

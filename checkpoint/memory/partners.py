@@ -1,4 +1,4 @@
-"""Which rank keeps, sends or makes which file of a step in memory. Arithmetic only, no messages.
+"""Plans for the files of a step in memory: which rank keeps, sends or makes each file. No messages are sent here.
 
     replicas=1, nodes of 2 ranks     nodes       a: 0 1   b: 2 3   c: 4 5   d: 6 7
                                      cliques     a b | c d
@@ -23,9 +23,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux
 
 
 def node_name(folder: str | os.PathLike[str]) -> str:
-    """A name that is the same for all processes that see one folder in memory, and for no others; makes the folder.
+    """The name of a node: equal for exactly the processes that see the same folder in memory. Makes the folder.
 
-    Containers of one machine have different memory file systems, and machines with one name have different boot ids.
+    Containers on one machine have different memory file systems, and machines of the same name have different boot ids.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     status = Path(folder).stat()
@@ -96,14 +96,14 @@ def partners_in_rings(rings: Sequence[Sequence[int]], nodes: Sequence[str], repl
 
 
 def _least_busy(ranks: Iterable[int], load: Counter[int]) -> int:
-    """The rank with the least load, which then has one more."""
+    """The rank with the least load, which is then increased by one."""
     rank = min(ranks, key=lambda rank: (load[rank], rank))
     load[rank] += 1
     return rank
 
 
 def plan_makers(wanted: Sequence[Sequence[int]], lost: Iterable[int]) -> dict[int, int]:
-    """The rank that makes each lost file: of the ranks that need the file, the one that makes the fewest.
+    """The rank that makes each lost file: among the ranks that need the file, the one that makes the fewest files.
 
     Args:
         wanted: by rank, the saved ranks whose files it needs.
@@ -116,48 +116,50 @@ def plan_makers(wanted: Sequence[Sequence[int]], lost: Iterable[int]) -> dict[in
     }
 
 
-def plan_moves(wanted: Sequence[set[str]], held: Sequence[set[str]], nodes: Sequence[str]) -> list[FileMove]:
+def plan_moves(
+    wanted: Sequence[set[str]], present: Sequence[set[str]], nodes: Sequence[str]
+) -> list[FileMove]:
     """Moves after which every node has the files that its ranks need.
 
     Args:
-        wanted: by rank, names of files; each is on some node.
-        held: by rank, names of files on its node.
+        wanted: by rank, names of the files that it reads; each is on some node.
+        present: by rank, names of the files on its node.
         nodes: by rank, the name of its node.
     """
     holders: dict[str, list[int]] = {name: [] for names in wanted for name in names}
-    for rank, names in enumerate(held):
+    for rank, names in enumerate(present):
         for name in names & holders.keys():
             holders[name].append(rank)
     sent, received = Counter[int](), Counter[int]()
     return [
         FileMove(name, _least_busy(holders[name], sent), _least_busy(ranks, received))
         for ranks in ranks_by_node(nodes)
-        for name in sorted(set().union(*(wanted[rank] for rank in ranks)) - held[ranks[0]])
+        for name in sorted(set().union(*(wanted[rank] for rank in ranks)) - present[ranks[0]])
     ]
 
 
 def plan_copies(
-    names: Sequence[str], held: Sequence[Sequence[str]], nodes: Sequence[str], num_copies: int
+    names: Sequence[str], present: Sequence[Sequence[str]], nodes: Sequence[str], num_copies: int
 ) -> list[FileMove]:
     """Moves after which ``num_copies + 1`` nodes have each file that any node has; the emptiest nodes get copies.
 
     Args:
-        names: of files.
-        held: by rank, names of files on its node.
+        names: of all files of the step.
+        present: by rank, names of the files on its node.
         nodes: by rank, the name of its node.
     """
     by_node = ranks_by_node(nodes)
     holders = {
-        name: [number for number, ranks in enumerate(by_node) if name in held[ranks[0]]] for name in names
+        name: [number for number, ranks in enumerate(by_node) if name in present[ranks[0]]] for name in names
     }
-    num_held = Counter(number for numbers in holders.values() for number in numbers)
+    num_files = Counter(number for numbers in holders.values() for number in numbers)
     sent, received = Counter[int](), Counter[int]()
     moves = []
     for name, numbers in holders.items():
         senders = [rank for number in numbers for rank in by_node[number]]
         others = [number for number in range(len(by_node)) if number not in numbers]
         missing = max(0, num_copies + 1 - len(numbers)) if numbers else 0
-        for number in sorted(others, key=lambda number: (num_held[number], number))[:missing]:
+        for number in sorted(others, key=lambda number: (num_files[number], number))[:missing]:
             moves.append(FileMove(name, _least_busy(senders, sent), _least_busy(by_node[number], received)))
-            num_held[number] += 1
+            num_files[number] += 1
     return moves

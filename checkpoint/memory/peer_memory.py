@@ -1,11 +1,11 @@
-"""`PeerMemory`: the files of a step that is in the memory of several nodes, brought to the nodes that read them.
+"""`PeerMemory`: sends the files of a step between the memories of nodes, to the nodes that read them.
 
     nodes have          a: 0 1 2 3    b: (lost)    c: 4 5 6 7    d: 4 5 6 7      files of the ranks that saved
     nodes need          a: 0 1 2      b: 3 4       c: 5 6        d: 7
     moves               3: a -> b, 4: c -> b
 
-Each file is sent to a node once, by the least busy rank. The disk is read only for a file that no node has: if it has
-the same step, one of the ranks that need the file makes it again from there.
+Each file is sent to a node once, by the least busy rank. The disk is read only for files that no node has: if the same
+step is on disk, one of the ranks that need such a file makes it again from the step on disk.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
-_ON_OWN_NODE, _ON_OTHER_NODE, _LOST = range(0, 6, 2)
+_ON_OWN_NODE, _ON_OTHER_NODE, _LOST = range(0, 6, 2)  # even: `PeerMemory.cost` adds 0 or 1
 
 
-class DiskTwin:
-    """The folder of a step on disk, from which lost files of the same step in memory are made again.
+class StepOnDisk:
+    """The same step on disk, from which lost files of a step in memory are made again.
 
     A manager gives a step on disk and in memory the same save_id, so equal ids mean equal states. The files differ: in
-    memory every rank stores everything that it has, on disk replicas share the work. So a file is made from several
-    pieces of the disk, which are verified.
+    memory every rank stores all of its regions, on disk replicas share the writing. So a file is made from verified
+    pieces of several files on disk.
 
     Args:
         storage: the folder, which may contain another attempt, or nothing.
@@ -49,13 +49,13 @@ class DiskTwin:
         """Whether the folder contains the same state as a step in memory."""
         try:
             ours = read_manifest(self._storage)
-        except CheckpointError:  # none, or a damaged one, which the search of steps reports
+        except CheckpointError:  # no step, or a damaged one, which the search of steps reports
             return False
         keys = ("save_id", "world_size", "blob_bytes", "entries")
         return all(getattr(ours, key) == getattr(manifest, key) for key in keys)
 
     def make(self, manifest: Manifest, saved_rank: int, memory: Storage) -> None:
-        """Make a rank's file in memory. Meanwhile its tensors are in memory twice.
+        """Make a rank's file in memory. Its tensors are in memory twice until this returns.
 
         Raises:
             CorruptCheckpointError: if the disk's pieces are damaged.
@@ -73,7 +73,7 @@ class DiskTwin:
         reader.fill(wanted, verify=True)
         blob = bytes(reader.blobs([saved_rank])[0])
         working = memory.working_name(file.name, "disk")
-        memory.remove(working)  # of a killed run
+        memory.remove(working)  # a killed run may have left one
         write_rank_file(memory, FileImage(file, locals_by_name, blob), Meter(), name=working)
         memory.rename(working, file.name)
 
@@ -109,16 +109,16 @@ class PeerMemory:
     Args:
         storage: the step's folder in this node's memory; it may not exist yet.
         held: by rank, the files of the step on its node.
-        twin: the step's folder on disk.
+        on_disk: the same step on disk.
 
     Attributes:
         moves: files that were brought from other nodes or from disk, the same on all ranks.
     """
 
     def __init__(
-        self, coordinator: Coordinator, storage: Storage, held: Sequence[HeldPart], twin: DiskTwin
+        self, coordinator: Coordinator, storage: Storage, held: Sequence[HeldPart], on_disk: StepOnDisk
     ) -> None:
-        self._coordinator, self._storage, self._held, self._twin = coordinator, storage, held, twin
+        self._coordinator, self._storage, self._held, self._on_disk = coordinator, storage, held, on_disk
         self._on_own_node = frozenset(held[coordinator.rank].saved_ranks)
         self._anywhere = frozenset(rank for part in held for rank in part.saved_ranks)
         self.moves: tuple[FileMove, ...] = ()
@@ -160,28 +160,28 @@ class PeerMemory:
             for rank in ranks
             if rank not in self._anywhere
         }
-        held = [set(part.saved_ranks) for part in self._held]
+        present = [set(part.saved_ranks) for part in self._held]
         if lost:
-            self._check_twin(manifest, lost)
+            self._check_disk(manifest, lost)
             makers = plan_makers(wanted, lost.keys())
             self._make(manifest, makers)
             for number, maker in makers.items():
-                for part, numbers in zip(self._held, held, strict=True):
+                for part, numbers in zip(self._held, present, strict=True):
                     if part.node == self._held[maker].node:
                         numbers.add(number)
         self._move(
             [set(map(manifest.file_name, ranks)) for ranks in wanted],
-            [set(map(manifest.file_name, numbers)) for numbers in held],
+            [set(map(manifest.file_name, numbers)) for numbers in present],
         )
 
-    def _check_twin(self, manifest: Manifest, lost: Mapping[int, int]) -> None:
+    def _check_disk(self, manifest: Manifest, lost: Mapping[int, int]) -> None:
         """Raise on all ranks unless all of them see the same step on disk."""
-        has_twin = False
+        has_step = False
         with self._coordinator.together(
-            "looking on disk for what memory has lost", "nothing was overwritten"
+            "looking on disk for files that are lost in memory", "nothing was overwritten"
         ):
-            has_twin = self._twin.has(manifest)
-        if not all(self._coordinator.everyone(has_twin)):
+            has_step = self._on_disk.has(manifest)
+        if not all(self._coordinator.everyone(has_step)):
             raise LostPartError(
                 "A part of this step is in no node's memory.",
                 expected="the file of each rank that saved, a copy of it, or the same step on disk",
@@ -196,13 +196,13 @@ class PeerMemory:
         with self._coordinator.together(doing, "nothing was overwritten"):
             for number, maker in makers.items():
                 if maker == self._coordinator.rank:
-                    self._twin.make(manifest, number, self._storage)
+                    self._on_disk.make(manifest, number, self._storage)
         self.moves += tuple(
             FileMove(manifest.file_name(number), FROM_DISK, maker) for number, maker in makers.items()
         )
 
-    def _move(self, wanted: Sequence[set[str]], held: Sequence[set[str]]) -> None:
-        moves = plan_moves(wanted, held, [part.node for part in self._held])
+    def _move(self, wanted: Sequence[set[str]], present: Sequence[set[str]]) -> None:
+        moves = plan_moves(wanted, present, [part.node for part in self._held])
         doing = f"bringing {self._storage.where} from other nodes' memory"
         move_files(self._coordinator, self._storage, moves, doing)
         self.moves += tuple(moves)

@@ -68,13 +68,13 @@ _NO_COPIES = "copies of a step in memory could not be made; the loss of a node m
 
 
 class RamTier:
-    """Steps kept in shared memory.
+    """Recent steps in shared memory.
 
     Args:
-        name: of the run; the same for all restarts of a run, and different for other runs on these nodes. Steps of a
-            run with another root are never restored, whatever the name.
+        name: of the run; the same in all restarts of a run, and another for each run on these nodes. Steps of a run
+            with another root are never restored, whatever the name.
         interval: steps between two saves to memory.
-        keep_last: steps to keep, at least 1; while a step is written or copied, there is one more.
+        keep_last: steps to keep, at least 1. One more step is in memory while a step is written or copied.
         replicas: number of other nodes that keep a copy of each node's part, sent in the background. Nodes are
             distinguished by their memory file systems, and form cliques of ``replicas + 1``. On fewer nodes there are
             fewer copies, with a warning.
@@ -111,7 +111,7 @@ class RamTier:
             )
         if mesh is not None and (mesh.ndim != 1 or not replicas):
             raise ArgumentError(
-                "RamTier(mesh=) says which ranks keep each other's copies.",
+                "The mesh of a RamTier selects the ranks that keep each other's copies.",
                 expected="replicas >= 1 and a mesh of one axis",
                 got=f"replicas={replicas} and {mesh.ndim} axes",
                 todo="pass one axis of the mesh, such as mesh['replicate']",
@@ -125,9 +125,8 @@ class RamTier:
         self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False, private=True)
         self._copier = BackgroundThread("checkpoint-copies")
         self._copies: SaveHandle | None = None
-        self._seen: weakref.ref[Coordinator] | None = (
-            None  # the coordinator that the next four attributes belong to
-        )
+        # The coordinator that the next four attributes belong to.
+        self._seen: weakref.ref[Coordinator] | None = None
         self._nodes: list[str] = []  # by rank
         self._leads_node = False  # whether this rank is the first of its node
         self._partners: list[list[int]] = []  # by rank, the ranks that keep copies of its file
@@ -210,12 +209,12 @@ class RamTier:
     ) -> None:
         self._find_nodes(coordinator)
         storage = self.step_storage(step)
-        with ExitStack() as held:
+        with ExitStack() as locks:
             with coordinator.together(f"locking {storage.where}"):
                 self._sweep()
                 if self._leads_node and coordinator.rank:  # the save itself locks rank 0's
                     with lock_errors(storage):
-                        held.enter_context(storage.lock())
+                        locks.enter_context(storage.lock())
             saver = Saver(
                 storage,
                 coordinator,
@@ -228,7 +227,7 @@ class RamTier:
             saver.save(state, metadata)
 
     def _sweep(self) -> None:
-        """Remove what killed jobs have left on this node, before the first write."""
+        """Remove the leftovers of killed jobs on this node, before the first write."""
         if self._leads_node and not self._is_swept:
             remove_leftovers(self._root)
         self._is_swept = True
@@ -244,7 +243,7 @@ class RamTier:
 
     def _warn(self, coordinator: Coordinator, problem: str, error: BaseException | None) -> None:
         """Warn on rank 0 and on ranks with an error of their own; where a warning is an error, all ranks raise it."""
-        with coordinator.together(f"warning that {problem}", "the disk is not concerned"):
+        with coordinator.together(f"warning that {problem}", "steps on disk are not affected"):
             if error is not None and (self._warns or not isinstance(error, CheckpointError)):
                 warnings.warn(f"{problem}: {_text_of(error)}", stacklevel=5)
 
@@ -280,7 +279,7 @@ class RamTier:
                     raise StorageError("A step could not be removed.", got=problem, where=self._root.where)
 
     def clean(self, coordinator: Coordinator, older_than_s: float | None) -> list[str]:
-        """Remove what killed jobs have left on every node; a collective. Returns the paths of all nodes."""
+        """Remove the leftovers of killed jobs on every node; a collective. Returns the removed paths of all nodes."""
         self._find_nodes(coordinator)
         removed: list[str] = []
         with coordinator.together(f"cleaning {self._root.where}"):
@@ -300,8 +299,8 @@ class RamTier:
         return self._root.child(step_name(step))
 
     def _find_nodes(self, coordinator: Coordinator) -> None:
-        """Find the node and the partners of each rank, once for each coordinator, since an elastic job gets other
-        nodes. A collective."""
+        """Find the node and the partners of each rank; a collective. Once for each coordinator: an elastic job gets
+        other nodes."""
         if self._seen is not None and self._seen() is coordinator:
             return
         node = ""
@@ -392,10 +391,10 @@ class RamTier:
         self, coordinator: Coordinator, storage: Storage, manifest: Manifest
     ) -> list[FileMove]:
         """The moves after which each file has as many copies as possible; a collective."""
-        held: list[str] = []
+        present: list[str] = []
         with coordinator.together(f"looking at {storage.where}"):
-            held = [name for name in _files_of(manifest) if storage.exists(name)]
-        return plan_copies(_files_of(manifest), coordinator.everyone(held), self._nodes, self.num_copies)
+            present = [name for name in _files_of(manifest) if storage.exists(name)]
+        return plan_copies(_files_of(manifest), coordinator.everyone(present), self._nodes, self.num_copies)
 
     def drop_damaged(self, coordinator: Coordinator, storage: Storage, manifest: Manifest) -> list[str]:
         """Verify the files of a step on all nodes, and delete damaged ones; a collective.

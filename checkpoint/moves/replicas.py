@@ -1,15 +1,16 @@
-"""Whether replicas hold the same bits, compared before a commit: one all-reduce of a few numbers, behind the writing.
+"""Comparison of replicas before a commit: one all-reduce of a few numbers, while files are written.
 
-Replicas share the writing of a tensor, so replicas that differ would be stored as parts of each: a tensor that no
-rank has ever held. Every rank digests what it replicates, a strided sample or all of it, where the tensor is. The
-replicas of one region form a ring: each adds its digest under its own number and subtracts it under the next one's.
+Each replica of a tensor writes a share of it. If replicas differed, the file would mix their values into a tensor that
+existed on no rank. So every rank computes a digest of its replicas, of a strided sample or of all elements, on the
+tensor's device. The replicas of one region form a ring: each adds a hash of its digest under its own number, and
+subtracts one under the number of the next replica.
 
     replica 0 of 2      + W(d0, 0) - W(d0, 1)
     replica 1 of 2      + W(d1, 1) - W(d1, 0)       the sum over all ranks and places is 0 if d0 == d1
 
-So the numbers do not grow with ranks or tensors. Only where the sum is not 0 is more exchanged: to name tensors and
-ranks. A sample costs a thread 2 us per tensor and 2.5 us per MB: 1.1 ms beside a save of 10 tensors of 40 MB, 1.9 ms of
-300 of 2 MB, 2.5 ms of 1,000 of 200 KB, 10 ms of 5,000 of 20 KB (minima of 15 runs on two shared cores).
+So the message has the same size for any number of ranks and tensors. Only if the sum is not 0, ranks exchange more, to
+name tensors and ranks. A sample takes 2 us per tensor and 2.5 us per MB: 1.1 ms for 10 tensors of 40 MB, 1.9 ms for
+300 of 2 MB, 2.5 ms for 1,000 of 200 KB, 10 ms for 5,000 of 20 KB (minima of 15 runs on two shared cores).
 """
 
 from __future__ import annotations
@@ -33,21 +34,20 @@ from vescale_fsdp.errors import ArgumentError, CheckpointError, some
 
 CheckReplicas = Literal["all", "sample", False]
 
-_BYTES_PER_ELEMENT = (
-    32 << 10
-)  # 32 KiB of a tensor to one element of its sample: each costs a miss of the caches
-_LEAST_ELEMENTS = 32  # of a tensor's sample; smaller tensors are compared whole
-_CHUNK_BYTES = 16 << 20  # 16 MiB of a tensor at a time are copied to the host for "all"
-_NUM_WORDS = 4
+# A sample has one element per 32 KiB of a tensor. Each element is a cache miss.
+_BYTES_PER_ELEMENT = 32 << 10
+_LEAST_ELEMENTS = 32  # of a sample; smaller tensors are compared whole
+_CHUNK_BYTES = 16 << 20  # 16 MiB: for "all", tensors are copied to the host in pieces of this size
+_NUM_WORDS = 4  # words of 32 bits in a sum: a difference goes unnoticed once in 2**128
 _MOD = 1 << 32
 _MAX_NAMED = 8  # tensors whose ranks an error names
 
 
 def check_choice(check_replicas: object) -> None:
-    """Refuse a value of ``check_replicas`` that does not exist.
+    """Check the value of ``check_replicas``.
 
     Raises:
-        ValueError: naming those that do.
+        ValueError: for any other value than "all", "sample" and False.
     """
     if check_replicas is not False and check_replicas not in ("all", "sample"):
         raise ArgumentError(
@@ -58,12 +58,12 @@ def check_choice(check_replicas: object) -> None:
 
 
 class _Replica(NamedTuple):
-    """This rank's part in a ring.
+    """This rank's place in a ring.
 
     Attributes:
-        kind: number of the tensors' distribution.
-        coordinates: of the region that the ring's ranks hold.
-        number, size: which replica, and of how many.
+        kind: number of the distribution that the ring's tensors have.
+        coordinates: of the region that the ring's ranks store.
+        number, size: the replica's number in the ring, and the number of replicas.
     """
 
     kind: int
@@ -72,7 +72,7 @@ class _Replica(NamedTuple):
     size: int
 
     def words(self, digest: bytes) -> list[int]:
-        """What this rank adds to the sum over all ranks, each modulo 2**32."""
+        """The words that this rank adds to the sum over all ranks, modulo 2**32."""
         place = f"{self.kind} {self.coordinates} ".encode()
         own, following = (
             struct.unpack("<4I", digest_of(b"%s%d " % (place, number) + digest))
@@ -88,16 +88,16 @@ def begin_comparison(
     check_replicas: CheckReplicas,
     left_out: Callable[[Manifest], Collection[str]],
 ) -> Callable[[], None]:
-    """Digest what this rank replicates and start to compare; what is returned waits, and raises. A collective.
+    """Compute this rank's digests and start the comparison; a collective.
 
     Args:
-        plan: gives what the save writes.
+        plan: returns the manifest of the save.
         locals_by_name: this rank's tensors.
-        left_out: names of tensors that the save does not write.
+        left_out: returns the names of tensors that the save does not write.
 
     Returns:
-        To be called on all ranks together, before the commit. Raises `CheckpointError` on all of them if replicas
-        differ, naming tensors and ranks; a rank that could not read its tensors raises what it met.
+        A function that waits for the result: a collective, called before the commit. It raises `CheckpointError` on
+        all ranks if replicas differ, with tensors and ranks. A rank that could not read its tensors raises that error.
     """
     if not check_replicas or coordinator.world_size == 1:
         return lambda: None
@@ -127,7 +127,7 @@ def begin_comparison(
 
 
 class _Replicas:
-    """The tensors of which a rank holds a replica."""
+    """The tensors of which a rank has a replica."""
 
     def __init__(
         self,
@@ -138,11 +138,11 @@ class _Replicas:
         left_out: Collection[str],
     ) -> None:
         self._locals_by_name = locals_by_name
-        # Another save looks at other elements, so that a small difference is not missed for ever.
+        # Each save samples other elements, so that a small difference is noticed sooner or later.
         self._phase = int(manifest.save_id, 16) >> 1  # as int64
         self._samples = check_replicas == "sample"
         self.entries: list[Entry] = []  # the same on all ranks
-        self._own: list[tuple[_Replica, list[int]]] = []  # this rank's: places in `entries`
+        self._own: list[tuple[_Replica, list[int]]] = []  # this rank's rings, with indices into `entries`
         kinds: dict[tuple[int, int], list[int]] = {}
         skipped = frozenset(left_out)
         for place, (entry, holders) in enumerate(zip(manifest.entries, manifest.holders, strict=True)):
@@ -158,7 +158,7 @@ class _Replicas:
             self.entries.append(entry)
 
     def words(self) -> list[int]:
-        """What this rank adds to the sum that is 0 where all replicas are alike."""
+        """The words that this rank adds to the sum, which is 0 if all replicas are equal."""
         total = [0] * _NUM_WORDS
         for replica, places in self._own:
             own = replica.words(self._digest(places))
@@ -166,16 +166,16 @@ class _Replicas:
         return total
 
     def words_by_entry(self) -> list[int]:
-        """The same for each of `entries` by itself, one after the other."""
-        found = [0] * (_NUM_WORDS * len(self.entries))
+        """As `words`, for each of `entries` alone, one after the other."""
+        all_words = [0] * (_NUM_WORDS * len(self.entries))
         for replica, places in self._own:
             for place in places:
                 words = replica.words(self._digest([place]))
-                found[_NUM_WORDS * place : _NUM_WORDS * (place + 1)] = words
-        return found
+                all_words[_NUM_WORDS * place : _NUM_WORDS * (place + 1)] = words
+        return all_words
 
     def digests(self, places: Collection[int]) -> dict[int, tuple[str, str]]:
-        """Of some of `entries`, as far as this rank holds a replica: which ring, and the digest in hex."""
+        """The ring and the hex digest of this rank's replica, for those of the given entries that it replicates."""
         return {
             place: (f"{replica.coordinates}", self._digest([place]).hex())
             for replica, own in self._own
@@ -184,7 +184,7 @@ class _Replicas:
         }
 
     def _digest(self, places: Sequence[int]) -> bytes:
-        """Of several tensors of this rank, in their order."""
+        """The digest of several tensors of this rank, in their order."""
         tensors = [self._locals_by_name[self.entries[place].name] for place in places]
         hasher = RunningDigest()
         if self._samples:
@@ -199,7 +199,7 @@ class _Replicas:
 
 
 class _Memory(NamedTuple):
-    """Items of this process's memory, as ``numpy.asarray`` takes them; it keeps nothing alive."""
+    """A range of this process's memory as numpy's array interface; it keeps no tensor alive."""
 
     address: int  # of the first one, in bytes
     numel: int
@@ -213,17 +213,17 @@ class _Memory(NamedTuple):
 
 
 def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]:
-    """Bits of elements of each of some tensors of one dtype, at equal distances in row-major order; 1D.
+    """The bits of every n-th element of each tensor, in row-major order, 1D. All tensors have one dtype.
 
-    Dense host tensors are read by their addresses, all in one call, since a view of each takes longer than the reading.
+    Dense host tensors are read by their addresses, all in one call: making a view of each takes longer than reading.
     """
     itemsize = tensors[0].itemsize
     numels = _of_each(torch.Tensor.numel, tensors, np.int64)
-    if not numels.all():  # of regions that are empty here
+    if not numels.all():  # a region may be empty on this rank
         tensors = [tensor for tensor in tensors if tensor.numel()]
         numels = numels[numels > 0]
     steps = numels // np.maximum(_LEAST_ELEMENTS, numels * itemsize // _BYTES_PER_ELEMENT)
-    steps = np.maximum(1, steps) | 1  # odd: rows of an even length are looked at in all columns in turn
+    steps = np.maximum(1, steps) | 1  # odd, so that samples of rows of even length reach all columns
     firsts = phase % np.minimum(steps, numels)
     counts = (numels - firsts + steps - 1) // steps
     addresses = _of_each(torch.Tensor.data_ptr, tensors, np.int64)
@@ -234,9 +234,9 @@ def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]
         is_dense &= ~_of_each(torch.Tensor.is_conj, tensors, np.bool_)
     if is_dense.all():
         return _gathered(addresses, firsts, steps, counts, itemsize)
-    found = np.empty(counts.sum(), _bits(itemsize))
+    sample = np.empty(counts.sum(), _bits(itemsize))
     is_gathered = np.repeat(is_dense, counts)
-    found[is_gathered] = _gathered(
+    sample[is_gathered] = _gathered(
         addresses[is_dense], firsts[is_dense], steps[is_dense], counts[is_dense], itemsize
     )
     views = [
@@ -245,11 +245,13 @@ def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]
     ]
     if len({view.device for view in views}) > 1:
         views = [view.cpu() for view in views]
-    found[~is_gathered] = bytes_of(torch.cat(views).cpu()).numpy().view(found.dtype)  # one copy from a device
-    return found
+    # Joined on the device, so that there is one copy to the host.
+    sample[~is_gathered] = bytes_of(torch.cat(views).cpu()).numpy().view(sample.dtype)
+    return sample
 
 
 def _bits(itemsize: int) -> np.dtype[Any]:
+    """A numpy dtype of that size whose items are only copied; numpy has no integers of 16 bytes."""
     return np.dtype(f"u{itemsize}" if itemsize <= 8 else f"c{itemsize}")
 
 
@@ -272,7 +274,8 @@ def _gathered(
     lowest = int(addresses.min())
     starts = (addresses - lowest) // itemsize + firsts
     lasts = starts + (counts - 1) * steps
-    strides = np.repeat(steps, counts)  # from each element to the next one, here and in the next tensor
+    # One running sum over all tensors: each stride leads to the next element, also from a tensor to the next one.
+    strides = np.repeat(steps, counts)
     strides[0] = starts[0]
     strides[np.cumsum(counts)[:-1]] = starts[1:] - lasts[:-1]
     memory = np.asarray(_Memory(lowest, int(lasts.max()) + 1, _bits(itemsize)))
@@ -284,10 +287,8 @@ _COPIED_AS_THEY_ARE = frozenset({torch.float32, torch.bfloat16, torch.float16, t
 
 
 def _strided(tensor: torch.Tensor, first: int, step: int) -> torch.Tensor:
-    """Every ``step``-th element from the first one on, in row-major order, where the tensor is; 1D."""
-    if (
-        tensor.dtype not in _COPIED_AS_THEY_ARE
-    ):  # torch indexes and joins no tensors of some of the other dtypes
+    """Every ``step``-th element from element ``first`` on, in row-major order, on the tensor's device; 1D."""
+    if tensor.dtype not in _COPIED_AS_THEY_ARE:  # torch cannot index and join tensors of some other dtypes
         tensor = tensor.resolve_conj().resolve_neg()
         tensor = tensor.view(carrier_of(tensor.dtype))
     numel = tensor.numel()
@@ -302,7 +303,7 @@ def _strided(tensor: torch.Tensor, first: int, step: int) -> torch.Tensor:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """All of a tensor in CPU memory, contiguous, row by row where it must be copied."""
+    """A whole tensor in contiguous pieces; tensors with gaps are copied some rows at a time."""
     if tensor.is_contiguous():
         flat = tensor.view(-1)
         size = flat.numel() if tensor.device.type == "cpu" else _CHUNK_BYTES // tensor.itemsize
@@ -313,7 +314,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _raise_difference(replicas: _Replicas, coordinator: Coordinator) -> None:
-    """Find out which tensors differ, and between which ranks; raise alike on all ranks."""
+    """Find the tensors that differ and their ranks, and raise the same error on all ranks."""
     doing = "comparing replicas"
     words: list[int] = []
     with coordinator.together(doing), torch.no_grad():
@@ -330,24 +331,24 @@ def _raise_difference(replicas: _Replicas, coordinator: Coordinator) -> None:
         own = replicas.digests(named)
     everyone = coordinator.everyone(own)
     names = [replicas.entries[place].label for place in places]
-    said = map(partial(_said_of, everyone=everyone), named)
+    differences = map(partial(_format_difference, everyone=everyone), named)
     raise CheckpointError(
         "Replicas of a tensor differ between ranks.",
-        expected="the same values on all ranks that hold the same part of a tensor",
-        got="; ".join(f"{name}: {text}" for name, text in zip(names, said, strict=False)),
+        expected="the same values on all ranks that have the same part of a tensor",
+        got="; ".join(f"{name}: {text}" for name, text in zip(names, differences, strict=False)),
         where=some(names, _MAX_NAMED),
         todo="nothing was committed. Give all replicas the same values (the same seed before sharding, a broadcast, an "
-        "all-reduce of gradients); what is meant to differ goes into the state as PerRank(value). "
-        "check_replicas=False stores parts of each without comparing them",
+        "all-reduce of gradients); put values that differ on purpose into the state as PerRank(value). "
+        "check_replicas=False stores a mixture without comparing",
     )
 
 
-def _said_of(place: int, everyone: Sequence[Mapping[int, tuple[str, str]]]) -> str:
-    """Which ranks hold which values of a tensor, of the first region of which there are several."""
+def _format_difference(place: int, everyone: Sequence[Mapping[int, tuple[str, str]]]) -> str:
+    """The groups of ranks with equal values, for the first region of a tensor with several groups."""
     rings: dict[str, dict[str, list[int]]] = {}
-    for rank, digests in enumerate(everyone):
-        if place in digests:
-            ring, digest = digests[place]
+    for rank, of_rank in enumerate(everyone):
+        if place in of_rank:
+            ring, digest = of_rank[place]
             rings.setdefault(ring, {}).setdefault(digest, []).append(rank)
-    groups = next((list(found.values()) for found in rings.values() if len(found) > 1), [])
+    groups = next((list(digests.values()) for digests in rings.values() if len(digests) > 1), [])
     return " differs from ".join(f"ranks {ranks[:8]}" for ranks in groups[:4])

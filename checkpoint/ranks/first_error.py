@@ -42,7 +42,7 @@ def noting(error: BaseException | None) -> Iterator[None]:
 
 
 @contextmanager
-def telling(note: str | None) -> Iterator[None]:
+def adding_note(note: str | None) -> Iterator[None]:
     """Add a note to an error of the block."""
     try:
         yield

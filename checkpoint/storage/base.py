@@ -1,16 +1,16 @@
-"""`Storage`: what saving, loading and conversion need of a disk or an object store.
+"""`Storage`: the operations of a disk or an object store that saving, loading and conversion use.
 
 The interface is small, so that tests can replace a store by a faulty one:
 
     create     start a new file, written at any offset, or front to back where `in_order` is True
-    retrying   repeat work after errors that may pass
+    retrying   repeat work after transient errors
     open_file  open an existing file, read at any offset
-    commit     write one small object, whole or not at all, durable on return; may refuse to replace one
-    lock       keep other jobs out of the folder, where the store can
+    commit     write one small object, whole or not at all, durable on return; can refuse to replace an existing one
+    lock       keep other jobs out of the folder, where the store supports locks
 
-A conversion writes files under a `working_name` and renames them when they are whole; in streams, which appear when
-they are closed, the working name is the name itself. Small files are *staged*: all are written before the first is
-published. Reads are exact: `read_into` fills the buffer or raises, so a truncated file never passes for a shorter
+A conversion writes each file under a `working_name` and renames it when it is complete. A stream appears when it is
+closed: its working name is its own name. Small files are *staged*: all of them are written before the first is
+published. Reads are exact: `read_into` fills the buffer or raises, so that a truncated file is never read as a shorter
 tensor.
 """
 
@@ -26,14 +26,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
-_MKDIR_TRIES = 5  # another part of a conversion that fails may remove a folder that this one has just made
+_MKDIR_TRIES = 5  # another process of a conversion may fail, and remove a folder that this one has just made
 
 
 class MadeFolders:
-    """The folders that a storage has made, including parents of its root: a failed conversion removes empty ones.
+    """The folders that a storage has made, parents of its root included; a failed conversion removes the empty ones.
 
     Args:
-        root: the storage's folder; None where there are no folders.
+        root: the storage's folder; None for stores without folders.
         sync: makes the names in a folder durable.
     """
 
@@ -43,11 +43,11 @@ class MadeFolders:
 
     @property
     def levels(self) -> int:
-        """How many of the root and its parents were made."""
+        """The number of folders made, of the root and its parents."""
         return len(self._made.intersection(self._upwards()))
 
     def adopt_levels(self, levels: int) -> None:
-        """Count as many folders, from the root upwards, as made: the interrupted run that is resumed has made them."""
+        """Count the lowest ``levels`` of the root and its parents as made: the run that is resumed has made them."""
         self._made.update(self._upwards()[:levels])
 
     def adopt_parents(self, files: Iterable[str]) -> None:
@@ -85,9 +85,9 @@ class MadeFolders:
             self._sync(absent.parent)  # another process may have made the folder and not synced it yet
 
     def remove_empty(self) -> None:
-        """Remove the ones that are empty."""
+        """Remove the empty ones of the folders that were made."""
         for folder in sorted(self._made, key=lambda path: -len(path.parts)):
-            with contextlib.suppress(OSError):  # not empty, or removed by another part
+            with contextlib.suppress(OSError):  # not empty, or already removed by another process
                 folder.rmdir()
 
 
@@ -101,21 +101,26 @@ Buffer = Any
 
 
 class FileInfo(NamedTuple):
-    """A file's size, and a text (the stamp) that changes when the file is replaced; both without reading it."""
+    """A file's size, and a text (the stamp) that changes when the file is replaced; needs no read of the file."""
 
     size_bytes: int
     stamp: str
 
 
 class StorageError(CheckpointError):
-    """A storage cannot be used: it is full, denies access, or is locked by another job. Treated like an OSError."""
+    """A storage cannot be used: it is full, denies access, is locked by another job or cannot be opened.
+
+    Callers treat it like an OSError.
+    """
 
 
-ALLOW_WRITES = "let this job's user write to it (chown, chmod), mount it for writing"  # a cure for `bad_root`
+ALLOW_WRITES = (
+    "let this job's user write to it (chown, chmod), mount it for writing"  # an argument of `bad_root`
+)
 
 
 def bad_root(where: str, problem: str, cure: str) -> StorageError:
-    """The error for a path that cannot be saved to."""
+    """The error for a path that cannot be saved to; ``cure`` says what to do."""
     return StorageError(
         "This path cannot be saved to.",
         expected="a folder, or a prefix of an object store, to read and write",
@@ -135,7 +140,7 @@ class SourceError(Exception):
 
 @contextmanager
 def reading_source() -> Iterator[None]:
-    """Inside work for `Storage.retrying`: errors raised in this block are the data source's and are not retried."""
+    """Marks the reads of a data source inside work for `Storage.retrying`, which does not retry their errors."""
     try:
         yield
     except Exception as error:
@@ -167,7 +172,7 @@ class FileWriter(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Make the file durable."""
+        """Complete the file and make it durable."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -178,7 +183,7 @@ class FileReader(ABC):
     """A file open for reading at any offset, from any thread.
 
     Attributes:
-        looks_in_place: whether `view` maps the page cache instead of copying.
+        looks_in_place: whether `view` maps the page cache and does not copy.
     """
 
     looks_in_place: bool = False
@@ -197,7 +202,7 @@ class FileReader(ABC):
         """
 
     def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
-        """Bytes [start, stop), which may be the page cache and must not be written to.
+        """Bytes [start, stop). They may be mapped from the page cache, and must not be written to.
 
         Raises:
             EOFError: if the file ends before ``stop_bytes``.
@@ -218,15 +223,17 @@ class FileReader(ABC):
 class Storage(ABC):
     """One folder that contains one checkpoint, or the steps of a run. Names are relative, with ``/``."""
 
-    # Whether files are written front to back, appear when they are closed, and cannot be renamed.
+    # Whether files are streams: written front to back, visible when they are closed, never renamed.
     in_order: bool = False
     max_gap_bytes: int = 64 << 10  # 64 KiB: reading over a gap of this size costs less than a second request
     write_threads: int = 4
     read_threads: int = 4  # for cached bytes
-    far_read_threads: int = 4  # for bytes that are not cached: some threads wait while others copy
-    is_shared: bool = False  # whether all ranks read it over a network
-    abandoned_after_s: float = 60.0  # age after which an unlocked temporary file is not in use
-    visible_is_durable: bool = False  # whether a file that can be read survives a loss of power
+    far_read_threads: int = 4  # for bytes that are not cached: some threads wait while other threads copy
+    is_shared: bool = False  # whether all ranks read the same files over a network
+    abandoned_after_s: float = (
+        60.0  # temporary files of this age are not in use if no job has locked the folder
+    )
+    visible_is_durable: bool = False  # whether every file that can be read survives a loss of power
     folders: MadeFolders = MadeFolders()  # folders made for its files
 
     @property
@@ -248,7 +255,7 @@ class Storage(ABC):
 
         Raises:
             FileNotFoundError: if there is none.
-            ValueError: if a folder, a pipe or anything else that is not a file has its name.
+            ValueError: if the name is that of a folder, a pipe or another thing that is not a regular file.
         """
 
     @abstractmethod
@@ -257,14 +264,14 @@ class Storage(ABC):
 
         Raises:
             FileNotFoundError: if there is none.
-            ValueError: if it is larger than the limit, or no file (as `open_file`).
+            ValueError: if the file is larger than the limit, or is not a regular file.
         """
 
     @abstractmethod
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         """Write a small object, whole or not at all, durable on return.
 
-        After an error the object may exist: only a reader can tell.
+        After an error the object may or may not exist: only a read shows which.
 
         Raises:
             FileExistsError: if it exists and ``replace`` is False.
@@ -283,7 +290,7 @@ class Storage(ABC):
         raise UnsupportedOperation(f"{self.where}: a file has one writer")
 
     def join(self, name: str) -> FileWriter:
-        """Open a file that another process has laid out; `abort` leaves it in place. Raises as `lay_out`."""
+        """Open a file that another process has laid out; `abort` does not remove it. Raises as `lay_out`."""
         raise UnsupportedOperation(f"{self.where}: a file has one writer")
 
     def beside(self, name: str) -> Storage:
@@ -294,18 +301,18 @@ class Storage(ABC):
         """Replace the content of this folder by that of a sibling, atomically where possible; the sibling is removed.
 
         Args:
-            last: the file that is moved last where this takes several calls; it is missing until then.
+            last: the file that is moved last where the replacement is not atomic; it is missing until then.
 
         Raises:
             UnsupportedOperation: where folders cannot be renamed.
         """
         raise UnsupportedOperation(f"{self.where}: folders are not renamed")
 
-    def check_not_planted(self) -> None:  # noqa: B027  only folders on disks can be
+    def check_not_planted(self) -> None:  # noqa: B027  object stores have no links
         """Check that the folder, which has a predictable name, is not a link and does not belong to another user.
 
         Raises:
-            CheckpointError: if it is, or does.
+            CheckpointError: if it is a link, or belongs to another user.
         """
 
     def is_link(self, name: str) -> bool:
@@ -322,7 +329,7 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file, a link or a whole folder, if it exists; nothing behind a link is removed."""
+        """Remove a file, a link or a whole folder, if it exists. Links are not followed."""
 
     def remove_empty(self, name: str) -> None:  # noqa: B027  object stores have no folders
         """Remove a folder if it is empty."""
@@ -334,20 +341,20 @@ class Storage(ABC):
             The reason why a folder with content can only be read; None if it can be written.
 
         Raises:
-            StorageError: if it cannot be used at all.
+            StorageError: if the folder can be neither read nor written.
         """
         return None
 
     def is_older(self, name: str, seconds: float) -> bool:
-        """Whether a file, or everything in a folder, is unchanged for so long; False where that is not known."""
+        """Whether a file, or everything in a folder, has not changed for ``seconds``; False if that is not known."""
         return False
 
     def remove_abandoned(self, folders: Sequence[str], older_than_s: float) -> list[str]:
         """Remove temporary files and uploads of killed processes.
 
         Args:
-            folders: searched for files, "" is this folder; uploads are removed everywhere inside this folder.
-            older_than_s: younger ones may be in use.
+            folders: where to search for files; "" is this folder. Uploads are removed everywhere inside this folder.
+            older_than_s: younger files and uploads may be in use.
 
         Returns:
             Names of removed files and uploads.
@@ -357,7 +364,7 @@ class Storage(ABC):
     @property
     @abstractmethod
     def location(self) -> tuple[str, ...]:
-        """The location in comparable components: the location of a folder inside starts with the same ones."""
+        """The location as components; the location of a folder inside this one begins with the same components."""
 
     @abstractmethod
     def list_files(self) -> list[str]:
@@ -369,10 +376,10 @@ class Storage(ABC):
 
     @abstractmethod
     def append(self, name: str, data: bytes) -> None:
-        """Add to the end of a small file, making it if needed."""
+        """Append to a small file; the file is created if it does not exist."""
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file, over an older one; nothing happens if the name is the same, or another process has renamed it.
+        """Rename a file, over an older one. Does nothing if the names are equal, or another process has renamed it.
 
         Raises:
             UnsupportedOperation: where files are streams, which keep their names.
@@ -397,7 +404,7 @@ class Storage(ABC):
         return info
 
     def check_size(self, name: str, nbytes: int) -> None:
-        """Raise CorruptCheckpointError unless a file exists and has so many bytes."""
+        """Raise CorruptCheckpointError unless a file exists and has ``nbytes`` bytes."""
         size = self.required_info(name).size_bytes
         if size != nbytes:
             raise CorruptCheckpointError(
@@ -428,7 +435,7 @@ class Storage(ABC):
             ) from error
 
     def _reader(self, name: str) -> FileReader:
-        """A reader of a file whose size is not needed."""
+        """A reader for callers that do not need the file's size."""
         return self.open_file(name)
 
     def _missing(self, name: str) -> CorruptCheckpointError:
@@ -441,35 +448,42 @@ class Storage(ABC):
         )
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """Exactly ``nbytes`` bytes at ``offset``, or the whole of a (small) file; raises as `read_into`."""
+        """Read ``nbytes`` bytes at ``offset``; by default all bytes of a (small) file. Raises as `read_into`."""
         buffer = bytearray(self.required_info(name).size_bytes if nbytes is None else nbytes)
         if buffer:
             self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)
 
     def read_pieces(self, name: str) -> Iterator[bytes]:
-        """The whole of a file, a few MiB at a time; raises as `read_into`."""
+        """Read a whole file, a few MiB at a time; raises as `read_into`."""
         nbytes = self.required_info(name).size_bytes
         for start in range(0, nbytes, _PIECE_BYTES):
             yield self.read(name, start, min(_PIECE_BYTES, nbytes - start))
 
     def working_name(self, name: str, owner: str = "") -> str:
-        """The name of a file until it is published: a hidden one next to its own, where files can be renamed. Writers
-        of the same file pass different ``owner``s."""
+        """The name of a file until it is published: a hidden name in the same folder, where files can be renamed.
+
+        Args:
+            owner: differs between processes that write the same file.
+        """
         folder, slash, base = name.rpartition("/")
         hidden = f"{folder}{slash}.{base}.{owner}.partial" if owner else f"{folder}{slash}.{base}.partial"
         return name if self.in_order else hidden
 
     def stage(self, name: str, pieces: Callable[[], Iterable[bytes]], owner: str = "") -> StagedFile:
-        """Prepare a small file; ``owner`` as for `working_name`. ``pieces`` is called now, or, where files cannot be
-        renamed, when the file is published."""
+        """Prepare a small file for publication.
+
+        Args:
+            pieces: the content; called now, or when the file is published where files cannot be renamed.
+            owner: as for `working_name`.
+        """
         return StagedFile(self, name, pieces, owner)
 
     def retrying(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns; remote stores call it again after errors that may pass.
+        """Call ``work`` and return its result; remote stores call it again after transient errors.
 
         Raises:
-            ConnectionError: if the store could not be reached in all tries, whatever it contains.
+            ConnectionError: if no try could reach the store; its content may be sound.
         """
         try:
             return work()
@@ -509,7 +523,7 @@ class StagedFile:
         self._storage, self._name, self._pieces = storage, name, pieces
         self._working = storage.working_name(name, owner)
         if not storage.in_order:
-            storage.remove(self._working)  # of a run that was killed
+            storage.remove(self._working)  # left by a killed run
             storage.retrying(lambda: self._write(self._working))
 
     def _write(self, name: str) -> None:
@@ -524,7 +538,7 @@ class StagedFile:
                 position += len(piece)
 
     def publish(self) -> None:
-        """Make the file visible under its name, over an older one."""
+        """Make the file visible under its name; replaces an older file."""
         if self._storage.in_order:
             self._storage.retrying(lambda: self._write(self._name))
         else:

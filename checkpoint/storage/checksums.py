@@ -1,4 +1,4 @@
-"""Checksums: the algorithms, and how checksums of pieces join. No other module of checkpoints names an algorithm.
+"""Checksums: the algorithms, and how checksums of pieces are joined. No other module names an algorithm.
 
 bytes                                         algorithm    here
 stripes of files, rows of a journal           xxh3-64      checksum_of, RunningChecksum
@@ -32,9 +32,9 @@ hex_digest_of: Callable[[Any], str] = xxhash.xxh3_128_hexdigest
 class Crc:
     """One kind of 32-bit CRC.
 
-    A CRC is linear over GF(2): n zero bytes behind the first piece multiply its CRC by x^(8n) modulo the polynomial,
-    and the CRC of both pieces is that, xor the CRC of the second. So pieces read or written by several threads need
-    no second pass.
+    A CRC is linear over GF(2): n zero bytes after the first piece multiply its CRC by x^(8n) modulo the polynomial, and
+    the CRC of both pieces is that product, xor the CRC of the second. Pieces that several threads read or write
+    therefore need no second pass.
 
     Args:
         polynomial: in reflected bit order.
@@ -64,14 +64,14 @@ def _crc32(data: Any) -> int:
 def _crc32_function() -> Callable[[Any], int]:
     try:
         from isal.isal_zlib import crc32
-    except ImportError:  # no build for this platform: a tenth of the speed
+    except ImportError:  # no build for this platform; zlib has a tenth of the speed
         from zlib import crc32
     function: Callable[[Any], int] = crc32
     return function
 
 
 def _crc32c(data: Any) -> int:
-    import google_crc32c  # 4 ms, which the start of most commands need not wait for
+    import google_crc32c  # here: the import takes 4 ms, and most commands do not need it
 
     crc: int = google_crc32c.value(bytes(data) if isinstance(data, memoryview) else data)
     return crc

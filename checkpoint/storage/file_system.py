@@ -1,15 +1,15 @@
-"""What the file system of a root supports, probed once per root before anything is written, and what is used instead.
+"""What the file system of a root folder supports, and substitutes; probed once for each root, before the first write.
 
-    not supported             used instead
+    not supported             substitute
     hard links                renameat2(RENAME_NOREPLACE), else a check and a rename, under the folder's lock
-    renames                   files are written under their own names; a torn manifest does not parse
-    fsync of folders          nothing: names are as durable as the file system makes them
+    renames                   files are written under their own names; an incomplete manifest does not parse
+    fsync of folders          none: names are as durable as the file system makes them
     flock                     a file with a lease, see `lock_file`
     exchange of two folders   name -> .name.before, .name.saving -> name: for a moment there is no folder
     renames of folders        .name.saving/* -> name/*, one by one; there is no checkpoint until the last file
 
-FUSE, SMB, AFS and some NFS servers lack one or several of these. Buckets mounted as folders (gcsfuse) rename only
-files. Linux exchanges two names in one call on most file systems.
+FUSE, SMB, AFS and some NFS servers lack one or several of these operations. Buckets that are mounted as folders
+(gcsfuse) rename only files. On most file systems, Linux exchanges two names in one call.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FileSystem:
 
 
 class FileSystemProbe:
-    """Probes once; shared by the storages of a root and of the folders inside of it."""
+    """Probes a file system once; shared by the storages of a root and of the folders inside it."""
 
     def __init__(self) -> None:
         self._known: FileSystem | None = None
@@ -73,7 +73,7 @@ class FileSystemProbe:
 
         Args:
             durable: whether folders are synced at all.
-            flock: whether locking has worked; None if it has not been tried yet.
+            flock: whether a lock by `flock` has worked; None if none has been tried yet.
         """
         known = self._known
         if known is None:
@@ -121,7 +121,7 @@ def _works(call: Callable[[], None], refusals: tuple[int, ...]) -> bool:
         call()
     except OSError as error:
         if error.errno in _NO_ROOM:
-            return True  # a full disk says nothing about the call; the next write fails under its own name
+            return True  # not known on a full disk; the next write reports that the disk is full
         if error.errno not in refusals:
             raise
         return False
@@ -129,14 +129,14 @@ def _works(call: Callable[[], None], refusals: tuple[int, ...]) -> bool:
 
 
 def sync_names(folder: Path) -> bool:
-    """Make the names in a folder durable; False where the file system has no such call."""
+    """Make the names in a folder durable; False if the file system does not support that."""
     try:
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(file)
         finally:
             os.close(file)
-    except PermissionError:  # a folder in which one may make entries, but not list them
+    except PermissionError:  # a folder in which this user may make entries, but not list them
         os.sync()
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
@@ -146,7 +146,7 @@ def sync_names(folder: Path) -> bool:
 
 
 def _renamed(one: Path, other: Path, flags: int) -> bool:
-    """Rename with flags; False where the file system does not support them."""
+    """Rename with flags of renameat2(2); False if the file system does not support them."""
     arguments = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     renameat2 = _c_function("renameat2", *arguments)
     if renameat2 is None:
@@ -160,7 +160,7 @@ def _renamed(one: Path, other: Path, flags: int) -> bool:
 
 
 def rename_unless_there(new: Path, target: Path) -> None:
-    """Rename a file, but never over another one. Where that is not one call, the folder's lock keeps others out.
+    """Rename a file, but never over another one. Where that takes two calls, the folder's lock keeps other jobs out.
 
     Raises:
         FileExistsError: if the target exists.
@@ -172,13 +172,13 @@ def rename_unless_there(new: Path, target: Path) -> None:
 
 
 def move_over(new: Path, target: Path, last: str = "") -> None:
-    """Put a folder in the place of another one, which then has the name ``new`` or is gone.
+    """Replace a folder by another one; the old folder is removed, or has the name ``new`` afterward.
 
     A process that is killed between two renames leaves the old folder as ``.name.before`` until the next call succeeds.
 
     Args:
-        last: the file without which the folder does not count. Where folders cannot be renamed, it is removed first
-            from the target and moved last.
+        last: the file without which the folder is not valid. Where folders cannot be renamed, it is first removed from
+            the target, and moved last.
     """
     aside = target.with_name(f".{target.name}.before")
     try:
@@ -201,11 +201,11 @@ def move_over(new: Path, target: Path, last: str = "") -> None:
             last or "none",
         )
         _move_files(new, target, Path(last))
-    shutil.rmtree(aside, ignore_errors=True)  # a killed process may have left one
+    shutil.rmtree(aside, ignore_errors=True)  # also one that a killed process has left
 
 
 def _move_files(new: Path, target: Path, last: Path) -> None:
-    """Move every file of a folder to another one, and remove the other files there."""
+    """Move every file of a folder to another folder, and remove the files there that the first one lacks."""
     names = {path.relative_to(new) for path in new.rglob("*") if not path.is_dir()}
     old = {path.relative_to(target) for path in target.rglob("*") if not path.is_dir()}
     for name in sorted(old, key=lambda name: name != last):
@@ -217,9 +217,9 @@ def _move_files(new: Path, target: Path, last: Path) -> None:
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Reserve blocks for the first ``nbytes`` bytes of a file open for writing, where that is possible.
+    """Reserve blocks for the first ``nbytes`` bytes of a file that is open for writing, if the file system can.
 
-    A full disk is then reported at once instead of hours later, and ext4 writes in 20 % less time.
+    A full disk is then reported at once, not hours later, and ext4 writes in 20 % less time.
 
     Raises:
         OSError: if there is no space (or no quota) for them.
@@ -234,9 +234,9 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def is_cached(path: Path, start: int, stop: int) -> bool:
-    """Whether the page cache has most of a range of a file, by mincore(2) of a few pages; True where it is not known.
+    """Whether most of a byte range is in the page cache, by mincore(2) of a few pages; True if that is not known.
 
-    Unlike a read that does not wait, the call starts no read-ahead.
+    A read that does not wait would start a read-ahead; this call does not.
     """
     mincore = _c_function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
     if mincore is None or stop - start < _MIN_QUERY_BYTES:
@@ -244,7 +244,7 @@ def is_cached(path: Path, start: int, stop: int) -> bool:
     first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # A private copy that is never written: ctypes gives no address of read-only memory.
+        # A private copy, never written to: ctypes cannot give the address of read-only memory.
         pages = mmap.mmap(file, stop - first, access=mmap.ACCESS_COPY, offset=first)
     except (OSError, ValueError):
         return True

@@ -1,8 +1,8 @@
 """Local and shared file systems: parallel positional writes, fsync of files and folders, rename to commit.
 
-A predictable name in a folder that everybody can write to (``/dev/shm``, ``/tmp``) may be taken by another user: by a
-folder with weights to restore, or by a link to a file of this user, which would then be overwritten. So private folders
-are checked before every use, and links are not followed.
+In a folder that all users can write to (``/dev/shm``, ``/tmp``), another user may create a predictable name first: as a
+folder with other weights to restore, or as a link to a file of this user, which a write would then replace. Private
+folders are therefore checked before every use, and links are not followed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vescale_fsdp.errors import CheckpointError
 _APPEND = os.O_CREAT | os.O_NOFOLLOW | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 _MAKE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)
-_MAX_OPEN_FILES = 96  # further files are opened for every read
+_MAX_OPEN_FILES = 96  # all other files are opened for every read
 _slots = threading.Semaphore(_MAX_OPEN_FILES)
 _LOCK_NAME = ".lock"
 _TEMPORARY = ".tmp"
@@ -67,11 +67,11 @@ _NETWORK_FILE_SYSTEM = re.compile(
     r"|fuse\.(glusterfs|juicefs|ceph|sshfs|s3fs|gcsfuse|weka)"
 )
 _locked_files: set[int] = set()  # file descriptors that hold a lock
-_MADV_POPULATE_READ = 22  # Linux 5.14; without a name in Python's mmap
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
 
 
 def _close_locked_files() -> None:
-    """In a forked child: a child that outlives its parent must not keep the parent's locks."""
+    """Runs in a forked child, which must not keep its parent's locks if it lives longer."""
     while _locked_files:
         with contextlib.suppress(OSError):
             os.close(_locked_files.pop())
@@ -81,11 +81,11 @@ os.register_at_fork(after_in_child=_close_locked_files)
 
 
 class _LocalWriter(FileWriter):
-    """A new file, or one that another process has laid out.
+    """Writes a new file, or a file that another process has laid out.
 
     Args:
-        reserved_bytes: blocks to reserve.
-        size_bytes: the file's size from the start; None lets it grow.
+        reserved_bytes: size of the blocks to reserve.
+        size_bytes: the size to give the file now; None lets it grow.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class _LocalWriter(FileWriter):
             if self._durable:
                 os.fsync(self._file)
         finally:
-            # After an error abort() is called, when another file may have this descriptor.
+            # After an error, abort() closes the descriptor again: by then another file may have the same number.
             file, self._file = self._file, -1
             os.close(file)
 
@@ -136,7 +136,7 @@ class _LocalWriter(FileWriter):
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Add the path to errors of calls that take a descriptor."""
+    """Add the path to errors of calls that take only a descriptor."""
     try:
         yield
     except OSError as error:
@@ -148,7 +148,7 @@ def _named_errors(path: Path) -> Iterator[None]:
 def _transfer(
     call: Callable[[int, list[memoryview], int], int], file: int, offset: int, buffers: Sequence[Buffer]
 ) -> int | None:
-    """Read or write all buffers; returns the offset at which a call transferred nothing, if any."""
+    """Read or write all buffers; returns the offset at which a call transferred no bytes, else None."""
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     first = 0
     while first < len(views):
@@ -166,19 +166,19 @@ def _transfer(
 
 
 class _LocalReader(FileReader):
-    """A file that stays open, since opening costs a round trip on network disks.
+    """Reads a file, which stays open: on network disks, opening costs a round trip.
 
-    At most `_MAX_OPEN_FILES` stay open: a restart on few ranks may read thousands of files at once. The others are
-    opened for each read.
+    At most `_MAX_OPEN_FILES` stay open, since a restart on few ranks may read thousands of files at once. Other files
+    are opened for each read.
 
     Args:
-        lasting: `close` does nothing; the file is closed when the reader is garbage.
+        lasting: `close` does nothing; the file is closed when the reader is garbage-collected.
     """
 
     _file = -1  # no descriptor
 
     def __init__(self, path: Path, *, lasting: bool) -> None:
-        self.looks_in_place = True  # until mapping fails
+        self.looks_in_place = True  # set to False when mapping fails
         self._path, self._lasting = path, lasting
         self._size = _size_of_file(path)
         if lasting:
@@ -238,31 +238,31 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _size_of_file(path: Path) -> int:
-    """The size of a regular file. Checked before the file is opened, since opening a pipe waits for its writer."""
+    """The size of a regular file. Called before the file is opened: opening a pipe would wait for its writer."""
     try:
         status = path.stat()
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise ValueError(f"{path} is a link in a circle") from error
+        raise ValueError(f"{path} is a link that leads back to itself") from error
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "not a regular file")
         raise ValueError(f"{path} is {kind}")
     return status.st_size
 
 
 def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
-    """Bytes [start, stop) of a file, mapped from the page cache until the view is garbage; None where that fails.
+    """Bytes [start, stop) of a file, mapped from the page cache until the view is garbage; None if mapping fails.
 
-    One call populates all pages and reports errors. If the file has shrunk or the disk fails, the caller then reads
-    the bytes and gets an error, whereas touching a page that cannot be populated would end the process (SIGBUS).
+    Pages are populated by one call, which reports errors; the caller then reads the bytes and gets the read's error.
+    Without that call, a page that cannot be populated (a shorter file, a broken disk) would end the process by SIGBUS.
     """
     if start >= stop or sys.platform != "linux":
         return None
     first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     with _opened(path) as file:
         try:
-            # A private mapping is writable in name only: torch warns of read-only arrays.
+            # Writable, since torch warns of read-only arrays; private, so that a write could not reach the file.
             access = mmap.PROT_READ | mmap.PROT_WRITE
             pages = mmap.mmap(file, stop - first, flags=mmap.MAP_PRIVATE, prot=access, offset=first)
             pages.madvise(mmap.MADV_SEQUENTIAL)
@@ -272,19 +272,14 @@ def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
     return memoryview(pages)[start - first :]
 
 
-def _is_still(file: int, path: Path) -> bool:
-    """Whether a path is the file of a descriptor."""
-    return path.exists() and os.path.samestat(os.fstat(file), path.stat())
-
-
 def _file_system_of(folder: Path) -> str:
-    """Type of the file system of a folder; "" where it is not known."""
+    """Type of the file system of a folder; "" if it is not known."""
     try:
         mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
         return ""
     path = Path(os.path.realpath(folder))
-    # The longest mount point counts, and of mounts at the same one the last.
+    # The longest mount point is the folder's; of several mounts at one point, the last hides the others.
     matches = [
         (len(point), number, kind)
         for number, (_, point, kind, *_) in enumerate(mounts)
@@ -293,21 +288,17 @@ def _file_system_of(folder: Path) -> str:
     return max(matches, default=(0, 0, ""))[2]
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 class LocalStorage(Storage):
     """A folder of a file system.
 
     Args:
         root: the folder; made by the first write. A relative path is resolved now, since the process may change its
-            folder while a save is in flight.
-        durable: False leaves out every fsync, for file systems in memory.
-        neighbours: ranks that share this rank's cores; torchrun's LOCAL_WORLD_SIZE is preferred.
-        private: only this user may read it; it is used only if no other user can have made it, see `make_private`.
-        whole_files: few processes read and write files from end to end: files stay open for reading, and blocks are
-            reserved before a file is written.
+            current folder during a save.
+        durable: False omits every fsync, for file systems in memory.
+        neighbours: ranks that share this rank's cores, if torchrun's LOCAL_WORLD_SIZE is not set.
+        private: only this user may access the folder, and no other user can have made it, see `make_private`.
+        whole_files: for few processes that read and write files from end to end: files stay open for reading, and
+            blocks are reserved before a file is written.
     """
 
     def __init__(
@@ -329,7 +320,8 @@ class LocalStorage(Storage):
         self._durable, self._whole_files = durable, whole_files
         self._open_files: dict[str, _LocalReader] = {}
         # This rank's share of the cores: more threads would not copy faster.
-        self.read_threads = max(1, min(4, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", neighbours))))
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        self.read_threads = max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", neighbours))))
         # While one of these threads waits for the disk, another copies or hashes.
         self.far_read_threads = self.write_threads = max(2, self.read_threads)
 
@@ -489,12 +481,12 @@ class LocalStorage(Storage):
             return
         sync_names(self.root / name)
         if not name:
-            # The folder may be one that a killed attempt has made, and not synced.
+            # A killed attempt may have made the folder without syncing its name.
             sync_names(self.root.parent)
 
     def remove(self, name: str) -> None:
         path = self.root / name
-        self._open_files.pop(name, None)  # else the removed file would still be read
+        self._open_files.pop(name, None)  # a later reader must not get the removed file
         if any((self.root / parent).is_symlink() for parent in Path(name).parents if parent.name):
             return  # only a link itself is removed, never its target
         if path.is_dir() and not path.is_symlink():
@@ -508,7 +500,7 @@ class LocalStorage(Storage):
         existing = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
         try:
             status = os.statvfs(existing)
-        except OSError:  # not supported by the file system: a write will fail if there is no room
+        except OSError:  # not supported by the file system; without room, a write fails later
             return None
         return status.f_bavail * status.f_frsize if status.f_blocks else None
 
@@ -544,7 +536,7 @@ class LocalStorage(Storage):
         path = self._at(name)
         try:
             newest_s = max(at.lstat().st_mtime for at in (path, *path.rglob("*")))
-        except FileNotFoundError:  # another process is changing it
+        except FileNotFoundError:  # another process changes the folder now
             return False
         return time.time() - newest_s > seconds or seconds <= 0
 
@@ -557,9 +549,9 @@ class LocalStorage(Storage):
 
         def close() -> None:
             if os.getpid() != owner:
-                return  # the fork has closed it, see `_close_locked_files`
+                return  # a forked child has closed it already, see `_close_locked_files`
             _locked_files.discard(file)
-            # Not only closed: a child forked meanwhile has a copy of the descriptor, which would keep the lock.
+            # Closing is not enough: a child forked since then has a copy of the descriptor, which keeps the lock.
             try:
                 fcntl.flock(file, fcntl.LOCK_UN)
             except OSError as error:
@@ -580,7 +572,7 @@ class LocalStorage(Storage):
                 has_flock = False
             if not has_flock:
                 held.enter_context(held_by_file(self.root))
-            if not _is_still(file, path):
+            if not (path.exists() and os.path.samestat(os.fstat(file), path.stat())):
                 raise BlockingIOError(
                     errno.EWOULDBLOCK, "the process that held the lock has renamed the folder"
                 )
@@ -589,7 +581,7 @@ class LocalStorage(Storage):
 
 
 def _is_temporary(name: str) -> bool:
-    """Whether a file is temporary: an old one was left by a killed process."""
+    """Whether a file is temporary; if it is old, a killed process has left it."""
     is_draft = name.startswith(f"{LOCK_FILE_NAME}.")
     return is_draft or is_probe(name) or (name.startswith(".") and name.endswith(_TEMPORARY))
 
@@ -598,7 +590,7 @@ def make_private(folder: Path) -> None:
     """Make a folder that only this user can enter, or check an existing one.
 
     Raises:
-        StorageError: if it is a link, belongs to another user, or other users may enter or replace it.
+        StorageError: if the folder is a link, belongs to another user, or other users may enter or replace it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -624,10 +616,10 @@ def make_private(folder: Path) -> None:
 
 
 def check_not_planted(path: Path) -> None:
-    """Check that a file that is about to be continued was not planted by another user.
+    """Check that another user has not planted a file to which this job is about to append.
 
     Raises:
-        CheckpointError: if it is a link, or another user's file in a folder that everybody can write to.
+        CheckpointError: if it is a link, or another user's file in a folder that all users can write to.
     """
     try:
         status = path.lstat()
@@ -639,7 +631,7 @@ def check_not_planted(path: Path) -> None:
         raise CheckpointError(
             "A file for temporary use exists already, and may have been planted.",
             expected=f"a file or folder of user {os.geteuid()}, or none",
-            got="a link" if stat.S_ISLNK(status.st_mode) else f"one of user {status.st_uid}",
+            got="a link" if stat.S_ISLNK(status.st_mode) else f"a file or folder of user {status.st_uid}",
             where=str(path),
             todo="remove it, or write to a folder that only you can write to",
         )

@@ -2,9 +2,9 @@
 
     .lock-owner    {"host": "node17", "pid": 4711, .., "lease_s": 120}, created only if it does not exist
 
-The kernel does not remove the file when its owner dies. An owner of this boot and PID namespace is looked up by its pid
-and start time. Any other owner has a lease: it touches the file several times per lease, so a file that is older than
-its lease belongs to a dead process. Ages are differences of two times of the file system's own clock.
+The kernel does not remove the file when its owner dies. Whether an owner of this boot and PID namespace is alive shows
+from its pid and start time. Every owner has a lease: it touches the file several times per lease, so that a file older
+than its lease belongs to a dead process. Ages are differences of two times of the file system's own clock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def held_by_file(folder: Path) -> Iterator[None]:
     """Lock a folder by a file in it.
 
     Raises:
-        BlockingIOError: if another process holds the lock, or may hold it.
+        BlockingIOError: if another process has the lock, or may have it.
     """
     path, owner = folder / LOCK_FILE_NAME, os.getpid()
     mine = json.dumps({**_identity(owner), "lease_s": _LEASE_S, "lock": os.urandom(8).hex()})
@@ -60,7 +60,7 @@ def held_by_file(folder: Path) -> Iterator[None]:
         if os.getpid() == owner:  # a forked child does not own the lock
             released.set()
             renewing.join()
-            # Another process may have taken the lock after the lease, or a person may have removed the file.
+            # After the end of the lease another process may own the lock; or a person has removed the file.
             with contextlib.suppress(FileNotFoundError):
                 if _read(path) == mine:
                     path.unlink()
@@ -74,12 +74,12 @@ def _renew(path: Path, mine: str, released: threading.Event) -> None:
                 _log.error("%s was taken by another process: %s", path, _read(path))
                 return
             os.utime(path)
-        except OSError as error:  # the next touch may succeed within the lease
+        except OSError as error:  # not the end of the lock: the next touch may succeed within the lease
             _log.warning("%s could not be renewed: %s", path, error)
 
 
 def _identity(pid: int) -> dict[str, str | int]:
-    """The identity of a process among all hosts, also when its pid is used again."""
+    """Identifies a process among those of all hosts, and among those that have had its pid."""
     return {
         "host": os.uname().nodename,
         "pid": pid,
@@ -97,7 +97,7 @@ def _boot() -> str:
 
 
 def _pid_namespace() -> str:
-    """Containers of one host may have different processes with one pid."""
+    """The PID namespace: containers of one host may have different processes with the same pid."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -105,7 +105,7 @@ def _pid_namespace() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """When a process started; empty if there is no such process, or it is not known."""
+    """When a process started; empty if there is no such process, or the time is not known."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (FileNotFoundError, ProcessLookupError):
@@ -113,7 +113,7 @@ def _start_of(pid: int) -> str:
 
 
 def _made(path: Path, text: str) -> bool:
-    """Whether the file was created. With hard links it appears with its text; else a reader may see it empty."""
+    """Create the lock file; False if it exists. Without hard links, other processes may see it before its text."""
     draft = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     _write_new(draft, text)
     try:
@@ -164,7 +164,7 @@ def _clear_stale(path: Path) -> None:
     taken = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     with contextlib.suppress(FileNotFoundError):  # another process has removed it
         os.rename(path, taken)
-        if _read(taken) != text:  # this is the file of a faster process, which now holds the lock: restore it
+        if _read(taken) != text:  # the file of a faster process, which now has the lock: restore it
             with contextlib.suppress(FileExistsError):
                 os.link(taken, path)
         taken.unlink()
@@ -176,7 +176,7 @@ def _is_stale(text: str, age_s: float) -> bool:
         pid, lease_s = int(owner["pid"]), float(owner["lease_s"])
         origin, started = (owner["boot"], owner["pid_namespace"]), owner["started"]
     except (ValueError, KeyError, TypeError):
-        return not text and age_s > _LEASE_S  # its owner died before it wrote the text
+        return not text and age_s > _LEASE_S  # its owner died before it could write the text
     is_here = bool(origin[0]) and origin == (_boot(), _pid_namespace())
     return age_s > lease_s or (is_here and started != _start_of(pid))
 
@@ -185,9 +185,9 @@ def _busy(path: Path) -> BlockingIOError:
     try:
         owner = _read(path)
     except FileNotFoundError:
-        owner = "a process that has ended meanwhile"
+        owner = "a process that has ended since"
     return BlockingIOError(
         errno.EWOULDBLOCK,
-        f"held by {owner}; {_LEASE_S:g} s after that process has ended, it is free again",
+        f"locked by {owner}; the lock ends {_LEASE_S:g} s after that process",
         str(path),
     )

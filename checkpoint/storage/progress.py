@@ -1,4 +1,4 @@
-"""Progress of a save, a load or a command: passed to a function, or drawn as a bar."""
+"""Progress of a save, a load or a command: reported to a function, or shown as a bar."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ProgressReport(NamedTuple):
 
     Attributes:
         doing: "saving", "verifying" (hashing before a load) or "loading".
-        total_bytes: of the rank's part.
-        seconds: since its first byte.
+        total_bytes: bytes of this rank's part.
+        seconds: time since its first byte.
 
     Examples:
         >>> report = ProgressReport("saving", done_bytes=50, total_bytes=100, seconds=5.0)
@@ -40,7 +40,7 @@ class ProgressReport(NamedTuple):
 
 
 Tell = bool | Callable[[ProgressReport], object]
-"""The argument ``progress``: a function that is called with reports, by one thread at a time; or True for a bar."""
+"""The argument ``progress``: a function that gets reports, from one thread at a time; or True for a bar."""
 
 
 class ProgressBar:
@@ -85,7 +85,7 @@ class Meter:
     """Counts the bytes of one save or load.
 
     Args:
-        start: called when work begins, with the total; returns the function that gets the reports.
+        start: called with the total when work begins; returns the function that gets the reports.
     """
 
     def __init__(self, start: Callable[[int], Callable[[ProgressReport], object]] | None = None) -> None:

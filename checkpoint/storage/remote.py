@@ -1,9 +1,9 @@
 """Object stores and every other fsspec URL: multipart uploads in order, parallel ranged reads, one put to commit.
 
-There is no rename and no fsync: a file is durable when its `close` has returned, and the commit is one small object,
-put last. Every attempt writes under a new prefix, so attempts never mix. Listings bypass fsspec's cache. Errors that
-may pass (5xx, time-outs, lost connections) are retried with growing pauses: the whole upload, or one part of a
-`MultipartWriter`. A lost upload leaves at most invisible parts. An error that outlasts all tries is a
+Object stores have no rename and no fsync: a file is durable when its `close` has returned, and the commit is one small
+object, which is put last. Every attempt to save writes under a new prefix, so that attempts never mix. Listings bypass
+fsspec's cache. Transient errors (5xx, time-outs, lost connections) are retried with growing pauses: the whole upload,
+or one part of a `MultipartWriter`. A lost upload leaves at most invisible parts. An error in all tries is a
 `ConnectionError`: the store could not be reached, and its content may be sound.
 """
 
@@ -34,11 +34,11 @@ from vescale_fsdp.errors import ConversionError, VescaleError, explain
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_TRIES = 5  # on top of the file system's own retries: 3 s of pauses in total
+_TRIES = 5  # in addition to the file system's own retries; 3 s of pauses in total
 _FIRST_PAUSE_S = 0.2
-_PATIENCE_S = 60.0  # some clients retry for minutes themselves
+_PATIENCE_S = 60.0  # no try begins later: some clients retry for minutes themselves
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-# Errors of clients that are not OSErrors; by name, since a client is installed only if it is used.
+# Transient errors of clients that are not OSErrors; by name, since a client is installed only if it is used.
 _PASSING = {
     "aiohttp.client_exceptions.ClientError",
     "azure.core.exceptions.ServiceRequestError",
@@ -56,19 +56,21 @@ _WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")
 _PASSING_CODES = re.compile(
     "SlowDown|RequestTimeout|RequestTimeTooSkewed|InternalError|ServiceUnavailable|Throttling"
 )
-PART_BYTES = 16 << 20  # 16 MiB
-_MAX_PARTS = 10_000  # S3 takes no more: larger files have larger parts
-_IN_FLIGHT = 4
+PART_BYTES = 16 << 20  # 16 MiB; smaller files are one request
+_MAX_PARTS = 10_000  # S3's limit: larger files have larger parts
+_IN_FLIGHT = 4  # parts: bounds the memory to 64 MiB, or four larger parts
 
 
 class _StreamWriter(FileWriter):
-    """A file that is written front to back."""
+    """Writes a file front to back."""
 
     _at = 0
 
     def _in_order(self, offset_bytes: int, buffers: Sequence[Buffer]) -> Iterator[memoryview]:
         if offset_bytes != self._at:
-            raise AssertionError(f"written in order only: at {self._at}, got {offset_bytes}")
+            raise AssertionError(
+                f"a stream is written in order: expected byte {self._at}, got {offset_bytes}"
+            )
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
             yield view
@@ -81,17 +83,17 @@ class _StreamWriter(FileWriter):
         try:
             self._discard()
         except Exception as error:  # noqa: BLE001  the error that ended the upload is the one to raise
-            _log.info("an upload could not be dropped: %s: %s", type(error).__name__, error)
+            _log.info("an upload could not be discarded: %s: %s", type(error).__name__, error)
 
 
 class MultipartWriter(_StreamWriter):
-    """A large object of an S3 store, written front to back, with several parts in flight, in bounded memory.
+    """Writes a large object of an S3 store front to back, with several parts in flight, in bounded memory.
 
-    s3fs sends one part at a time, at one connection's speed. Here the next parts are filled meanwhile, and a part that
-    meets a passing error is sent again alone. Nothing is visible before the last call.
+    s3fs sends one part at a time, at the speed of one connection. Here the next parts are filled while others are sent,
+    and after a transient error only its part is sent again. Nothing is visible before the last call.
 
     Args:
-        filesystem: s3fs's.
+        filesystem: of s3fs.
         path: of the object, with its bucket.
         size_bytes: of the whole object.
         retrying: see `Storage.retrying`.
@@ -127,7 +129,7 @@ class MultipartWriter(_StreamWriter):
                     self._send()
 
     def _send(self) -> None:
-        """Start to send the part that has been filled; waits while too many parts are in flight."""
+        """Start to send the filled part; waits while too many parts are in flight."""
         number, body = len(self._parts) + 1, bytes(self._filling)
         self._filling = bytearray()
         if number > _IN_FLIGHT:
@@ -161,7 +163,7 @@ def _age_s(time: datetime) -> float:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether another try may succeed."""
+    """Whether an error is transient: another try may succeed."""
     if isinstance(error, OSError):
         return not isinstance(error, _FINAL)
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
@@ -171,11 +173,11 @@ def _may_pass(error: Exception) -> bool:
 
 
 class _GaveUp(ConnectionError):
-    """The store could not be reached in all tries."""
+    """No try could reach the store."""
 
 
 def _size_of_object(info: dict[str, Any], path: str) -> int:
-    """The size of an object; refuses a prefix of other objects."""
+    """The size of an object; ValueError for a prefix of other objects."""
     if info["type"] != "file":
         raise ValueError(f"{path} is not a file but a {info['type']}")
     return int(info["size"])
@@ -184,13 +186,13 @@ def _size_of_object(info: dict[str, Any], path: str) -> int:
 class _RemoteWriter(_StreamWriter):
     def __init__(self, file: Any, remove: Callable[[], None]) -> None:
         self._file, self._remove = file, remove
-        # Other files are visible while they are open.
+        # Files other than uploads are visible while they are open.
         self._is_upload = isinstance(file, fsspec.spec.AbstractBufferedFile)
         self._is_visible = not self._is_upload
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
         for view in self._in_order(offset_bytes, buffers):
-            # A copy: some files keep a reference until the part is full, and the tensor may change by then.
+            # A copy: some clients keep a reference until the part is full, and the tensor may change by then.
             self._file.write(bytes(view))
 
     def close(self) -> None:
@@ -198,7 +200,7 @@ class _RemoteWriter(_StreamWriter):
         self._is_visible = True
 
     def _discard(self) -> None:
-        # An upload that was never completed is invisible, whether or not its parts can be dropped.
+        # An upload that is not completed stays invisible, even if its parts cannot be discarded.
         try:
             if self._is_visible:
                 self._remove()
@@ -206,11 +208,13 @@ class _RemoteWriter(_StreamWriter):
                 self._file.discard()
         finally:
             if self._is_upload:
-                self._file.closed = True  # else the garbage collector would close, and so publish, the file
+                self._file.closed = (
+                    True  # otherwise the garbage collector closes the file, which publishes it
+                )
 
 
 class _RemoteReader(FileReader):
-    """A file of known or unknown size; an unknown size is requested only after a short response."""
+    """Reads an object. If its size is not known, it is requested only after a short response."""
 
     def __init__(self, storage: RemoteStorage, path: str, size: int | None = None) -> None:
         self._storage, self._path, self._size = storage, path, size
@@ -240,18 +244,18 @@ class _RemoteReader(FileReader):
 
         def read() -> memoryview:
             data = self._storage.filesystem.cat_file(self._path, start=start_bytes, end=stop_bytes)
-            answer = f"{self._path} gave {len(data)} bytes of {stop_bytes - start_bytes} at {start_bytes}"
+            answer = f"{len(data)} bytes of {stop_bytes - start_bytes} at byte {start_bytes} of {self._path}"
             if len(data) > stop_bytes - start_bytes:
                 raise ConversionError(
-                    "The server does not give parts of files.",
-                    expected="as many bytes as were asked for",
+                    "The server does not support reads of parts of files.",
+                    expected="as many bytes as were requested",
                     got=answer,
                     where=self._storage.where,
-                    todo="download the checkpoint first, or use a server that knows range requests",
+                    todo="download the checkpoint first, or use a server that supports range requests",
                 )
             if len(data) < stop_bytes - start_bytes:
                 self._check_end(stop_bytes)
-                raise OSError(answer)  # the object is large enough, the response was cut short
+                raise OSError(answer)  # transient: the object is large enough, only the response is short
             return memoryview(data)
 
         return self._storage.retrying(read)
@@ -266,8 +270,8 @@ class RemoteStorage(Storage):
     Args:
         url: such as ``s3://bucket/prefix``.
         tries: of each request.
-        explains: whether errors of the store's client that cannot pass become a `ConnectionError` too, or are raised
-            as they are.
+        explains: whether permanent errors of the store's client become a `ConnectionError` too; otherwise they are
+            raised as they are.
         options: passed to the fsspec file system (credentials, endpoint, ..).
     """
 
@@ -296,13 +300,13 @@ class RemoteStorage(Storage):
         return super().retrying(partial(self._try, work))
 
     def _try(self, work: Callable[[], T]) -> T:
-        """Call until it succeeds; errors that may pass end as a ConnectionError, others are raised as they are."""
+        """Call ``work`` until it succeeds; after the last try, a transient error becomes a ConnectionError."""
         started_s = time.monotonic()
         for attempt in range(self._tries):
             try:
                 return work()
             except (_GaveUp, SourceError):
-                raise  # a nested call has made all its tries, or the data source failed
+                raise  # a nested call has used all its tries, or the data source has failed
             except Exception as error:
                 if not _may_pass(error):
                     if not self._explains or isinstance(error, (OSError, EOFError, VescaleError)):
@@ -310,7 +314,7 @@ class RemoteStorage(Storage):
                     raise self._unreachable("", error) from error
                 if attempt == self._tries - 1 or time.monotonic() - started_s >= _PATIENCE_S:
                     raise self._unreachable(f"gave up after {attempt + 1} tries: ", error) from error
-                # The jitter spreads ranks that were refused at the same time.
+                # Random, so that ranks that were refused at the same time do not return at the same time.
                 time.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.75, 1.25))
         raise AssertionError("the last try returns or raises")
 
@@ -408,7 +412,7 @@ class RemoteStorage(Storage):
         self.commit(name, old + data, replace=True)
 
     def sync_folder(self, name: str) -> None:
-        """Nothing to do: an object is durable once it exists."""
+        """Does nothing: an object is durable once it exists."""
 
     def check_root(self) -> str | None:
         bucket = self._root.lstrip("/").partition("/")[0]
@@ -416,7 +420,7 @@ class RemoteStorage(Storage):
             if not self.list_folder("") and self.location[0] in _WITH_BUCKETS:
                 self.retrying(lambda: self.filesystem.ls(bucket, detail=False))
         except PermissionError as error:
-            # A prefix of the bucket may be writable all the same.
+            # A user who may not list the bucket may still be allowed to write to a prefix of it.
             _log.info("%s may not be listed: %s", bucket, error)
         except FileNotFoundError as error:
             raise bad_root(self.where, f"no bucket {bucket!r}", "make the bucket") from error
@@ -434,14 +438,14 @@ class RemoteStorage(Storage):
         return seconds <= 0 or (bool(known) and _age_s(max(map(_aware, known))) > seconds)
 
     def remove_abandoned(self, folders: Sequence[str], older_than_s: float) -> list[str]:
-        """Remove open uploads of S3; Google and Azure drop open uploads within a week."""
+        """Remove open uploads of S3; Google and Azure remove open uploads themselves within a week."""
         if self.location[0] != "s3":
             return []
         bucket, prefix, _ = self.filesystem.split_path(f"{self._root}/")
-        asked: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
+        query: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
         removed: list[str] = []
         while True:
-            answer = self.retrying(lambda: self.filesystem.call_s3("list_multipart_uploads", **asked))
+            answer = self.retrying(lambda: self.filesystem.call_s3("list_multipart_uploads", **query))
             for upload in answer.get("Uploads", ()):
                 if older_than_s > 0 and _age_s(_aware(upload["Initiated"])) <= older_than_s:
                     continue
@@ -450,8 +454,8 @@ class RemoteStorage(Storage):
                 removed.append(upload["Key"].removeprefix(prefix))
             if not answer.get("IsTruncated"):
                 return removed
-            asked["KeyMarker"] = answer["NextKeyMarker"]
-            asked["UploadIdMarker"] = answer["NextUploadIdMarker"]
+            query["KeyMarker"] = answer["NextKeyMarker"]
+            query["UploadIdMarker"] = answer["NextUploadIdMarker"]
 
     def remove(self, name: str) -> None:
         self.filesystem.invalidate_cache()

@@ -207,7 +207,7 @@ def _has_shards(model: nn.Module) -> bool:
 def _choice(
     torchs: Callable[..., Any], ours: Callable[..., Any], argument: str, is_ours: Callable[[Any], bool]
 ) -> Callable[..., Any]:
-    """A function that calls ``ours`` or ``torchs``, whose first argument ``argument`` decides."""
+    """A function that calls ``ours`` if ``is_ours(first argument)``, else ``torchs``; ``argument`` is its name."""
 
     @functools.wraps(torchs)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -108,7 +108,7 @@ def runs_between(start: int, stop: int, shard_numel: int) -> Iterator[PieceRun]:
 
 
 @set_module("vescale_fsdp.layout")
-@dataclass(frozen=True, slots=True)  # thousands are made for a model
+@dataclass(frozen=True, slots=True)  # slots: a model has thousands
 class TensorSlot:
     """The position of one tensor in the group's global buffer.
 

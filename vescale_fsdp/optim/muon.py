@@ -166,8 +166,8 @@ class Muon(StructuredOptimizer):
         """Parameters for Muon (matrices and stacks) and for AdamW (all others), each once.
 
         Args:
-            model: its parameters that require a gradient.
-            adamw: name patterns (fnmatch) of matrices that belong to AdamW: embeddings and output heads.
+            model: a module. Parameters that do not require a gradient are left out.
+            adamw: name patterns (fnmatch) of matrices for AdamW: embeddings and output heads.
 
         Examples:
             >>> matrices, others = Muon.split_params(torch.nn.Linear(8, 4))

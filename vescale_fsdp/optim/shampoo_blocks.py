@@ -300,12 +300,9 @@ def _write_alike(alike: Sequence[tuple[BlockJob, BlockArea]], step: int, group: 
         directions = plain
     elif group["grafting"] == "adam":
         # One norm per block over all its elements: the rounding of a norm over two dims depends on the stack's size.
-        norms, target_norms = (
-            torch.stack(foreach_norm_of(list(each.unbind()))) for each in (directions, plain)
-        )
-        directions = directions * (target_norms / (norms + 1e-16)).view(
-            -1, 1, 1
-        )  # 1e-16: against division by zero
+        # 1e-16 avoids a division by zero.
+        norms, targets = (torch.stack(foreach_norm_of(list(each.unbind()))) for each in (directions, plain))
+        directions = directions * (targets / (norms + 1e-16)).view(-1, 1, 1)
     updates = [_blocks_of(job.update, area) for job, area in alike]
     foreach_copy_(updates, _as_areas(directions, updates))
 

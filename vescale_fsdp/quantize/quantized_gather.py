@@ -33,9 +33,8 @@ from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
 
 CodecRule = BlockCodec | Mapping[str, BlockCodec] | Callable[[str, torch.Size], BlockCodec | None]
 
-_ALIGN_BYTES = (
-    16  # each piece of ``rest`` is viewed in another dtype, and kernels load up to 16 bytes at once
-)
+# Each piece of ``rest`` is viewed in another dtype, and kernels load up to 16 bytes at once.
+_ALIGN_BYTES = 16
 
 
 @set_module("vescale_fsdp.quantize")

@@ -159,9 +159,8 @@ class CommContext:
                 a block. The gather then waits for the compute stream, which has only the work of earlier units.
         """
         if lasting and not self._waits_for_event and any(group.state.is_sharded for group in groups):
-            with (
-                outside_modes()
-            ):  # buffers outlive a forward under torch.func or inference mode; so below, too
+            # Here and below: the buffers outlive a forward under torch.func or in inference mode.
+            with outside_modes():
                 for group in groups:
                     group.allocate_full()
             self._gathers_wait_for_frees()

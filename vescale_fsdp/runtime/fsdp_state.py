@@ -105,9 +105,8 @@ class FSDPState:
         self._was_reduced = False  # whether this backward has reduced the unit
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
         self._loads_own = False  # whether a running load_state_dict loads the unit's own, half loaded tensors
-        self._methods_running = (
-            0  # registered methods, which may call the forward and read parameters after it
-        )
+        # Registered methods, which may call the forward and read parameters after it.
+        self._methods_running = 0
         for module in modules:
             module.__dict__[_STATE] = self
             note_sharded(module, self.fsdp2)
@@ -230,9 +229,7 @@ class FSDPState:
             return args, kwargs
         self._outstanding += 1
         begin = self.schedule.note(self._leave_backward)
-        if (
-            not watched
-        ):  # no autograd node: the schedule calls `_leave_backward` at an earlier moment or the end
+        if not watched:  # without an autograd node, the schedule calls `_leave_backward`
             return args, kwargs
         node = PostBackwardInTransform if in_functorch() else PostBackward
         passed = iter(node.apply(functools.partial(self._post_backward, begin), *watched))

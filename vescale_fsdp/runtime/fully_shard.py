@@ -142,9 +142,8 @@ def fully_shard(
         groups = []
         for plan in plans:
             kind = SelfGatheringGroup if plan.is_hooked else ParamGroup
-            with fake_mode_of(
-                next(iter(plan.params.values())).param
-            ):  # FakeTensors get a shard of FakeTensors
+            # Parameters that are FakeTensors get a shard that is a FakeTensor.
+            with fake_mode_of(next(iter(plan.params.values())).param):
                 groups.append(kind(plan, mp_policy, offload_policy, device))
         buffers = _moved_buffers(managed, device)
     classes = [_sharded_class(type(each)) for each in modules]

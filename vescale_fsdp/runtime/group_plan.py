@@ -373,9 +373,7 @@ def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolic
         ("offload_policy", offload_policy, offload),
     )
     for argument, policy, kind in policies:
-        for each in dataclasses.fields(
-            kind
-        ):  # fields of torch's class, not those that a user's subclass adds
+        for each in dataclasses.fields(kind):  # not the fields that a user's subclass adds
             value = vars(policy).get(each.name, each.default)
             if each.name not in _FOLLOWED[kind] and value != each.default:
                 raise UnsupportedOpError(

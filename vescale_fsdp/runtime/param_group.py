@@ -148,9 +148,8 @@ class ParamGroup:
         device: where the unit computes. Shards of meta parameters stay meta until materialised.
     """
 
-    takes_plain: ClassVar[bool] = (
-        True  # whether a full plain tensor can replace a parameter before the first gather
-    )
+    # Whether a full plain tensor can replace a parameter before the first gather.
+    takes_plain: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -177,9 +176,8 @@ class ParamGroup:
         self._brought: torch.Tensor | None = None  # copy of an offloaded shard, which the gather reads
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], in PARTLY_SHARDED
         self._unreplicated: ReducedShard | None = None  # reduced over shards, not yet over replicas
-        self._unreported_used: frozenset[str] | None = (
-            None  # used names that were not yet sent to other ranks
-        )
+        # Used names that were not yet sent to other ranks.
+        self._unreported_used: frozenset[str] | None = None
         # Reduced pieces of parameters that this rank has not used, by name.
         self._deferred_grads: dict[str, torch.Tensor] = {}
         self._noted: dict[str, tuple[GroupSettings, str]] = {}  # log entry of each kind of collective
@@ -187,9 +185,8 @@ class ParamGroup:
         self.new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.params = [self._shard_param(slot, plan.params[slot.fqn]) for slot in plan.layout.slots]
         self.grads = UnshardedGrads(self.layout, self._new_grads, lambda: self.grad_dtype)
-        self.policy_gather: Gather | None = (
-            None  # a gather that the policy brings, in place of the all-gather
-        )
+        # A gather that the policy brings, in place of the all-gather.
+        self.policy_gather: Gather | None = None
         if isinstance(mp_policy, GatherPolicy):
             self.policy_gather = mp_policy.gather_of(plan.layout, self.comm, self.compute_dtype)
 

@@ -103,9 +103,8 @@ class Schedule:
         self.in_backward = False
         self.is_last_backward = True
         self.finalizes_by_hand = False  # the user calls `finalize_backward` after backwards
-        self._unfinalized = (
-            False  # a backward has ended, and the user has not called `finalize_backward` since
-        )
+        # A backward has ended, and the user has not called `finalize_backward` since.
+        self._unfinalized = False
         self._order: list[FSDPState] = []  # units of this forward, in the order in which they began
         self._ended: list[FSDPState] = []  # units of this forward, in the order in which they ended
         self._begun: set[FSDPState] = set()  # units whose backward has begun

@@ -15,7 +15,7 @@ and the dims of the target at which its items go. The maps are the classes of `v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,7 +38,6 @@ __all__ = ["codes", "concatenate", "index", "permute", "scales", "slice", "stack
 Shape = tuple[int, ...]
 Map = Concat | Index | Permute | Slice | Stack  # maps that move whole dims, so that a box stays a box
 
-_MAPS: dict[str, type[Map]] = {kind.__name__: kind for kind in (Concat, Index, Permute, Slice, Stack)}
 # Codes are bytes: a target may give them any of these dtypes, since kernels differ in the one they take.
 _NAMES_OF_BYTES = {"float8_e4m3fn": ("uint8",), "int8": ("uint8",), "uint8": ("float8_e8m0fnu",)}
 _MAX_SHOWN = 20  # problems that an error lists
@@ -252,30 +251,32 @@ def _cut(leaf: Leaf, dim: int, start: int, size: int, shape: Shape) -> Leaf | No
     return Leaf(leaf.source, source, corner, leaf.dims)
 
 
-def link_to_json(link: Link) -> Any:
-    """Plain values that `link_from_json` reads back without loss."""
-    if isinstance(link, str):
-        return link
-    if isinstance(link, Coded):
-        codec = {"kind": type(link.codec).__name__, **asdict(link.codec)}
-        return {"name": link.name, "codec": codec, "is_scales": link.is_scales}
-    return {"map": type(link.map).__name__, **asdict(link.map), "inputs": [*map(link_to_json, link.inputs)]}
+_KINDS: dict[str, Callable[..., Any]] = {
+    kind.__name__: kind for kind in (Coded, Mapped, Concat, Index, Permute, Slice, Stack)
+}
 
 
-def link_from_json(data: Any, codecs: Mapping[str, Callable[..., BlockCodec]]) -> Link:
-    """Inverse of `link_to_json`.
+def links_to_json(value: Any) -> Any:
+    """Links as plain values, which `links_from_json` reads back without loss; tuples of links too."""
+    if is_dataclass(value):
+        values = {field.name: links_to_json(getattr(value, field.name)) for field in fields(value)}
+        return {"kind": type(value).__name__, **values}
+    return [*map(links_to_json, value)] if isinstance(value, tuple) else value
+
+
+def links_from_json(data: Any, codecs: Mapping[str, Callable[..., BlockCodec]]) -> Any:
+    """Inverse of `links_to_json`.
 
     Args:
         codecs: classes of the codecs that links name, by class name.
     """
-    if isinstance(data, str):
+    if isinstance(data, list):
+        return tuple(links_from_json(item, codecs) for item in data)
+    if not isinstance(data, dict):
         return data
-    if "codec" in data:
-        values = dict(data["codec"])
-        return Coded(data["name"], codecs[values.pop("kind")](**values), data["is_scales"])
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    inputs, kind = values.pop("inputs"), _MAPS[values.pop("map")]
-    return Mapped(kind(**values), tuple(link_from_json(item, codecs) for item in inputs))
+    values = {key: links_from_json(item, codecs) for key, item in data.items()}
+    kind = values.pop("kind")
+    return (_KINDS[kind] if kind in _KINDS else codecs[kind])(**values)
 
 
 class SourceTensor:

@@ -250,8 +250,6 @@ class Origin:
         self._rank = rank
         self._flats = {number: _flat(local) for number, local in locals_by_number.items()}
         self._scales: dict[CodedKey, torch.Tensor] = {}
-        self.storages = {storage_id(local) for local in locals_by_number.values() if local.numel()}
-        self.devices = {local.device for local in locals_by_number.values()}
         self.coded: dict[CodedKey, CodedTensor] = {}
         for (name, codec), source in _coded_sources(plan).items():
             position = source.holders.position(rank)
@@ -309,9 +307,7 @@ class Destination:
     ) -> None:
         self._plan = plan
         self._locals = locals_by_number
-        self._keep_old = keep_old
         self.is_mixed = not keep_old
-        self.devices = {local.device for local in locals_by_number.values()}
         self._flats: dict[int, torch.Tensor] = {}
         for number, local in locals_by_number.items():
             if _is_plain_memory(local) and not keep_old:
@@ -320,21 +316,6 @@ class Destination:
             if number not in copies:
                 copies[number] = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
             self._flats[number] = copies[number]
-
-    def check_apart(self, origin: Origin) -> None:
-        """Check that the target is not filled while it is read as the source.
-
-        Raises:
-            CheckpointError: if tensors of both states share memory.
-        """
-        shared = origin.storages & {storage_id(local) for local in self._locals.values() if local.numel()}
-        if shared and not self._keep_old:
-            raise CheckpointError(
-                "Source and target share memory.",
-                expected="different memory of the two states",
-                got=f"{len(shared)} shared storages",
-                todo="pass keep_old=True, which fills the target after everything is read",
-            )
 
     def run(self, share: Share, numel: int) -> torch.Tensor:
         """The memory of ``numel`` contiguous items that begin with a share's first item."""

@@ -33,8 +33,8 @@ from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.transfer.links import (
     Link,
     PlacedLeaf,
-    link_from_json,
-    link_to_json,
+    links_from_json,
+    links_to_json,
     resolve_links,
 )
 
@@ -134,7 +134,7 @@ class TransferPlan:
             "version": _VERSION,
             "source": self.source.to_json(),
             "target": self.target.to_json(),
-            "links": [[name, link_to_json(link)] for name, link in self.links],
+            "links": links_to_json(self.links),
             "cast": self.cast,
             "budget_bytes": self.budget_bytes,
             "shares": [[list(ranks), list(sent)] for ranks, sent in self.shares],
@@ -159,7 +159,7 @@ class TransferPlan:
         return cls(
             StateDescription.from_json(data["source"]),
             StateDescription.from_json(data["target"]),
-            tuple((name, link_from_json(link, codecs or {})) for name, link in data["links"]),
+            links_from_json(data["links"], codecs or {}),
             data["cast"],
             data["budget_bytes"],
             tuple((tuple(ranks), tuple(sent)) for ranks, sent in data["shares"]),

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.ranks.coordinator import ABORT, COMMIT, GroupCoordinator
 from vescale_fsdp.errors import ArgumentError, CheckpointError, LifecycleError
 from vescale_fsdp.torch_modes import plainly
+from vescale_fsdp.torch_private import storage_id
 from vescale_fsdp.transfer.description import Ranks, named_tensors, transfer_ranks
 from vescale_fsdp.transfer.exchange import Exchange, StagingPool
 from vescale_fsdp.transfer.memory import (
@@ -267,11 +268,20 @@ class Transfer:
     def _bind(self, read: Mapping[str, torch.Tensor], into: Any | None) -> tuple[Origin, Destination]:
         """This rank's memory of both states, checked against the descriptions. Fits the pool to their device."""
         plan, rank = self.plan, self._coordinator.rank
-        origin = Origin(plan, rank, local_parts(read, self._read_parts, rank))
-        filled = local_parts(_named(into), self._filled_parts, rank)
-        destination = Destination(plan, filled, keep_old=self._keep_old, copies=self._copies)
-        destination.check_apart(origin)
-        devices = origin.devices | destination.devices or {torch.device("cpu")}
+        sources = local_parts(read, self._read_parts, rank)
+        targets = local_parts(_named(into), self._filled_parts, rank)
+        storages = [
+            {storage_id(local) for local in part.values() if local.numel()} for part in (sources, targets)
+        ]
+        if storages[0] & storages[1] and not self._keep_old:
+            raise CheckpointError(
+                "Source and target share memory.",
+                expected="different memory of the two states",
+                got=f"{len(storages[0] & storages[1])} shared storages",
+                where=f"rank {rank}",
+                todo="pass keep_old=True, which fills the target after everything is read",
+            )
+        devices = {local.device for local in (*sources.values(), *targets.values())} or {torch.device("cpu")}
         if len(devices) > 1 or (self._on_cpu_only and devices != {torch.device("cpu")}):
             raise CheckpointError(
                 "A transfer does not support these devices.",
@@ -281,7 +291,8 @@ class Transfer:
                 todo="Transfer(..., group=dist.new_group(backend='nccl'))",
             )
         self._pool.fit(self._buffer_bytes, devices.pop(), plan.budget_bytes)
-        return origin, destination
+        destination = Destination(plan, targets, keep_old=self._keep_old, copies=self._copies)
+        return Origin(plan, rank, sources), destination
 
     def _agreed_version(self, version: int | None, error: BaseException | None) -> int:
         """The version of the source, from the first collective: the same on all ranks."""

@@ -1,7 +1,7 @@
-"""`DCP`: a form of `save` that writes a folder of stock torch.distributed.checkpoint, without its planning.
+"""`DCP`: a form of `save` that writes a folder of stock torch.distributed.checkpoint, without DCP's planning.
 
-Every rank writes one file with the boxes that it holds (a ragged piece is a few of them); what lies where in the files
-of all ranks follows from the manifest, so that rank 0 writes ``.metadata``, last of all, without asking anybody.
+Every rank writes one file with its boxes (a ragged piece is a few boxes). The layout of all ranks' files follows from
+the manifest, so that rank 0 writes ``.metadata``, last, without communication.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class DCP(Form):
         >>> from vescale_fsdp.checkpoint.dcp import DCP
         >>> save("out", {"model": model, "optimizer": optimizer}, format=DCP())  # doctest: +SKIP
 
-    Values that differ per rank are refused by name: nothing in such a folder can hold them.
+    Values that differ per rank are refused by name: such a folder cannot contain them.
     """
 
     def arguments(self) -> Json:
-        """There are none."""
+        """DCP's form has no options."""
         return {"form": "DCP"}
 
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
@@ -76,7 +76,7 @@ class DCP(Form):
         return Commit(nbytes, partial(folder.commit, output.closing, names))
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
-        """All that was written."""
+        """Remove all files of the attempt."""
         _folder(storage).clear_away()
 
 
@@ -90,7 +90,7 @@ def _folder(storage: Storage) -> WrittenFolder:
 
 
 def _boxes(shards: HeldShards, twins: Collection[str], rank: int) -> Iterator[tuple[str, Box]]:
-    """(name, box) of all that a rank writes, each tensor under its first name."""
+    """(name, box) of all that a rank writes; a tensor with several names has its first one."""
     file = shards.file if rank == shards.rank else RankFile(shards.manifest, rank)
     for name, place in shards.places.items():
         piece = file.piece_of.get(place) if name not in twins else None
@@ -99,7 +99,7 @@ def _boxes(shards: HeldShards, twins: Collection[str], rank: int) -> Iterator[tu
 
 
 def _write(storage: Storage, output: OutputPlan) -> None:
-    """This rank's file, durably."""
+    """Write this rank's file, durably."""
     outputs: list[FileWriter] = []
 
     def give_up() -> None:
@@ -107,7 +107,7 @@ def _write(storage: Storage, output: OutputPlan) -> None:
             outputs.pop().abort()
 
     def create(file: FilePlan) -> FileWriter:
-        give_up()  # a try that failed
+        give_up()  # the file of a failed try
         outputs.append(storage.create(file.name, file.nbytes))
         return outputs[0]
 

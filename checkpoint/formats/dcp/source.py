@@ -1,8 +1,7 @@
 """Reading torch.distributed.checkpoint folders without a process group and without trusting their pickle.
 
-``.metadata`` says which boxes tile each tensor and where each lies: (file, offset, length) of a torch.save
-archive inside a ``.distcp`` file. FSDP2, DDP, tensor parallelism and this project's ragged shards all end
-up as such boxes.
+``.metadata`` lists the boxes that tile each tensor, and where each box is stored: (file, offset, length) of a
+torch.save archive inside a ``.distcp`` file. FSDP2, DDP, tensor parallelism and ragged shards all save such boxes.
 """
 
 from __future__ import annotations
@@ -31,12 +30,16 @@ _DAMAGE = (AttributeError, KeyError, TypeError, ValueError)
 
 
 def open_dcp(store: Storage, *, trust_pickle: bool = False, stand_ins: bool = False) -> Source:
-    """Open a DCP checkpoint, or a folder of accelerate's that holds model and optimizer as two of them;
-    reads ``.metadata`` and file sizes only. ``stand_ins``: of records that are not needed, as in `load_dcp_metadata`.
+    """Open a DCP checkpoint, or accelerate's folder of two: the model's and the optimizer's.
+
+    Only ``.metadata`` and file sizes are read.
+
+    Args:
+        stand_ins: as for `load_dcp_metadata`: replace records that are not needed.
 
     Raises:
-        ConversionError: for a checkpoint this reader refuses (untrusted pickle, transformed data), or a
-            folder with several.
+        ConversionError: for a checkpoint that this reader refuses (untrusted pickle, transformed data), or a folder
+            with several checkpoints.
         CorruptCheckpointError: if metadata and files do not describe whole tensors.
     """
     folders = ("",) if store.size(METADATA_FILE) is not None else dcp_folders(store.list_files()) or ("",)
@@ -49,12 +52,12 @@ def open_dcp(store: Storage, *, trust_pickle: bool = False, stand_ins: bool = Fa
             where=store.where,
             todo="pass one of these folders",
         )
-    found = [
+    sources = [
         _open_folder(store, folder, trust_pickle=trust_pickle, stand_ins=stand_ins) for folder in folders
     ]
-    if len(found) == 1:
-        return found[0]
-    sides = [{**source.tensors, **source.values} for source in found]
+    if len(sources) == 1:
+        return sources[0]
+    sides = [{**source.tensors, **source.values} for source in sources]
     if doubles := sides[0].keys() & sides[1].keys():
         raise CorruptCheckpointError(
             "The model's checkpoint and its optimizer's have entries of one name.",
@@ -64,16 +67,16 @@ def open_dcp(store: Storage, *, trust_pickle: bool = False, stand_ins: bool = Fa
             todo="pass one of the two folders",
         )
     return replace(
-        found[0],
-        tensors={name: tensor for source in found for name, tensor in source.tensors.items()},
-        values={name: value for source in found for name, value in source.values.items()},
-        paths={name: path for source in found for name, path in source.paths.items()},
-        facts={**found[0].facts, "folders": ", ".join(folder.rstrip("/") for folder in folders)},
+        sources[0],
+        tensors={name: tensor for source in sources for name, tensor in source.tensors.items()},
+        values={name: value for source in sources for name, value in source.values.items()},
+        paths={name: path for source in sources for name, path in source.paths.items()},
+        facts={**sources[0].facts, "folders": ", ".join(folder.rstrip("/") for folder in folders)},
     )
 
 
 def dcp_folders(files: Iterable[str]) -> tuple[str, ...]:
-    """Folders (with a trailing slash) directly below that hold DCP checkpoints."""
+    """Folders (with a trailing slash) directly below that contain DCP checkpoints."""
     ends = [file for file in files if file.endswith(f"/{METADATA_FILE}") and file.count("/") == 1]
     return tuple(sorted(file.removesuffix(METADATA_FILE) for file in ends))
 
@@ -101,7 +104,7 @@ def _open_folder(store: Storage, folder: str, *, trust_pickle: bool, stand_ins: 
 
 
 def _locate(store: Storage, trust_pickle: bool, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
-    """A chunk inside the torch.save archive that holds it."""
+    """The byte range of a chunk's items in its torch.save archive."""
     where = f"tensor {info.name} in {store.where}/{chunk.file} at byte {chunk.offset}"
     archive = TorchArchive(
         lambda offset, nbytes: store.read(chunk.file, chunk.offset + offset, nbytes),
@@ -112,7 +115,7 @@ def _locate(store: Storage, trust_pickle: bool, info: TensorInfo, chunk: StoredC
     ref = archive.content
     if not isinstance(ref, TensorRef) or ref.shape != chunk.box.sizes or ref.dtype != info.dtype:
         raise CorruptCheckpointError(
-            "A data file does not hold what the metadata says.",
+            "A data file does not contain what the metadata says.",
             expected=f"a {info.dtype.name} tensor of shape {chunk.box.sizes}",
             got=f"{ref.dtype.name} {ref.shape}" if isinstance(ref, TensorRef) else type(ref).__name__,
             where=where,
@@ -121,26 +124,26 @@ def _locate(store: Storage, trust_pickle: bool, info: TensorInfo, chunk: StoredC
     return archive.chunk(chunk.box, chunk.file, chunk.offset, ref, where)
 
 
-def _read_value(name: str, store: Storage, place: tuple[str, int, int], trust: bool) -> Any:
-    """A value that is no tensor. It knows its place alone: the metadata of all the others need not stay."""
-    file, offset, nbytes = place
+def _read_value(name: str, store: Storage, byte_range: tuple[str, int, int], trust: bool) -> Any:
+    """Read a value that is not a tensor. Not a method: it must not keep the metadata of all values in memory."""
+    file, offset, nbytes = byte_range
     where = f"{name} in {store.where}/{file} at byte {offset}"
     return load_torch_bytes(store.read(file, offset, nbytes), where=where, trust=trust)
 
 
 def _path(parts: tuple[Any, ...]) -> tuple[str | int, ...]:
-    """A path as this package keeps it: ints, which DCP uses for places in lists, are marked as such."""
+    """A path of DCP in this package's form, in which indices of lists are marked as such."""
     return tuple([ListIndex(part) if isinstance(part, int) else str(part) for part in parts])
 
 
 class _MetadataReader:
-    """Turns the records of one Metadata into stored tensors and values."""
+    """Converts the records of one Metadata into stored tensors and values."""
 
     def __init__(self, metadata: Record, store: Storage, folder: str, trust_pickle: bool) -> None:
         self._store, self._folder, self._trust = store, folder, trust_pickle
         self._entries: dict[str, Any] = metadata.state_dict_metadata
         self.sizes: dict[str, int] = {}
-        self._places = {
+        self._records = {
             (index.fqn, getattr(index, "offset", None)): info for index, info in metadata.storage_data.items()
         }
 
@@ -161,24 +164,24 @@ class _MetadataReader:
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             if not box.numel:
                 continue  # an empty box has no bytes, and may share its offset with a neighbour
-            file, offset, nbytes = self._place(name, box.offsets)
+            file, offset, nbytes = self._byte_range(name, box.offsets)
             chunks.append(StoredChunk(box, file, offset, nbytes))
         return StoredTensor(info, tuple(chunks))
 
     def _value(self, name: str) -> StoredValue:
-        file, offset, nbytes = self._place(name, None)
+        file, offset, nbytes = self._byte_range(name, None)
         return partial(_read_value, name, self._store, (file, offset, nbytes), self._trust)
 
-    def _place(self, name: str, offsets: tuple[int, ...] | None) -> tuple[str, int, int]:
+    def _byte_range(self, name: str, offsets: tuple[int, ...] | None) -> tuple[str, int, int]:
         """(file, offset, nbytes) of an item, checked against the file's size."""
-        info = self._places.get((name, offsets))
+        info = self._records.get((name, offsets))
         if info is None:
             raise CorruptCheckpointError(
                 "The checkpoint's metadata does not say where an entry is stored.",
                 expected=f"a storage record for {name} at {offsets}",
                 got="none",
                 where=f"{self._store.where}/{self._folder}{METADATA_FILE}",
-                todo="save the checkpoint again; its save did not finish or lost items",
+                todo="save the checkpoint again: its save did not end, or its metadata lost items",
             )
         if getattr(info, "transform_descriptors", None):
             raise ConversionError(
@@ -186,7 +189,7 @@ class _MetadataReader:
                 expected="plain .distcp data",
                 got=f"transforms {list(info.transform_descriptors)}",
                 where=f"{name} in {self._store.where}/{info.relative_path}",
-                todo="load it with the program that saved it and save it without stream transforms",
+                todo="load it with the program that saved it, and save it without stream transforms",
             )
         file = self._checked_name(info.relative_path)
         if info.offset < 0 or info.length < 0 or info.offset + info.length > self.sizes[file]:

@@ -192,7 +192,7 @@ class RaggedWriter(StorageWriter):
         self._held = ExitStack()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Another path, if one is given."""
+        """Release the lock of a failed save; use another path, if one is given."""
         self._held.close()
         if checkpoint_id is not None:
             self._storage = open_storage(checkpoint_id, neighbours=num_neighbours())
@@ -228,7 +228,7 @@ class RaggedWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit."""
+        """Publish the manifest."""
         assert self._commit is not None
         with self._held:
             self._commit.run()
@@ -256,8 +256,8 @@ def _state_of(planner: SavePlanner) -> Any:
 class RaggedLoadPlanner(DefaultLoadPlanner):
     """Lets `RaggedReader` fill the state; DCP plans nothing.
 
-    Only what the state has keys for is loaded. An optimizer before its first step has an empty dict in place of its
-    moments: they are left out, with a warning.
+    A value is loaded if the state has a key for it. An optimizer before its first step has an empty dict in place of
+    its moments: they are not loaded, and a warning names one.
 
     Args:
         strict: raise if the checkpoint lacks a leaf of the state (it may always have more).
@@ -316,7 +316,7 @@ class RaggedReader(StorageReader):
         self._stored: dict[str, Any] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Another path, if one is given."""
+        """Close the open checkpoint; use another path, if one is given."""
         self._reader = None
         if checkpoint_id is not None:
             self._storage = open_storage(checkpoint_id, neighbours=num_neighbours())

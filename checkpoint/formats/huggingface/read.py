@@ -21,7 +21,6 @@ from vescale_fsdp.checkpoint.formats.huggingface.repository import (
     stem_in,
 )
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import equal_bytes
-from vescale_fsdp.checkpoint.formats.torch_save.read import open_torch
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView
@@ -250,6 +249,10 @@ def open_bin_folder(store: Storage, *, trust_pickle: bool = False) -> Source:
         ConversionError: if a file contains no dict of tensors, or its pickle names more than tensors need.
         CorruptCheckpointError: if index and files disagree or a file is damaged.
     """
+    from vescale_fsdp.checkpoint.formats.torch_save.read import (
+        open_torch,
+    )  # safetensors need no pickle reader
+
     indices = [f"{stem}.bin.index.json" for stem in _BIN_STEMS]
     singles = [f"{stem}.bin" for stem in _BIN_STEMS]
     index = next((file for file in indices if store.size(file) is not None), None)

@@ -1,8 +1,8 @@
 """Planning a conversion to a native checkpoint, laid out for a number of ranks.
 
 The layout is that of ``fully_shard`` on every layer and on the root: tensors of the model are grouped by the container
-with the first number in their names (``model.layers.3.``) and by type, so that a load on as many ranks reads whole
-buffers. A parameter's optimizer state of the same shape is cut like the parameter. All other tensors are stored
+with the first number in their names (``model.layers.3.``) and by type, so that a load on the same number of ranks reads
+whole buffers. A parameter's optimizer state of the same shape is cut like the parameter. All other tensors are stored
 uncut, and the ranks' files share their bytes.
 """
 

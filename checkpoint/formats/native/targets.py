@@ -1,10 +1,10 @@
-"""Destinations of reads: a tensor's memory itself, or one copy into it.
+"""Destinations of reads: the memory of a tensor, or a copy into it.
 
 A `LoadTarget` is a tensor to fill. A `Sink` is one byte range of a file and its destination:
 
     direct      contiguous in the file and in CPU memory: the file is read into the tensor itself
     copied      contiguous in both, but on a device: copied through pinned memory of the reading thread
-    patch       a box that is strided on either side: copied box by box
+    patch       a box that is strided in the file or in the tensor: copied box by box
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _slots = PinnedSlots()
 
 
 class LoadTarget:
-    """A tensor to be filled in place, whatever its device and strides.
+    """A tensor to fill in place, of any device and strides.
 
     Args:
         tensor: this rank's local tensor; its row-major elements are a region of the global tensor.
 
     Attributes:
-        is_overwritten: whether the tensor may have some of the bytes read.
+        is_overwritten: whether a read may have changed the tensor.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -52,13 +52,13 @@ class LoadTarget:
         self.memory: Bytes | None = None  # 1D [nbytes], None on a device
         self.stream = copy_stream_of(tensor.device)
         if self.stream is not None:
-            self.stream.wait_for_compute()  # here: threads that read have current streams of their own
+            self.stream.wait_for_compute()  # here: reading threads have their own current streams
         elif tensor.device.type == "cpu":
             self.memory = bytes_of(self._filled).numpy()
 
     @cached_property
     def flat(self) -> torch.Tensor:
-        """1D [numel], under a dtype that every copy kernel supports."""
+        """The memory to fill, 1D [numel], under a dtype that every copy kernel supports."""
         return self._filled.view(-1).view(carrier_of(self._filled.dtype))
 
     def begin(self) -> None:
@@ -66,7 +66,7 @@ class LoadTarget:
         self.is_overwritten = self.is_overwritten or self._filled is self._tensor
 
     def finish(self) -> None:
-        """Copy what was read into the tensor, once all of it is read."""
+        """Call after the last read: copies a temporary buffer, if there is one, into the tensor."""
         self.is_overwritten = self._filled.numel() > 0
         if self.stream is not None:
             self.stream.hold_compute()
@@ -80,10 +80,10 @@ class Sink(NamedTuple):
     """A half-open byte range of a file and its destination.
 
     Attributes:
-        target: the tensor that it fills; None for plain memory.
-        memory: the destination itself, as long as the range; None if the bytes must be copied.
-        deliver: copies a part of the range, called with (offset in the file, bytes) until all parts are copied; the
-            bytes are whole elements, and are neither changed nor kept.
+        target: the tensor to fill; None for plain memory.
+        memory: the destination, as long as the range; None if the bytes must be copied.
+        deliver: copies a part of the range. It gets (offset in the file, bytes) of each part; the bytes are whole
+            elements, which it neither changes nor keeps.
     """
 
     start: int
@@ -98,7 +98,7 @@ class Sink(NamedTuple):
             self.target.begin()
 
     def take(self, at: int, data: Bytes) -> None:
-        """Copy bytes from file offset ``at`` on to their destination."""
+        """Copy bytes, which begin at file offset ``at``, to their destination."""
         self.begin()
         if self.memory is not None:
             self.memory[at - self.start : at - self.start + len(data)] = data
@@ -131,9 +131,9 @@ def _elements(target: LoadTarget, data: Bytes) -> torch.Tensor:
     return torch.from_numpy(data if data.flags.writeable else data.copy()).view(target.flat.dtype)
 
 
-def _copy_run(target: LoadTarget, place: int, start: int, at: int, data: Bytes) -> None:
-    """Bytes from file offset ``at`` into the target, whose element ``place`` is at ``start``."""
-    first = place + (at - start) // target.itemsize
+def _copy_run(target: LoadTarget, index: int, start: int, at: int, data: Bytes) -> None:
+    """Copy bytes, which begin at file offset ``at``; the target's element ``index`` is stored at offset ``start``."""
+    first = index + (at - start) // target.itemsize
     elements, stream = _elements(target, data), target.stream
     if stream is None:
         target.flat[first : first + elements.numel()].copy_(elements)
@@ -148,7 +148,7 @@ def _copy_run(target: LoadTarget, place: int, start: int, at: int, data: Bytes) 
 
 
 def _copy_patch(target: LoadTarget, patch: SharedPatch, base: int, at: int, data: Bytes) -> None:
-    """Copy the elements of a patch that are in a range of the source, box by box."""
+    """Copy the patch's elements among ``data``, which begins at file offset ``at``, box by box."""
     elements = _elements(target, data)
     first = (at - base) // target.itemsize
     into = target.flat[patch.target : patch.target + numel_of(patch.target_sizes)].view(patch.target_sizes)
@@ -159,6 +159,6 @@ def _copy_patch(target: LoadTarget, patch: SharedPatch, base: int, at: int, data
             continue
         values = run.view(box.sizes)[shared.slices(box.offsets)]
         moved = zip(shared.offsets, patch.source_box.offsets, patch.target_box.offsets, strict=True)
-        place = into[Box(tuple(a - b + c for a, b, c in moved), shared.sizes).slices()]
+        destination = into[Box(tuple(a - b + c for a, b, c in moved), shared.sizes).slices()]
         with nullcontext() if target.stream is None else target.stream.on():
-            place.copy_(values)
+            destination.copy_(values)

@@ -35,7 +35,7 @@ from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.geometry import boxes_of_range, round_up
 
 _RUN_BYTES = 4 << 20  # 4 MiB of stripes per unit of work
-_ALIGN_BYTES = 64
+_ALIGN_BYTES = 64  # a multiple of every item size
 
 
 class NativeForm(Form):

@@ -21,14 +21,8 @@ import torch.distributed as dist
 from tests.support import models
 from tests.support.distributed import cpu_mesh
 from vescale_fsdp import fully_shard
-from vescale_fsdp.checkpoint import (
-    CheckpointManager,
-    EverySteps,
-    PerRank,
-    RamTier,
-    get_state_dict,
-    set_state_dict,
-)
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, RamTier
+from vescale_fsdp.checkpoint.state_dict import get_state_dict, set_state_dict
 
 GLOBAL_ROWS = 12
 

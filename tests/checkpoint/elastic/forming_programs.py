@@ -17,14 +17,8 @@ from torch.utils.data import DataLoader
 
 from tests.checkpoint.elastic.formation import Spots
 from vescale_fsdp import fully_shard
-from vescale_fsdp.checkpoint import (
-    CheckpointManager,
-    EverySteps,
-    RamTier,
-    ReshardableLoader,
-    ReshardableSampler,
-    Resharded,
-)
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier
+from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, Resharded
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.store_membership import StoreMembership
 from vescale_fsdp.transfer import plan_transfer

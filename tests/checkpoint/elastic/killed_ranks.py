@@ -31,14 +31,8 @@ from tests.checkpoint.elastic.elastic_job import Data
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.checkpoint import (
-    CheckpointManager,
-    EverySteps,
-    RamTier,
-    get_state_dict,
-    load,
-    save,
-)
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, load, save
+from vescale_fsdp.checkpoint.state_dict import get_state_dict
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.store_membership import StoreMembership
 

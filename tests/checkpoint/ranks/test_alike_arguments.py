@@ -12,16 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.support.distributed import run_ranks
-from vescale_fsdp.checkpoint import (
-    CheckpointManager,
-    RaggedSavePlanner,
-    RaggedWriter,
-    RamTier,
-    async_save,
-    load,
-    read_state,
-    save,
-)
+from vescale_fsdp.checkpoint import CheckpointManager, RamTier, async_save, load, read_state, save
+from vescale_fsdp.checkpoint.dcp import RaggedSavePlanner, RaggedWriter
 from vescale_fsdp.errors import CheckpointError
 
 

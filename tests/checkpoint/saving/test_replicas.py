@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.support.checkpoint_states import assert_equal, mixed_state, plain, ragged_group
 from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import (
-    DCP,
     CheckpointManager,
     PerRank,
     RamTier,
@@ -26,6 +25,7 @@ from vescale_fsdp.checkpoint import (
     read_state,
     save,
 )
+from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.formats.dcp.storage import RaggedSavePlanner, RaggedWriter
 from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas, begin_comparison
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for

@@ -15,16 +15,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, SequentialSampler
 
 from tests.support.distributed import run_ranks
-from vescale_fsdp.checkpoint import (
-    CheckpointManager,
-    PerRank,
-    ReshardableLoader,
-    ReshardableSampler,
-    Resharded,
-    async_save,
-    load,
-    save,
-)
+from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, load, save
+from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, Resharded
 from vescale_fsdp.errors import CheckpointError
 
 NUM_SAMPLES = 103

@@ -17,16 +17,8 @@ from tests.checkpoint.training.test_training import make, train
 from tests.support.checkpoint_states import SHAPES, assert_equal, erase, full, mixed_state, plain
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.faults.faulty_storage import FaultyStorage
-from vescale_fsdp.checkpoint import (
-    RaggedLoadPlanner,
-    RaggedReader,
-    RaggedSavePlanner,
-    RaggedWriter,
-    load,
-    read_state,
-    save,
-    verify,
-)
+from vescale_fsdp.checkpoint import load, read_state, save, verify
+from vescale_fsdp.checkpoint.dcp import RaggedLoadPlanner, RaggedReader, RaggedSavePlanner, RaggedWriter
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError
 

@@ -48,9 +48,9 @@ def _every_view(root: Path) -> list[tuple[Any, ...]]:
     found = []
     for unseen in itertools.chain.from_iterable(itertools.combinations(steps, n) for n in range(4)):
         storage = _Stale(root, unseen if dist.get_rank() else ())
-        manager = CheckpointManager(storage, patience_s=0.02)
+        manager = CheckpointManager(storage)
         for wanted in (None, *steps, 9):
-            found.append((unseen, wanted, *outcome_of(manager, step=wanted)))
+            found.append((unseen, wanted, *outcome_of(manager, step=wanted, patience_s=0.02)))
     return found
 
 
@@ -94,9 +94,8 @@ def test_a_stale_listing_is_listed_again(tmp_path: Path) -> None:
 
 def _nothing(root: Path) -> tuple[Any, Any]:
     manager = CheckpointManager(root / "none")
-    return outcome_of(manager), outcome_of(
-        CheckpointManager(root, patience_s=0.1), step=4 - 2 * dist.get_rank()
-    )
+    step = 4 - 2 * dist.get_rank()
+    return outcome_of(manager), outcome_of(CheckpointManager(root), step=step, patience_s=0.1)
 
 
 def test_no_steps_and_different_wishes(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_no_steps_and_different_wishes(tmp_path: Path) -> None:
 def _older_unseen(root: Path) -> tuple[Any, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return outcome_of(CheckpointManager(_Stale(root, (4,) if dist.get_rank() else ()), patience_s=0.1))
+        return outcome_of(CheckpointManager(_Stale(root, (4,) if dist.get_rank() else ())), patience_s=0.1)
 
 
 def test_falling_back_needs_all_ranks_too(tmp_path: Path) -> None:
@@ -227,7 +226,7 @@ def test_impatience_is_refused(tmp_path: Path) -> None:
     """A time to wait is not negative, and a number."""
     for patience_s in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="patience_s"):
-            CheckpointManager(tmp_path, patience_s=patience_s)
+            CheckpointManager(tmp_path).restore({}, patience_s=patience_s)
 
 
 def test_damage_in_memory_is_said(tmp_path: Path) -> None:

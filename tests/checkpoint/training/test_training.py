@@ -15,18 +15,16 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import Rows, fully_shard
-from vescale_fsdp.checkpoint import (
+from vescale_fsdp.checkpoint import load, read_state, save
+from vescale_fsdp.checkpoint.formats.dcp.state_dict import StateDictOptions
+from vescale_fsdp.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
-    load,
-    read_state,
-    save,
     set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
-from vescale_fsdp.checkpoint.formats.dcp.state_dict import StateDictOptions
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

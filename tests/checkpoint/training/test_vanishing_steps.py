@@ -147,5 +147,5 @@ def test_a_step_that_vanishes_every_time(tmp_path: Path) -> None:
             job.count, job.number = 0, 0
             job(operation)
 
-    kind, text = outcome_of(CheckpointManager(WatchedRoot(tmp_path, replace), patience_s=0))
+    kind, text = outcome_of(CheckpointManager(WatchedRoot(tmp_path, replace)), patience_s=0)
     assert kind is CheckpointError and "Steps vanish while they are read, 3 so far" in text and job.step == 4

@@ -334,7 +334,7 @@ def test_a_web_server_without_ranges_says_so(tmp_path: Path, monkeypatch: pytest
     with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
-            with pytest.raises(ConversionError, match="does not give parts of files"):
+            with pytest.raises(ConversionError, match="does not support reads of parts"):
                 open_source(f"http://127.0.0.1:{server.server_port}/model.safetensors")
         finally:
             server.shutdown()

@@ -43,6 +43,8 @@ def test_every_public_name_has_an_example() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 @pytest.mark.usefixtures("one_rank", "folder")
+# Other test modules, which may have been imported too, have bound torch's names.
+@pytest.mark.filterwarnings("ignore::vescale_fsdp.errors.BoundNamesWarning")
 def test_examples(file: Path) -> None:
     """Each runs with its module's names, on one rank, in an empty folder."""
     if file in NEED_A_STACK and "weight_sync" not in file.parts:

@@ -28,6 +28,7 @@ OF_TORCH = ROOT / "docs" / "fsdp2_parity.md"  # names PyTorch's own test files
 NOTES = [
     ROOT / "vescale_fsdp" / "DESIGN.md",
     ROOT / "conversion" / "DESIGN.md",
+    ROOT / "checkpoint" / "DESIGN.md",
     ROOT / "checkpoint" / "FORMAT.md",
 ]
 

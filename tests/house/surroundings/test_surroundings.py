@@ -159,7 +159,7 @@ def _functions() -> dict[str, CodeType]:
     """Public functions and methods of ours that are not of the layouts, which are integers and names alone."""
     found: dict[str, CodeType] = {}
     for full, value in PUBLIC.items():
-        if not is_ours(value) or value.__module__.startswith("vescale_fsdp.layout"):
+        if not is_ours(value):
             continue
         if isinstance(value, FunctionType):
             found[full] = inspect.unwrap(value).__code__
@@ -172,7 +172,7 @@ def _functions() -> dict[str, CodeType]:
                 if code.co_filename.startswith("<"):
                     continue
                 found[f"{full}.{name}"] = code
-    return found
+    return {name: code for name, code in found.items() if "/layout/" not in code.co_filename}
 
 
 def _called(folder: Path) -> list[str]:

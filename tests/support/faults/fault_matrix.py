@@ -38,7 +38,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.faults.watched_storage import Call, Fault, Watch, WatchedStorage
 from vescale_fsdp.checkpoint import (
-    DCP,
     CheckpointManager,
     EverySteps,
     PerRank,
@@ -48,6 +47,7 @@ from vescale_fsdp.checkpoint import (
     load,
     save,
 )
+from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.formats.dcp.source import open_dcp
 from vescale_fsdp.checkpoint.formats.huggingface.read import open_hf_folder
 from vescale_fsdp.checkpoint.load import Read

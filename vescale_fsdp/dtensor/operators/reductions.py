@@ -294,7 +294,7 @@ def _order(options: dict[str, Any]) -> float:
 def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
     if local.numel() or not math.isinf(order):
         return torch.linalg.vector_norm(local, order, dtype=dtype)
-    # torch has no infinity norm of an empty tensor; ours must be neutral among the norms of other ranks.
+    # torch has no infinity norm of an empty tensor. This value is neutral among the norms of other ranks.
     return torch.full((), 0.0 if order > 0 else math.inf, dtype=dtype or local.dtype, device=local.device)
 
 

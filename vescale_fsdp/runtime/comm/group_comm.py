@@ -354,9 +354,8 @@ class GroupComm:
         if dtype is not torch.float16:
             return 1.0
         total, factor = self._total_factor(), 1.0
-        while (
-            total % factor == 0 and total / factor > factor
-        ):  # torch's rule, so that results have the same bits
+        # As in torch's FSDP2, so that results have the same bits.
+        while total % factor == 0 and total / factor > factor:
             factor *= 2
         return factor
 

@@ -44,13 +44,11 @@ if TYPE_CHECKING:
 
 BOUND_S = 30.0  # seconds without a new collective until logs of a running step are compared; far above a slow step's
 _ALARMS_PER_BOUND = 4  # how many times per BOUND_S a rank reads the alarm
-_SETTLE_S = (
-    0.05  # longest wait before the first reduction after a forward, so that a slow store does not delay steps
-)
+# Longest wait before the first reduction after a forward, so that a slow store does not delay steps.
+_SETTLE_S = 0.05
 _FAILED_S = 1.0  # how long a rank whose collective failed waits for other ranks' logs
-_MOST_ENTRIES = (
-    4096  # a log is compared at this length at the latest: a step of forwards only would never end
-)
+# A log is compared at this length at the latest: a step of forwards only would never end.
+_MOST_ENTRIES = 4096
 _MOST_LOGS = 64  # logs of other ranks that are read for an error message
 _PARTNERS = 8  # first ranks of the mesh that every late rank compares itself with
 _KEPT_KEYS = 64  # steps whose digests stay in the store, for ranks that are behind
