@@ -69,7 +69,7 @@ class WrittenFolder:
 
     def _refusal(self, expected: str, got: str, todo: str) -> CheckpointError:
         return CheckpointError(
-            "The path already has files.", expected=expected, got=got, where=self.final.where, todo=todo
+            "The path already holds files.", expected=expected, got=got, where=self.final.where, todo=todo
         )
 
     def begin(self) -> None:
