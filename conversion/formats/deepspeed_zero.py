@@ -52,7 +52,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _PARAMETER = re.compile(r"zero/.+/fp32\.pt")
 _ANY = rf"(?:{_MODEL.pattern}|{_OPTIM.pattern}|{_PARAMETER.pattern}|layer_\d+-model_\d+-model_states\.pt)"
-_SPREAD = (  # files of parts of a model, and what ranks share in such a checkpoint
+_SPREAD = (  # files of other parallelisms, and what those spread over ranks
     (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "stages of a pipeline"),
     (
         re.compile(r"(layer_\d+_expert|expert|expp_rank)_\d+_.*_states\.pt"),

@@ -157,9 +157,8 @@ def _state_path(kind: str, name: str) -> Path:
 
 def _locate(stored: Source, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
     """Find the items of a chunk in its file; chunks of ``common.pt`` have their place already."""
-    assert (
-        stored.locate is not None
-    )  # DCP's metadata does not say where a chunk's items are, only its file does
+    # DCP's metadata does not say where a chunk's items are, so its sources have `locate`.
+    assert stored.locate is not None
     return chunk if chunk.file == _COMMON_FILE else stored.locate(info, chunk)
 
 
