@@ -27,7 +27,7 @@ and used in both directions: every operation has an inverse.
     dtype = "float32"
 
 ``{l}`` matches a whole number. ``*``, which only drops and refusals may contain, matches any text. A rule with
-``optional = true`` may match nothing. With ``tie = "NAME"``, our tensor is made from hf's NAME if hf leaves out the tied
+``optional = true`` may match nothing. With ``tie = "NAME"``, our tensor is made from hf's NAME if hf omits the tied
 weight. Keys without a rule are an error, unless the file contains ``keep_others = true``.
 
 A file may extend a shipped one: ``extends = "torchtitan-llama"`` adds the rules of that file, except rules whose hf
