@@ -337,10 +337,10 @@ class Loader:
                     target.finish()
                 matched.finish()
                 reads.close()  # inside the block, so that all ranks raise if it fails
-            on_failure.pop_all()
+            on_failure.pop_all()  # a success: nothing goes back to the meta device
         if self.coordinator.rank == 0:
             seconds = time.monotonic() - start_s
-            rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9
+            rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9  # coarse clocks may not have moved
             text = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s"
             _log.info(text, checkpoint.where, reads.num_bytes_read, seconds, rate)
             for doubt in checkpoint.warnings:
@@ -421,6 +421,7 @@ class Loader:
                 continue  # other ranks have all of it
             _check_writable(read.name, local)
             region = describer.region(described, self.coordinator.rank)
+            # empty tensors may all have address 0
             memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
             if memory in wanted:
                 checkpoint.require_equal(wanted[memory][0], read, region)
@@ -529,14 +530,14 @@ class Overwriting:
             yield
         except BaseException as error:
             names = [filled.name for filled in self._filled if filled.target.is_overwritten]
-            if not names and num_ranks == 1:
+            if not names and num_ranks == 1:  # nothing has changed, and no other rank can differ
                 raise
             for filled in self._filled:
                 # No forward checks other tensors before it uses them.
                 if isinstance(filled.tensor, RaggedDTensor):
                     mark_half_loaded(local_of(filled.tensor), filled.name)
             if not isinstance(error, Exception):
-                error.add_note(_format_overwritten(names))
+                error.add_note(_format_overwritten(names))  # Ctrl-C keeps its class
                 raise
             raise partial_load(error, names) from error
         for filled in self._filled:

@@ -60,7 +60,7 @@ def check_files(
             tell(check)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-verify") as pool:
-        for _ in pool.map(check_part, range(len(ranks) * parts)):
+        for _ in pool.map(check_part, range(len(ranks) * parts)):  # the loop raises what a thread has raised
             pass
 
 
@@ -93,7 +93,7 @@ def _rank_file_checks(
     try:
         opened = OpenRankFile(storage, file)
     except (VescaleError, OSError) as error:
-        if part == 0:
+        if part == 0:  # once per file, not for each of its parts
             yield Check(file.name, str(error), 0, holds_tensors)
         return
     scratch = bytearray(_SCRATCH_BYTES)
@@ -135,7 +135,7 @@ def _json_problem(storage: Storage, name: str, expected: bytes, of: str) -> str 
     """What is wrong with a small file that follows from the manifest."""
     try:
         with closing(storage.open_file(name)) as reader:
-            found = bytearray(min(reader.size_bytes, len(expected)))
+            found = bytearray(min(reader.size_bytes, len(expected)))  # a damaged file may be of any size
             is_same = reader.size_bytes == len(expected)
             reader.read_at(0, [found])
     except (VescaleError, OSError, EOFError, ValueError) as error:

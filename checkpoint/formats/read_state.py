@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, UnknownNameError, some
 from vescale_fsdp.layout.geometry import Box, FlatRange
 
-_MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB
+_MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB; a larger file is not a manifest
 
 
 def read_manifest(storage: Storage) -> Manifest:

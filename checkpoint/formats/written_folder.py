@@ -89,7 +89,7 @@ class WrittenFolder:
             data_files: names of those that ranks have written.
         """
         try:
-            *others, last = sorted(closing, key=lambda file: file.name == self.decisive)
+            *others, last = sorted(closing, key=lambda file: file.name == self.decisive)  # False sorts first
             assert last.name == self.decisive, f"{self.kind} is made valid by {self.decisive}"
             for file in others:
                 _put(self.working, file)
@@ -112,7 +112,7 @@ class WrittenFolder:
         try:
             self.final.take_over(self.working, self.decisive)
             self.final.sync_folder("")
-            for name in LOCK_NAMES:
+            for name in LOCK_NAMES:  # renamed together with the folder
                 self.final.remove(name)
         except BaseException as error:
             error.add_note(

@@ -201,7 +201,7 @@ def _broadcast(stub: _Stub, value: torch.Tensor | None, template: Any, home: tor
         device = torch.device("cuda", torch.cuda.current_device())
     if value is None:
         value = torch.empty(stub.shape, dtype=stub.dtype, device=device)
-    value = value.detach().to(device).contiguous()
+    value = value.detach().to(device).contiguous()  # collectives take contiguous tensors only
     dist.broadcast(value, src=0)
     return value
 
@@ -219,9 +219,11 @@ def _cut_tensor(
             todo="load the state of the same model",
         )
     if template.is_meta:
+        # in the model's dtype: a tensor that is assigned is not cast
         local = torch.empty_like(local_of(template), device=home, requires_grad=False)
         result: torch.Tensor = wrap_like(local, spec_of(template), like=template)
     else:
+        # torch's setter casts its copy
         result = torch.empty_like(template, dtype=full.dtype, requires_grad=False)
     described = describer.describe(name, result)
     if described.local is None:

@@ -134,6 +134,7 @@ def _structure(
     def file_order(name: str) -> tuple[int, int, str, int]:
         cut, role = cuts[name]
         offset = layouts[cut.layout].slots[cut.slot].offset if cut else 0
+        # wide types first: items stay aligned to their size. 1 << 60: uncut tensors come last
         return (-state.views[name].info.dtype.itemsize, cut.layout if cut else 1 << 60, role, offset)
 
     tree, names = native_tree(state, file_order, RESERVED_NAMES)
@@ -141,7 +142,7 @@ def _structure(
     entries = []
     for stored, name in names:
         info, cut = state.views[name].info, cuts[name][0]
-        chosen: tuple[Cut, ...] = (cut,) if cut and num_ranks > 1 else ()
+        chosen: tuple[Cut, ...] = (cut,) if cut and num_ranks > 1 else ()  # one rank has all: nothing is cut
         entries.append(Entry(stored, info.dtype.required_torch_name, info.shape, 1 if chosen else 0, chosen))
     views = [state.views[name] for _, name in names]
     return Structure(tree, tuple(entries), axes, tuple(layouts)), views

@@ -99,7 +99,7 @@ class NativeForm(Form):
             if check_files:
                 _check_files(storage, manifest, folder)
             self.finish(storage, manifest)
-            storage.sync_folder(folder)  # the names of all files
+            storage.sync_folder(folder)  # the names of all files; then the folder's own name
             storage.sync_folder("")
         except BaseException as error:
             error.add_note(f"nothing was committed: {storage.where} is as it was before")
@@ -150,6 +150,7 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
     except BaseException as error:
         published: bytes | Exception
         try:
+            # another job's may be longer: a ValueError
             published = storage.read_small(MANIFEST_NAME, limit_bytes=len(data))
         except Exception as unread:  # noqa: BLE001  the error of the commit is the one to raise
             published = unread
@@ -182,6 +183,7 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
         else:
             unread_text = f"{type(published).__name__}: {published}"
             outcome = f"whether {storage.where} holds the new checkpoint is unknown: {unread_text}"
+        # a subclass of another library may take other arguments
         if isinstance(error, OSError) and error.errno and type(OSError(error.errno, "")) is type(error):
             raise OSError(error.errno, f"{error.strerror}; {outcome}") from error
         error.add_note(outcome)

@@ -150,6 +150,7 @@ class TorchArchive:
     @cached_property
     def _byteorder(self) -> str:
         name = f"{self._prefix}/byteorder"
+        # torch before 2.1 wrote no such record
         return self._record_bytes(name).decode("ascii", "replace") if name in self._records else "little"
 
     def _read(self, offset: int, nbytes: int) -> bytes:
@@ -178,6 +179,7 @@ class TorchArchive:
         header = LOCAL_HEADER.unpack(self._read(record.header_offset, LOCAL_HEADER.size))
         if header[0] != LOCAL_SIGNATURE:
             raise self._damaged("a record header", repr(header[0]))
+        # name and extra field; torch pads the latter, so its length differs from the directory's
         start = record.header_offset + LOCAL_HEADER.size + header[9] + header[10]
         if start + record.nbytes > self.nbytes:
             raise self._damaged(f"records within its {self.nbytes} bytes", f"one to {start + record.nbytes}")
@@ -197,7 +199,7 @@ class TorchArchive:
             name = data[position + CENTRAL_HEADER.size : name_end].decode("utf-8", "replace")
             extra = data[name_end : name_end + head[11]]
             records[name] = self._entry(head, extra)
-            position = name_end + head[11] + head[12]
+            position = name_end + head[11] + head[12]  # after the extra field and the comment
         return records
 
     def _entry(self, head: tuple[Any, ...], extra: bytes) -> _ZipRecord:
@@ -215,7 +217,7 @@ class TorchArchive:
         return _ZipRecord(header_offset, nbytes, head[7], head[4] == 0)
 
     def _directory_range(self) -> tuple[int, int]:
-        at = self._tail.rfind(END_SIGNATURE)
+        at = self._tail.rfind(END_SIGNATURE)  # the last: tensors may contain the same bytes
         if at < 0 or at + END.size > len(self._tail):
             raise self._damaged("a torch.save archive", "bytes without a zip directory at their end")
         end = END.unpack_from(self._tail, at)
@@ -266,7 +268,7 @@ def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        first_line = (str(error).splitlines() or [""])[0]
+        first_line = (str(error).splitlines() or [""])[0]  # torch goes on with advice for its own callers
         raise ConversionError(
             "A stored value cannot be read safely.",
             expected="numbers, strings, lists and dicts",

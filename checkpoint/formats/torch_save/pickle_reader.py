@@ -69,6 +69,7 @@ class ArrayRef:
 
         values = np.frombuffer(self.data, dtype=self._code).reshape(self.shape, order=self._order)  # type: ignore[call-overload]
         part = values[box.slices()].astype(np.dtype(self._code).newbyteorder("<"))
+        # numpy cannot view a 0-d array as another type
         raw: np.ndarray = np.ascontiguousarray(part).reshape(box.sizes or (1,)).view(self.dtype.raw)
         return raw.reshape(box.sizes)
 

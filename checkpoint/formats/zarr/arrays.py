@@ -221,6 +221,7 @@ class _Array(ABC):
         for chunk in chunk_boxes(self.info.shape, self.chunk, box) if box.numel else ():
             part = clipped(chunk, self.info.shape).intersect(box)
             if part is not None and (values := self.decode(chunk, part)) is not None:
+                # the ellipsis keeps a 0-d part an array
                 inside: tuple[Any, ...] = (*part.slices(box.offsets), ...)
                 out[inside] = values
         return out
@@ -303,7 +304,7 @@ class _Array2(_Array):
 def _numpy_dtype(text: object) -> tuple[bool, DType]:
     """(whether bytes are swapped, the type) of version 2's names: numpy's, or the name of a type that JAX adds."""
     if isinstance(text, str) and (dtype := dtype_from_numpy(text[1:])) is not None and text[0] in "<>|":
-        if text[0] == ">" and dtype.kind == "complex":
+        if text[0] == ">" and dtype.kind == "complex":  # swapping whole items would exchange their two parts
             raise ValueError(f"dtype {text}")
         return text[0] == ">", dtype
     return False, dtype_from_torch(str(text))
@@ -339,7 +340,7 @@ class _Array3(_Array):
             is_regular
             and names in (["bytes"], ["bytes", "crc32c"])
             and codecs[0].get("configuration", {}).get("endian", "little") == "little"
-            and metadata["fill_value"] in (0, False, [0, 0], "0x00")
+            and metadata["fill_value"] in (0, False, [0, 0], "0x00")  # zero, as the kinds of types write it
         )
         self._inner_chunks = [
             c["configuration"]["chunk_shape"] for c in codecs if c["name"] == "sharding_indexed"
@@ -387,6 +388,7 @@ class _Array3(_Array):
             values = np.ascontiguousarray(self._opened[part.slices()]).reshape(part.sizes)
         except _DECODE_ERRORS as error:
             raise damaged(self.store, f"{self.node}/{ZARR_NAME}", error) from error
+        # numpy cannot view a 0-d array as another type
         return values.view(raw) if values.ndim else values.reshape(1).view(raw).reshape(())
 
 

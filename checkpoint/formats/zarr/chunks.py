@@ -43,7 +43,7 @@ class ChunkTables:
         if not self.manifest.has_chunk_table:
             return None
         owner = holders_of(self.manifest, chunk)[0].rank
-        with self._lock:
+        with self._lock:  # held while a table is read: other threads wait for it instead of reading it too
             if owner not in self._tables:
                 self._tables[owner] = self._read(RankFile(self.manifest, owner))
             return self._tables[owner][chunk]
@@ -96,7 +96,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
     except (EOFError, ValueError) as error:
         raise corrupt(size, str(error)) from error
     (stored,) = struct.unpack("<I", checksum)
-    actual = CRC32C.of(data.tobytes())
+    actual = CRC32C.of(data.tobytes())  # google_crc32c takes read-only memory alone
     if actual != stored:
         raise corrupt(f"crc32c {stored:08x}", f"{actual:08x}")
     written = tables.checksum(chunk)

@@ -63,6 +63,7 @@ class ZarrForm(NativeForm):
             arrays.write()
             file = RankFile(manifest, coordinator.rank)
             table = file.chunk_table(arrays.checksums)
+            # the meter has counted the chunks
             write_rank_file(storage, FileImage(file, {}, share.blob, table), Meter())
         return self.commit_of(manifest, share)
 
@@ -188,7 +189,7 @@ class ArrayWriter:
 
     def _put_chunk(self, chunk: Chunk, elements: torch.Tensor, file: str) -> None:
         data = elements.view(torch.uint8).numpy()
-        checksum = CRC32C.of(data.tobytes())
+        checksum = CRC32C.of(data.tobytes())  # google_crc32c takes read-only memory alone
         self._storage.put(file, [data, struct.pack("<I", checksum)])
         self.checksums[chunk] = checksum
         self._meter.advance(len(data))
