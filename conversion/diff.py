@@ -250,7 +250,7 @@ def _without_common_repeats(a: TensorView, b: TensorView) -> tuple[TensorView, T
             where=f"tensor {a.info.name}",
             todo="compare the stored bytes in Python, or a sample: vescale-convert report A --against B",
         )
-    return left, right, a.info.numel // max(1, left.info.numel)
+    return left, right, a.info.numel // max(1, left.info.numel)  # 1: empty tensors
 
 
 def _far(x: np.ndarray, a: DType, y: np.ndarray, b: DType, tolerance: _Tolerance) -> tuple[int, float]:

@@ -21,7 +21,6 @@ from itertools import accumulate
 from urllib.parse import quote
 
 FORMAT_NAME = "vescale-checkpoint"
-FORMAT_VERSION = 2  # the newest version; FORMAT.md lists the changes of each
 MANIFEST_NAME = "manifest.json"
 ZARR_NAME = "zarr.json"  # metadata of an array or a group
 

@@ -27,7 +27,6 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
 )
 from vescale_fsdp.checkpoint.manifest.file_names import (
     FORMAT_NAME,
-    FORMAT_VERSION,
     array_paths,
     array_paths_1,
 )
@@ -46,6 +45,7 @@ from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import FlatRange
 
+FORMAT_VERSION = 2  # the newest version; FORMAT.md lists the changes of each
 STRIPE_BYTES = 1 << 20  # 1 MiB: one checksum each, and the unit of verified reads
 SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
 

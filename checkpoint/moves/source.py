@@ -153,7 +153,7 @@ class Source:
         Raises:
             ConversionError: if they were, or are gone: what was read may be of two checkpoints.
         """
-        before = self.__dict__.pop("fingerprint", None)
+        before = self.__dict__.pop("fingerprint", None)  # the cached value, if it was ever computed
         try:
             is_same = before is None or self.fingerprint == before
         except CorruptCheckpointError:

@@ -97,7 +97,7 @@ def exchange(
         try:
             return free.pop()
         except IndexError:  # asked for by the reading threads too: a look at the length may be outdated
-            return torch.empty(most_bytes + 1, dtype=torch.uint8, device="cpu")
+            return torch.empty(most_bytes + 1, dtype=torch.uint8, device="cpu"); 1: whether it could be read
 
     def bytes_of(turn: T, data: torch.Tensor) -> memoryview:
         return data.numpy().data.cast("B")[: size_of(turn)]
@@ -124,6 +124,7 @@ def exchange(
                 nbytes = size_of(turn) + 1
                 if turn.sender == rank:
                     data = ahead.popleft().result()
+                    # in place of the one taken
                     ahead.extend(pool.submit(filled, following) for following in islice(own, 1))
                     outgoing += [(data[:nbytes], receiver) for receiver in turn.receivers]
                 else:
@@ -185,6 +186,7 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
             for number in range(max(end.num_pieces for end in own))
         ]
         try:
+            # one thread: `_End` opens its file without a lock
             received = exchange(coordinator, waves, _Piece.size, _Piece.read, _Piece.take, threads=1)
         finally:
             for end in ends.values():

@@ -161,7 +161,7 @@ def _holds_nan(key: Any) -> bool:
     """Whether a key is or contains NaN, which equals nothing, so that the entry could not be looked up."""
     if isinstance(key, (tuple, frozenset)):
         return any(map(_holds_nan, key))
-    return isinstance(key, (float, complex, np.inexact)) and bool(key != key)
+    return isinstance(key, (float, complex, np.inexact)) and bool(key != key)  # only NaN differs from itself
 
 
 def _encode_rare(value: Any, name: str, sink: TreeSink, depth: int) -> Json:
@@ -382,6 +382,7 @@ class _LeafTaker(TreeSink):
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         local = Describer().describe(name, tensor).local
+        # a stand-in on a rank outside the mesh, so that the leaf has a number
         self.tensors.append(torch.empty(0, dtype=torch.float32, device="cpu") if local is None else local)
         return {"$": "tensor", "i": len(self.tensors) - 1}
 

@@ -185,7 +185,7 @@ class Match:
             return ""
         own, stored = self.renaming
         text = f"the checkpoint has {stored!r} where the state has {own!r}: "
-        if stored[:-1] in self.containers and own == "":
+        if stored[:-1] in self.containers and own == "":  # [:-1]: without the dot
             return f"{text}pass {{{stored[:-1]!r}: state}}, or "
         if own[:-1] in self.containers and stored == "":
             return f"{text}pass what is under {own[:-1]!r} itself, or "
@@ -280,6 +280,7 @@ class _Matcher:
             ]
             finishers = self._optimizers([(n, named) for n, named in owners if named is not None], node, name)
             if finishers is not None and len(finishers) == len(target):
+                # calls all, and gives the list itself
                 return lambda: (target, [finish() for finish in finishers])[0]
         items = node.get("v") if kind == "tuple" and isinstance(node, Mapping) else node
         if isinstance(target, (list, tuple)) and isinstance(items, list) and len(items) == len(target):
@@ -369,6 +370,7 @@ class _Matcher:
             owner: the optimizer and the parameter whose state the node is, if it is one's.
         """
         if has_tensors(node):
+            # requests the tensors now; their values come later
             decode(node, lambda leaf: self._shared(leaf, name, owner))
         return lambda: decode(node, lambda leaf: self._shared(leaf, name, owner))
 
@@ -706,6 +708,7 @@ def _holds_tensors(value: Any) -> bool:
 
 def _is_fillable(array: np.ndarray) -> bool:  # type: ignore[type-arg]
     """Whether torch can write to an array's memory."""
+    # torch has no negative strides
     return array.flags.writeable and min(array.strides, default=0) >= 0 and is_numpy_dtype(str(array.dtype))
 
 
@@ -809,5 +812,6 @@ class NewTensor:
         else:  # LBFGS computes its numbers too from the gradients of all parameters, so they are DTensors
             whole = torch.empty(shape, dtype=dtype, device=param.to_local().device)
             replicated = [Replicate()] * param.device_mesh.ndim
+            # a check communicates
             self.value = DTensor.from_local(whole, param.device_mesh, replicated, run_check=False)
         return self.value

@@ -163,7 +163,7 @@ def optimizer_state(node: Json, known: Collection[str] = ()) -> OptimizerState |
     groups = [] if groups is None and state else groups
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return None
-    groups = [{"params": [], **group} for group in groups]
+    groups = [{"params": [], **group} for group in groups]  # some trainers leave the parameters out
     if not all(isinstance(group["params"], list) for group in groups):
         return None
     params = set(map(str, chain.from_iterable(group["params"] for group in groups))) or set(map(str, state))

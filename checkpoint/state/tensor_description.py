@@ -234,6 +234,7 @@ def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
     """One `Axis` per mesh axis; its coordinates are ranks in the process groups, see `dtensor.spec`."""
     numbers = ranks_by_group_rank(mesh).numpy()
     if rank_of is not None:
+        # -1: not among the ranks that save
         numbers = np.vectorize(lambda rank: rank_of.get(int(rank), -1))(numbers)
     return axes_of_ranks(numbers)
 

@@ -79,7 +79,7 @@ class RunFile:
         """
         ended = [
             (branch, step if newest is None else min(step, newest))
-            for branch, newest in self.branches[1 - _MOST_BRANCHES :]
+            for branch, newest in self.branches[1 - _MOST_BRANCHES :]  # 1: room for the new branch
         ]
         kept = {number: digest for number, digest in self.abandoned.items() if number != step}
         return RunFile((*ended, (_new_branch(), None)), {**kept, **abandoned})

@@ -86,7 +86,7 @@ class MadeFolders:
 
     def remove_empty(self) -> None:
         """Remove the empty ones of the folders that were made."""
-        for folder in sorted(self._made, key=lambda path: -len(path.parts)):
+        for folder in sorted(self._made, key=lambda path: -len(path.parts)):  # inner folders first
             with contextlib.suppress(OSError):  # not empty, or already removed by another process
                 folder.rmdir()
 

@@ -34,7 +34,7 @@ _NO_RENAMES = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno
 # gcsfuse reports EMFILE where a folder has more files than a limit, which is 0 by default.
 _NO_FOLDER_RENAMES = (*_NO_RENAMES, errno.EMFILE, errno.EXDEV)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
+_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2  # of Linux's headers
 _PROBE_PREFIX = ".probe-"
 _MIN_QUERY_BYTES = 1 << 20  # 1 MiB: mincore costs more than it saves for less
 _SAMPLES = 4  # pages that mincore is called for

@@ -154,7 +154,7 @@ def _transfer(
     while first < len(views):
         batch = views[first : first + _MAX_BUFFERS]
         done = call(file, batch, offset)
-        if done == 0 and any(len(view) for view in batch):
+        if done == 0 and any(len(view) for view in batch):  # empty buffers transfer nothing either
             return offset
         offset += done
         while first < len(views) and done >= len(views[first]):
@@ -367,11 +367,12 @@ class LocalStorage(Storage):
         return _LocalWriter(path, self._durable, is_new=False)
 
     def beside(self, name: str) -> LocalStorage:
+        # beside a link's target, where one rename is enough
         return self._like_this(Path(os.path.realpath(self.root)).with_name(name))
 
     def take_over(self, other: Storage, last: str = "") -> None:
         assert isinstance(other, LocalStorage)
-        self._open_files.clear()
+        self._open_files.clear()  # of the old folder
         move_over(other.root, Path(os.path.realpath(self.root)), last)
         other.remove("")
 
@@ -388,7 +389,7 @@ class LocalStorage(Storage):
         path = self._at(name)
         _size_of_file(path)
         with open(path, "rb") as file:
-            data = file.read(limit_bytes + 1)
+            data = file.read(limit_bytes + 1)  # one more shows that the file is larger
         if len(data) > limit_bytes:
             raise ValueError(f"{path} is larger than {limit_bytes} bytes")
         return data
@@ -502,7 +503,7 @@ class LocalStorage(Storage):
             status = os.statvfs(existing)
         except OSError:  # not supported by the file system; without room, a write fails later
             return None
-        return status.f_bavail * status.f_frsize if status.f_blocks else None
+        return status.f_bavail * status.f_frsize if status.f_blocks else None  # 0 blocks: it reports no sizes
 
     def remove_empty(self, name: str) -> None:
         with contextlib.suppress(OSError):
@@ -538,7 +539,7 @@ class LocalStorage(Storage):
             newest_s = max(at.lstat().st_mtime for at in (path, *path.rglob("*")))
         except FileNotFoundError:  # another process changes the folder now
             return False
-        return time.time() - newest_s > seconds or seconds <= 0
+        return time.time() - newest_s > seconds or seconds <= 0  # 0: also a file with a time in the future
 
     @contextmanager
     def lock(self) -> Iterator[None]:

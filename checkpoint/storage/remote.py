@@ -138,11 +138,12 @@ class MultipartWriter(_StreamWriter):
 
     def _upload(self, number: int, body: bytes) -> dict[str, Any]:
         answer = self._call("upload_part", PartNumber=number, Body=body)
+        # wanted again when the upload is completed
         checksums = {key: answer[key] for key in ("ChecksumSHA256",) if key in answer}
         return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
 
     def close(self) -> None:
-        if self._filling or not self._parts:
+        if self._filling or not self._parts:  # an upload has at least one part
             self._send()
         parts = [part.result() for part in self._parts]
         self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
@@ -368,7 +369,7 @@ class RemoteStorage(Storage):
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         if not replace and self.exists(name):
             raise FileExistsError(self._path(name))
-        mode = "overwrite" if replace else "create"
+        mode = "overwrite" if replace else "create"  # "create": the store refuses to replace, where it can
         self.retrying(lambda: self.filesystem.pipe_file(self._path(name), data, mode=mode))
 
     def exists(self, name: str) -> bool:
