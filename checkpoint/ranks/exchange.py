@@ -97,7 +97,9 @@ def exchange(
         try:
             return free.pop()
         except IndexError:  # asked for by the reading threads too: a look at the length may be outdated
-            return torch.empty(most_bytes + 1, dtype=torch.uint8, device="cpu"); 1: whether it could be read
+            return torch.empty(
+                most_bytes + 1, dtype=torch.uint8, device="cpu"
+            )  # + 1: whether it could be read
 
     def bytes_of(turn: T, data: torch.Tensor) -> memoryview:
         return data.numpy().data.cast("B")[: size_of(turn)]
