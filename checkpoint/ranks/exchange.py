@@ -97,9 +97,8 @@ def exchange(
         try:
             return free.pop()
         except IndexError:  # asked for by the reading threads too: a look at the length may be outdated
-            return torch.empty(
-                most_bytes + 1, dtype=torch.uint8, device="cpu"
-            )  # + 1: whether it could be read
+            # + 1: whether the turn could be read.
+            return torch.empty(most_bytes + 1, dtype=torch.uint8, device="cpu")
 
     def bytes_of(turn: T, data: torch.Tensor) -> memoryview:
         return data.numpy().data.cast("B")[: size_of(turn)]

@@ -1,7 +1,8 @@
 """Checksums of stored bytes: the algorithms, and how checksums of pieces are joined.
 
-All code of ``checkpoint`` and ``conversion`` that computes a checksum of stored bytes calls this module. Hashes of names
-(`file_names`) and signatures (`ranks.stores`) are computed where they are used, as are hashes in the rest of the package.
+All code of ``checkpoint`` and ``conversion`` that computes a checksum of stored bytes calls this module. Hashes of
+names (`file_names`), signatures (`ranks.stores`) and hashes in the rest of the package are computed where they are
+used.
 
 bytes                                         algorithm    here
 stripes of files, rows of a journal           xxh3-64      checksum_of, RunningChecksum
