@@ -115,7 +115,7 @@ class Stager:
         at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
         waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         for view, tensor in zip(self._views, tensors, strict=True):
-            # a copy between CPU memories blocks the caller in any case
+            # A copy between CPU memories blocks the caller in any case.
             late = streams[tensor.device] is not None and storage_id(tensor) in can_wait
             (waiting if late else at_once).append((view, tensor))
         for stream in streams.values():
@@ -137,7 +137,7 @@ class Stager:
             self._buffer = self._allocate(starts[-1])
         return [
             self._buffer[start : start + nbytes].view(dtype).view(shape)
-            # the last start is the total
+            # The last start is the total.
             for (shape, dtype), start, nbytes in zip(kinds, starts, sizes, strict=False)
         ]
 
@@ -203,7 +203,7 @@ class SaveHandle:
                 checkpoint was committed.
             TimeoutError: if it takes longer than ``timeout_s``.
         """
-        # waits without raising: after a timeout the error is still unread
+        # Waits without raising: after a timeout the error is still unread.
         self._job.future.exception(timeout_s)
         self._job.is_read = True
         self._job.future.result()
@@ -291,7 +291,7 @@ class AsyncSaver:
             except Exception as caught:  # noqa: BLE001  `take` raises it on all ranks
                 error = error or caught
             if not savers:
-                # raises the error on all ranks, which wait here to agree
+                # Raises the error on all ranks, which wait here to agree.
                 self._coordinator.agree(None, 0, error)
                 return
             for number, saver in enumerate(savers):
@@ -306,7 +306,7 @@ class AsyncSaver:
             where = path.where if isinstance(path, Storage) else os.fspath(path)
         self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=exit_timeout_s)
         if error is not None and not isinstance(error, Exception):
-            self._last.is_read = True
+            self._last.is_read = True  # raised here: an exit need not report it
             raise error  # Ctrl-C stops the trainer now, not when it waits for the handle
         return SaveHandle(self._last)
 
@@ -319,7 +319,7 @@ class AsyncSaver:
         self, taken: TakenState, savers: Sequence[Saver], optimizer: Optimizers
     ) -> tuple[TakenState, DeferredCopy]:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        # copied if one of the forms reads it
+        # Copied if one of the forms reads it.
         left_out = set.intersection(*(set(saver.left_out(taken.structure)) for saver in savers))
         names = [name for name in taken.locals_by_name if name not in left_out]
         per_rank = [tensor for _, tensors in taken.per_rank.values() for tensor in tensors]

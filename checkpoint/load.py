@@ -421,7 +421,7 @@ class Loader:
                 continue  # other ranks have all of it
             _check_writable(read.name, local)
             region = describer.region(described, self.coordinator.rank)
-            # empty tensors may all have address 0
+            # Empty tensors may all have address 0.
             memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
             if memory in wanted:
                 checkpoint.require_equal(wanted[memory][0], read, region)

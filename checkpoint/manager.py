@@ -671,7 +671,7 @@ class CheckpointManager:
             if self._coordinator.rank == 0:
                 numbers = [number for number in committed_steps(self._root) if number > step]
                 digests = {number: manifest_digest(self._root, number) for number in numbers}
-                # None: removed by another job just now
+                # None: removed by another job just now.
                 later = {number: digest for number, digest in digests.items() if digest is not None}
         self._restored, self._has_begun = _RestoredStep(step, is_rollback, later), False
         self._schedule.restored(step)

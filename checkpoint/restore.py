@@ -303,7 +303,7 @@ def _newest(views: Sequence[_View]) -> StoredStep | None:
 
     def order(step: StoredStep) -> tuple[int, bool, bool, str]:
         parts = [view.parts[step] for view in views if step in view.parts]
-        # the attempt: all ranks choose alike
+        # The attempt: all ranks choose alike.
         return step.number, step.in_memory, step.in_memory and is_whole(parts), step.attempt
 
     return max({step for view in views for step in view.steps}, key=order, default=None)

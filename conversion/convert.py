@@ -158,7 +158,7 @@ def convert(
             report.plan.when_written(read)
             require(check_written(report.plan, read, find_quantized))
 
-        # the class itself is asked about the written files, which a dry run does not have
+        # The class itself is asked about the written files, which a dry run does not have.
         require(check_planned(report.plan, find_quantized, asks="always" if options.dry_run else "doubt"))
         outcome = run_plan(
             replace(report.plan, when_written=check_files),

@@ -138,6 +138,7 @@ def _json_problem(storage: Storage, name: str, expected: bytes, of: str) -> str 
             found = bytearray(min(reader.size_bytes, len(expected)))  # a damaged file may be of any size
             is_same = reader.size_bytes == len(expected)
             reader.read_at(0, [found])
+    # EOFError: a file that became shorter; ValueError: not a regular file.
     except (VescaleError, OSError, EOFError, ValueError) as error:
         return f"{of}: {error}"
     return None if is_same and found == expected else f"{of}: {name} is not what follows from the manifest"

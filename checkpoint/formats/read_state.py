@@ -316,7 +316,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     def _unpack(self, blob: memoryview, file_name: str) -> dict[str, Any]:
         where = f"{self.storage.where}/{file_name}"
-        found = unpack_blob(blob, where=where) if any(blob[:8]) else {}
+        found = unpack_blob(blob, where=where) if any(blob[:8]) else {}  # a length of 0: this rank had none
         values = {}
         for name, (tree, tensors) in found.items():
             try:

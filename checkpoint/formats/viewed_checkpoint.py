@@ -375,7 +375,7 @@ class _ViewReads(Reads):
                 _fill_box(read)
                 self.meter.advance(read.box.numel * read.target.itemsize)
 
-        # views compute, and the ranks of a node share its cores
+        # Views compute, and the ranks of a node share its cores.
         cores = max(1, (os.cpu_count() or 1) // num_neighbours())
         in_threads(min(self.storage.read_threads, cores), work, self._boxes())
         self.num_bytes_read = total
@@ -412,7 +412,7 @@ def _share_of(rank: int, seen_by_rank: Sequence[Sequence[SeenPieces]]) -> Iterat
     ranges: dict[tuple[str, int], dict[int, SeenPieces]] = {}
     for reader, seen in enumerate(seen_by_rank):
         for pieces in seen:
-            # in an order that is the same on all ranks
+            # In an order that is the same on all ranks.
             ranges.setdefault((pieces.file, pieces.start), {})[reader] = pieces
     for number, by_reader in enumerate(ranges.values()):
         if list(by_reader)[number % len(by_reader)] == rank:  # ranges in turn, so that all ranks verify some
@@ -422,7 +422,7 @@ def _share_of(rank: int, seen_by_rank: Sequence[Sequence[SeenPieces]]) -> Iterat
 def _cut(box: Box, itemsize: int, first: int) -> Iterator[tuple[Box, int]]:
     """A row-major box in boxes of at most `_BOX_BYTES` that follow each other, each with its first item's number."""
     nbytes = box.numel * itemsize
-    # the outermost, so that the parts follow each other in memory
+    # The outermost, so that the parts follow each other in memory.
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
     if nbytes <= _BOX_BYTES or dim is None:
         if box.numel:

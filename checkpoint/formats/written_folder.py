@@ -140,7 +140,7 @@ def _put(storage: Storage, file: ClosingFile) -> None:
     """Write a small file, durably."""
 
     def write() -> None:
-        with storage.create(file.name, 0) as out:
+        with storage.create(file.name, 0) as out:  # 0: its size is not known yet
             offset = 0
             for piece in file.pieces():
                 out.write_at(offset, [piece])

@@ -374,7 +374,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     save_id, stripe_bytes = manifest.save_id, manifest.stripe_bytes
     valid = {
         "save_id": isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None,
-        # `type`: a bool is an int too
+        # `type`: a bool is an int too.
         "world_size": type(world_size) is int and 1 <= world_size <= _MAX_RANKS,
         "stripe_bytes": type(stripe_bytes) is int
         and 16 <= stripe_bytes <= _MAX_STRIPE_BYTES
@@ -410,7 +410,7 @@ def _entry_problems(manifest: Manifest, index: int, entry: Entry) -> Iterator[st
     if manifest.is_zarr:
         entry.name.encode()  # raises for half a surrogate pair, which no folder's name can have
         chunks = manifest.chunk_sizes[index]
-        # their lengths are compared below
+        # Their lengths are compared below.
         is_inside = all(1 <= size <= max(1, full) for size, full in zip(chunks, entry.shape, strict=False))
         count = prod(-(-full // max(1, size)) for size, full in zip(chunks, entry.shape, strict=False))
         if len(chunks) != len(entry.shape) or not is_inside or count > _MAX_CHUNKS:

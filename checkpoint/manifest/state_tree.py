@@ -43,7 +43,7 @@ def join_name(parent: str, key: object) -> str:
 
 def split_name(name: str) -> tuple[str, ...]:
     """The keys, as text, that `join_name` joined."""
-    # ~0 last: ~01 stands for ~1
+    # ~0 last: ~01 stands for ~1.
     return tuple(part.replace("~1", "/").replace("~0", "~") for part in name.split("/"))
 
 

@@ -102,7 +102,7 @@ class RamTier:
         mesh: DeviceMesh | None = None,
         folder: str | os.PathLike[str] = "/dev/shm",
     ) -> None:
-        # it becomes the name of a folder
+        # It becomes the name of a folder.
         is_plain = re.fullmatch(r"[\w.-]+", name) and not name.startswith(".")
         if interval < 1 or keep_last < 1 or replicas < 0 or not is_plain:
             raise ArgumentError(
@@ -123,7 +123,7 @@ class RamTier:
         self._keep_last = keep_last
         self._mesh = mesh
         self._folder = Path(folder)
-        # not durable: memory outlives no power loss. Private: everybody may write to /dev/shm
+        # Not durable: memory outlives no power loss. Private: everybody may write to /dev/shm.
         self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False, private=True)
         self._copier = BackgroundThread("checkpoint-copies")
         self._copies: SaveHandle | None = None
@@ -409,7 +409,7 @@ class RamTier:
         dropped: list[str] = []
         with coordinator.together(f"verifying {storage.where}"):
             files = [name for name in _files_of(manifest) if storage.exists(name)]
-            # the ranks of a node share the work
+            # The ranks of a node share the work.
             for name in files[here.index(coordinator.rank) :: len(here)]:
                 problem = rank_file_problem(storage, manifest, _rank_of(name))
                 if problem is not None:

@@ -482,7 +482,7 @@ def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
         return state.restricted_to({*state.views, *state.values}.difference(state.model.optimizer))
     params = frozenset(str(state.path(name)[-1]) for name in state.is_model)
     for container, names in optimizers_of(state).items():
-        # state, the parameter and the kind are keys of their own
+        # State, the parameter and the kind are keys of their own.
         is_nested = all(len(state.path(name)) - len(container) >= 3 for name in names)
         if is_nested != (form == "nested"):
             state = _with_form(state, container, names, form, params)
@@ -587,7 +587,7 @@ def _owners(
         model
         for model in named
         if all(
-            # steps have one item, moments the shape of their parameter
+            # Steps have one item, moments the shape of their parameter.
             shape in ((), (1,), models[model][str(parameter(key, models[model]))])
             for key, shape in entries
         )

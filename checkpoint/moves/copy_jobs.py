@@ -116,7 +116,7 @@ def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) ->
     checked = source.checked(file)
     unit, end, max_gap = 1, sys.maxsize, _MAX_GAP_BYTES
     if checked is not None:
-        # 0: whole stripes inside a gap would be read and hashed in vain
+        # 0: whole stripes inside a gap would be read and hashed in vain.
         unit, end, max_gap = checked.stripe_bytes, checked.checked_bytes, 0
     size = unit * max(1, cell_bytes // unit)
     cells: dict[int, list[Move]] = {}

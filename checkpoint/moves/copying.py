@@ -195,7 +195,7 @@ class _WorkingFile:
     def _crc_of(self, index: int) -> int:
         kind = self.plan.tensor(index).crc
         assert kind is not None
-        # by offset: threads finish in any order
+        # By offset: threads finish in any order.
         return kind.join((crc, nbytes) for _, crc, nbytes in sorted(self._crcs.get(index, ())))
 
     @property

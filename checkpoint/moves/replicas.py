@@ -335,7 +335,7 @@ def _raise_difference(replicas: _Replicas, coordinator: Coordinator) -> None:
     raise CheckpointError(
         "Replicas of a tensor differ between ranks.",
         expected="the same values on all ranks that have the same part of a tensor",
-        # not strict: only the first tensors are described
+        # Not strict: only the first tensors are described.
         got="; ".join(f"{name}: {text}" for name, text in zip(names, differences, strict=False)),
         where=some(names, _MAX_NAMED),
         todo="nothing was committed. Give all replicas the same values (the same seed before sharding, a broadcast, an "

@@ -89,7 +89,7 @@ class StoredChunk:
         """Bytes that its items are made of."""
         if not self.file:
             return self.nbytes
-        # fewer than the items where a stride of 0 repeats them
+        # Fewer than the items where a stride of 0 repeats them.
         spanned = 1 + sum((n - 1) * s for n, s in zip(self.box.sizes, self.steps, strict=True))
         items_nbytes = min(self.box.numel, spanned) * itemsize
         return min(items_nbytes, self.nbytes or items_nbytes)  # some formats find the length when they read

@@ -122,7 +122,7 @@ class VerifiedReads:
 
     def __init__(self, store: Storage, striped: Callable[[str], StripedFile | None]) -> None:
         self._store, self._striped = store, striped
-        # the first is never held during a read
+        # The first is never held during a read.
         self._lock, self._rereading = threading.Lock(), threading.Lock()
         self._starts: dict[str, list[int]] = {}
         self._ranges: dict[str, list[_Seen]] = {}  # by file, in the order of the starts

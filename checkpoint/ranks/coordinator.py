@@ -142,7 +142,7 @@ class Coordinator:
             error,
             "describing the state",
             alike=alike,
-            # negated: the largest of -free is the least free
+            # Negated: the largest of -free is the least free.
             numbers=[blob_bytes, has_resharded, save_id, -free, *both_ways(words)],
             is_first=True,
         )
@@ -297,7 +297,7 @@ class GroupCoordinator(Coordinator):
         store = store_of(self.group)
         doing = f"rank {self.rank}, {name}"
         try:
-            # "": no word yet
+            # "": no word yet.
             entered = within(self._timeout_s, lambda: store.compare_set(name, "", word), doing)
         except RuntimeError as lost:
             raise CheckpointError(
@@ -309,7 +309,7 @@ class GroupCoordinator(Coordinator):
             ) from lost
         decision = entered.decode()
         with suppress(RuntimeError):  # the decision is final, even if the store is lost now
-            # twice the time that rank 0 waits in it
+            # Twice the time that rank 0 waits in it.
             within(2 * _READERS_S, lambda: self._wait_for_readers(store, name, decision, done), doing)
         return decision
 
@@ -346,7 +346,7 @@ class GroupCoordinator(Coordinator):
             CheckpointError: on all ranks, if they make different calls.
         """
         assert len(values) <= _MEETING_WORDS
-        # it and its negative fit in 64 bits with a sign
+        # It and its negative fit in 64 bits with a sign.
         call = checksum_of(doing.partition(" ")[0].encode()) >> 2
         padding = [0] * (_MEETING_WORDS - len(values))
         high, low, *largest = self._max([call, -call, *values, *padding], doing)
@@ -372,7 +372,7 @@ class GroupCoordinator(Coordinator):
         if self._roll_call is None:
             work.wait()
         elif first_doing is None:
-            self._roll_call.skip()
+            self._roll_call.skip()  # counts the meeting: its number is part of the next keys
             work.wait()
         else:
             self._roll_call.meet(work, first_doing)
@@ -387,7 +387,7 @@ class GroupCoordinator(Coordinator):
             owners.setdefault(tuple(row.tolist()), []).append(rank)
         with self.together("allocating other ranks' structures"):
             documents = [
-                # torch warns of read-only bytes
+                # torch warns of read-only bytes.
                 torch.frombuffer(bytearray(structure.document), dtype=torch.uint8)
                 if self.rank == ranks[0]
                 else torch.empty(length, dtype=torch.uint8, device="cpu")

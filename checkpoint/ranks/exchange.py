@@ -125,7 +125,7 @@ def exchange(
                 nbytes = size_of(turn) + 1
                 if turn.sender == rank:
                     data = ahead.popleft().result()
-                    # in place of the one taken
+                    # In place of the one taken.
                     ahead.extend(pool.submit(filled, following) for following in islice(own, 1))
                     outgoing += [(data[:nbytes], receiver) for receiver in turn.receivers]
                 else:
@@ -187,7 +187,7 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
             for number in range(max(end.num_pieces for end in own))
         ]
         try:
-            # one thread: `_End` opens its file without a lock
+            # One thread: `_End` opens its file without a lock.
             received = exchange(coordinator, waves, _Piece.size, _Piece.read, _Piece.take, threads=1)
         finally:
             for end in ends.values():

@@ -122,7 +122,7 @@ def bound_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 def sign(secret: bytes, name: str, value: bytes) -> bytes:
     """An HMAC of name and value, followed by the value."""
-    # the zero: no other name and value are the same bytes
+    # The zero: no other name and value are the same bytes.
     return hmac.new(secret, name.encode() + b"\0" + value, _DIGEST).hexdigest().encode() + value
 
 
@@ -133,7 +133,7 @@ def unsign(secret: bytes, name: str, signed: bytes) -> bytes:
         PlacementError: if the value was not signed for this name with this secret.
     """
     value = signed[_MAC_BYTES:]
-    # in a time that tells nothing of the secret
+    # In a time that tells nothing of the secret.
     if not hmac.compare_digest(sign(secret, name, value), signed):
         raise PlacementError(
             "A message does not carry the signature of this job's secret.",
@@ -162,7 +162,7 @@ def within(timeout_s: float, call: Callable[[], T], what: str) -> T:
         except BaseException as error:  # noqa: BLE001  raised by the waiting thread
             future.set_exception(error)
 
-    # a call that never ends must not delay the exit
+    # A call that never ends must not delay the exit.
     Thread(target=run, name="bounded-call", daemon=True).start()
     try:
         return future.result(timeout_s)

@@ -321,6 +321,7 @@ class _Taker(TreeSink):
         problem = None
         if name in RESERVED_NAMES:
             problem = ("a name that is reserved for the files", f"none of {', '.join(RESERVED_NAMES)}")
+        # Nearly all names are ASCII, and need no loop.
         elif not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
             problem = ("a name that is not text", "keys without half a surrogate pair: no file can name it")
         elif name in self._names:
@@ -382,7 +383,7 @@ class _LeafTaker(TreeSink):
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         local = Describer().describe(name, tensor).local
-        # a stand-in on a rank outside the mesh, so that the leaf has a number
+        # A stand-in on a rank outside the mesh, so that the leaf has a number.
         self.tensors.append(torch.empty(0, dtype=torch.float32, device="cpu") if local is None else local)
         return {"$": "tensor", "i": len(self.tensors) - 1}
 

@@ -183,7 +183,7 @@ class LiveObjects:
             chosen = min(fitting, key=lambda model: len(model.names))
             names = [chosen.names[id(param)] for param in params]
         else:
-            # of several modules with a parameter, the first one wins
+            # Of several modules with a parameter, the first one wins.
             owners = {id(param): model for model in reversed(self._models) for param in model.params}
             unknown = [param for param in params if id(param) not in owners]
             if unknown:
@@ -352,7 +352,7 @@ def allocate(live: LiveObjects, names: Iterable[str], buffers: Iterable[str]) ->
 
 def home_device(state: Mapping[str, Any]) -> torch.device:
     """The device of a module's tensors, or the one that tensors on the meta device are for."""
-    # torch's optimizers keep step counts, which have no dims, on the CPU
+    # torch's optimizers keep step counts, which have no dims, on the CPU.
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.ndim]
     there = [tensor.device for tensor in tensors if not tensor.is_meta]
     if there:

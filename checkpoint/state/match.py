@@ -127,7 +127,7 @@ class Match:
             return
         if self.mismatched:
             name, (stored, own) = next(iter(self.mismatched.items()))
-            is_cast = stored.split(" ", 1)[1] == own.split(" ", 1)[1]
+            is_cast = stored.split(" ", 1)[1] == own.split(" ", 1)[1]  # the shapes, which follow the dtypes
             raise CheckpointError(
                 f"{len(self.mismatched)} tensors have another shape or dtype than in the checkpoint.",
                 expected=f"{stored} (as saved)",
@@ -280,7 +280,7 @@ class _Matcher:
             ]
             finishers = self._optimizers([(n, named) for n, named in owners if named is not None], node, name)
             if finishers is not None and len(finishers) == len(target):
-                # calls all, and gives the list itself
+                # Calls all, and gives the list itself.
                 return lambda: (target, [finish() for finish in finishers])[0]
         items = node.get("v") if kind == "tuple" and isinstance(node, Mapping) else node
         if isinstance(target, (list, tuple)) and isinstance(items, list) and len(items) == len(target):
@@ -359,6 +359,7 @@ class _Matcher:
                 for key, value in done.items():  # not update(), which adds to a Counter's numbers
                     taker[key] = value
                 return taker
+            # A mapping that cannot be changed is replaced.
             return {key: value for key, value in {**taker, **done}.items() if key not in dropped}
 
         return finish
@@ -370,7 +371,7 @@ class _Matcher:
             owner: the optimizer and the parameter whose state the node is, if it is one's.
         """
         if has_tensors(node):
-            # requests the tensors now; their values come later
+            # Requests the tensors now; their values come later.
             decode(node, lambda leaf: self._shared(leaf, name, owner))
         return lambda: decode(node, lambda leaf: self._shared(leaf, name, owner))
 
@@ -528,7 +529,7 @@ class _Matcher:
                 # Its own tensor even if the checkpoint has one for several parameters: an optimizer that steps many
                 # parameters in one call would count up a shared step several times.
                 new = NewTensor(inner, int(item["i"]), named.params[fqn], str(kind), named.optimizer)
-                kept[kind] = partial(getattr, self._new(new), "value")
+                kept[kind] = partial(getattr, self._new(new), "value")  # allocated after the match
             elif isinstance(value, Mapping):
                 kept[kind] = self.visit(value, item, inner, True)
             else:
@@ -708,7 +709,7 @@ def _holds_tensors(value: Any) -> bool:
 
 def _is_fillable(array: np.ndarray) -> bool:  # type: ignore[type-arg]
     """Whether torch can write to an array's memory."""
-    # torch has no negative strides
+    # torch has no negative strides.
     return array.flags.writeable and min(array.strides, default=0) >= 0 and is_numpy_dtype(str(array.dtype))
 
 
@@ -812,6 +813,6 @@ class NewTensor:
         else:  # LBFGS computes its numbers too from the gradients of all parameters, so they are DTensors
             whole = torch.empty(shape, dtype=dtype, device=param.to_local().device)
             replicated = [Replicate()] * param.device_mesh.ndim
-            # a check communicates
+            # A check communicates.
             self.value = DTensor.from_local(whole, param.device_mesh, replicated, run_check=False)
         return self.value

@@ -144,7 +144,7 @@ class ReshardableSampler(Sampler[int]):
 
     def _own(self) -> torch.Tensor:
         """This rank's samples since the last change of the number of ranks, 1D."""
-        # the factor: seeds next to each other share no epoch's order in their first million epochs
+        # The factor: seeds next to each other share no epoch's order in their first million epochs.
         count, epoch_seed = self._settings["num_samples"], self._settings["seed"] * 1_000_003 + self.epoch
         if not -(2**63) <= epoch_seed < 2**64:  # the range of a generator; torch.initial_seed() has 64 bits
             epoch_seed %= 2**64

@@ -146,7 +146,7 @@ class SaveSchedule:
     def refuse(self) -> None:
         """Announce an invalid step, so that other ranks fail instead of waiting."""
         self._read_metrics()
-        # -1: no rank has that step
+        # -1: no rank has that step.
         self._pending = self._start(-1, None, False, dict.fromkeys(self._leaves, False))
 
     def saved(self, decision: Decision) -> None:
@@ -240,7 +240,7 @@ class SaveSchedule:
         all_wait: bool = False,
     ) -> _Announcement:
         rank = self._coordinator.rank
-        number = min(step, _LARGEST_STEP)
+        number = min(step, _LARGEST_STEP)  # only for the message; `alike` compares the step itself
         steps = [(number << _RANK_BITS) + rank, (-number << _RANK_BITS) + rank]  # the newest and the oldest
         alike = [*words_of({"step": step}), int(force), *words_of({"metric": metric})]
         # Of each policy a rank that answered True, and one that answered False.
@@ -363,7 +363,7 @@ class SignalWatch:
             before(number, frame)
         elif before == signal.SIG_DFL and not is_ours:
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # once more, now with the default effect
 
     def close(self) -> None:
         """Restore the earlier handlers, except where another one was set since."""

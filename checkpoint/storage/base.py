@@ -527,7 +527,7 @@ class StagedFile:
             storage.retrying(lambda: self._write(self._working))
 
     def _write(self, name: str) -> None:
-        with self._storage.create(name, 0) as file:
+        with self._storage.create(name, 0) as file:  # 0: its size is not known yet
             position, pieces = 0, iter(self._pieces())
             while True:
                 with reading_source():

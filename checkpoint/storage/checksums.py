@@ -77,7 +77,7 @@ def _crc32_function() -> Callable[[Any], int]:
 def _crc32c(data: Any) -> int:
     import google_crc32c  # here: the import takes 4 ms, and most commands do not need it
 
-    # google_crc32c refuses memoryviews
+    # google_crc32c refuses memoryviews.
     crc: int = google_crc32c.value(bytes(data) if isinstance(data, memoryview) else data)
     return crc
 

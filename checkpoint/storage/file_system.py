@@ -103,7 +103,7 @@ def _log_missing(folder: Path, known: FileSystem) -> None:
 
 
 def _probed(folder: Path, durable: bool, flock: bool) -> FileSystem:
-    name = folder / f"{_PROBE_PREFIX}{os.urandom(8).hex()}"
+    name = folder / f"{_PROBE_PREFIX}{os.urandom(8).hex()}"  # ranks may probe at the same time
     linked, renamed = name.with_name(f"{name.name}.link"), name.with_name(f"{name.name}.renamed")
     folder_syncs = not durable or sync_names(folder)
     try:
@@ -241,7 +241,7 @@ def is_cached(path: Path, start: int, stop: int) -> bool:
     mincore = _c_function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
     if mincore is None or stop - start < _MIN_QUERY_BYTES:
         return True
-    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # mappings begin there
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # A private copy, never written to: ctypes cannot give the address of read-only memory.
@@ -254,6 +254,7 @@ def is_cached(path: Path, start: int, stop: int) -> bool:
     num_pages, num_cached = (stop - first) // mmap.PAGESIZE, 0
     for sample in range(_SAMPLES):
         answer = ctypes.create_string_buffer(1)
-        at = (2 * sample + 1) * num_pages // (2 * _SAMPLES) * mmap.PAGESIZE
+        at = (2 * sample + 1) * num_pages // (2 * _SAMPLES) * mmap.PAGESIZE  # the middle of each quarter
+        # An error counts as cached.
         num_cached += mincore(address + at, mmap.PAGESIZE, answer) != 0 or answer.raw[0] & 1
     return 2 * num_cached >= _SAMPLES

@@ -183,7 +183,7 @@ class _LocalReader(FileReader):
         self._size = _size_of_file(path)
         if lasting:
             self._file = _open(path)
-        elif _slots.acquire(blocking=False):
+        elif _slots.acquire(blocking=False):  # else the file is opened for each read
             try:
                 self._file = _open(path)
             except BaseException:
@@ -259,7 +259,7 @@ def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
     """
     if start >= stop or sys.platform != "linux":
         return None
-    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # mappings begin there
     with _opened(path) as file:
         try:
             # Writable, since torch warns of read-only arrays; private, so that a write could not reach the file.
@@ -367,7 +367,7 @@ class LocalStorage(Storage):
         return _LocalWriter(path, self._durable, is_new=False)
 
     def beside(self, name: str) -> LocalStorage:
-        # beside a link's target, where one rename is enough
+        # Beside a link's target, where one rename is enough.
         return self._like_this(Path(os.path.realpath(self.root)).with_name(name))
 
     def take_over(self, other: Storage, last: str = "") -> None:
@@ -519,6 +519,7 @@ class LocalStorage(Storage):
 
     def check_root(self) -> str | None:
         existing = next(folder for folder in (self.root, *self.root.parents) if os.path.lexists(folder))
+        # By default os.access asks for the real user; files are written by the effective one.
         ids = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
         problem, cure = None, ALLOW_WRITES
         if not os.path.isdir(existing):

@@ -203,7 +203,7 @@ class Output:
                     self._remove_old(leftovers=False)
                 yield
             except BaseException as error:
-                # a full disk or a stop by hand: the finished files are good
+                # A full disk or a stop by hand: the finished files are good.
                 self._clean_up(keep_finished=isinstance(error, (OSError, KeyboardInterrupt)))
                 raise
             finally:

@@ -138,7 +138,7 @@ class MultipartWriter(_StreamWriter):
 
     def _upload(self, number: int, body: bytes) -> dict[str, Any]:
         answer = self._call("upload_part", PartNumber=number, Body=body)
-        # wanted again when the upload is completed
+        # Wanted again when the upload is completed.
         checksums = {key: answer[key] for key in ("ChecksumSHA256",) if key in answer}
         return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
 
@@ -151,7 +151,7 @@ class MultipartWriter(_StreamWriter):
         self._filesystem.invalidate_cache(self._path)
 
     def _discard(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)  # first: S3 keeps parts that arrive after the abort
         self._call("abort_multipart_upload")
 
 

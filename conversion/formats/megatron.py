@@ -228,7 +228,7 @@ def _steps(value: Any) -> Iterator[Any]:
     """Step counts anywhere in an optimizer's state; Megatron has one count for all parameters."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            # not isinstance: a bool is an int too
+            # Not isinstance: a bool is an int too.
             is_count = type(inner) in (int, float) or (isinstance(inner, TensorRef) and inner.shape == ())
             if key in ("step", "common_step") and is_count:
                 yield inner

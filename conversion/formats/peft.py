@@ -205,7 +205,7 @@ class PeftConfig:
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    # the match that peft makes
+    # The match that peft makes.
     return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 

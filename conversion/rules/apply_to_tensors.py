@@ -363,6 +363,7 @@ def _first(text: str, lets: Mapping[str, str], config: Mapping[str, Any], *, dep
     alternatives = text.split("??")
     for number, alternative in enumerate(alternatives):
         try:
+            # Parsed, and never evaluated: rules may come from anyone.
             return _value(ast.parse(alternative.strip(), mode="eval").body, lets, config, depth)
         except _MissingName:
             if number == len(alternatives) - 1:

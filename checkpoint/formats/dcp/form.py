@@ -111,7 +111,7 @@ def _write(storage: Storage, output: OutputPlan) -> None:
         outputs.append(storage.create(file.name, file.nbytes))
         return outputs[0]
 
-    # a stream is written from front to back, by one thread
+    # A stream is written from front to back, by one thread.
     limits = CopyLimits(threads=1 if storage.in_order else max(1, storage.write_threads))
     try:
         copier = Copier(limits, create, storage.retrying, no_progress, lambda *_: None)

@@ -42,10 +42,10 @@ def open_dcp(store: Storage, *, trust_pickle: bool = False, stand_ins: bool = Fa
             with several checkpoints.
         CorruptCheckpointError: if metadata and files do not describe whole tensors.
     """
-    # without any folder, opening the root says what is missing
+    # Without any folder, opening the root says what is missing.
     folders = ("",) if store.size(METADATA_FILE) is not None else dcp_folders(store.list_files()) or ("",)
     stems = [match[1] for folder in folders if (match := _ACCELERATE_FOLDER.fullmatch(folder))]
-    # one of each: two models of one run are two checkpoints
+    # One of each: two models of one run are two checkpoints.
     if len(folders) > 1 and not len(set(stems)) == len(stems) == len(folders):
         raise ConversionError(
             "The folder holds several checkpoints.",
@@ -100,7 +100,7 @@ def _open_folder(store: Storage, folder: str, *, trust_pickle: bool, stand_ins: 
             where=where,
             todo="copy the file again from where it was saved, or use an older checkpoint",
         ) from error
-    # older torch records no version
+    # Older torch records no version.
     facts = {"dcp version": str(getattr(metadata, "version", None)), "data files": str(len(reader.sizes))}
     locate = partial(_locate, store, trust_pickle)
     return Source("dcp", store, tensors, values, paths, facts, locate=locate)
@@ -154,7 +154,7 @@ class _MetadataReader:
         tensors: dict[str, StoredTensor] = {}
         values: dict[str, StoredValue] = {}
         for name, entry in self._entries.items():
-            # the stand-ins of the unpickler are known by name only
+            # The stand-ins of the unpickler are known by name only.
             if type(entry).__name__ == "TensorStorageMetadata":
                 tensors[name] = self._tensor(name, entry)
             else:
@@ -210,7 +210,7 @@ class _MetadataReader:
         name, file = file, self._folder + file
         if file not in self.sizes:
             path = PurePosixPath(name)
-            # `.metadata` may come from anyone: it must not name other files
+            # `.metadata` may come from anyone: it must not name other files.
             if path.is_absolute() or ".." in path.parts:
                 raise CorruptCheckpointError(
                     "The checkpoint's metadata points outside of its folder.",

@@ -224,11 +224,11 @@ def _cut_tensor(
             todo="load the state of the same model",
         )
     if template.is_meta:
-        # in the model's dtype: a tensor that is assigned is not cast
+        # In the model's dtype: a tensor that is assigned is not cast.
         local = torch.empty_like(local_of(template), device=home, requires_grad=False)
         result: torch.Tensor = wrap_like(local, spec_of(template), like=template)
     else:
-        # torch's setter casts its copy
+        # torch's setter casts its copy.
         result = torch.empty_like(template, dtype=full.dtype, requires_grad=False)
     described = describer.describe(name, result)
     if described.local is None:

@@ -86,7 +86,7 @@ class _DcpRanks:
         Raises:
             CheckpointError: if DCP works with other ranks, or without any collectives.
         """
-        # an earlier save may have found that it was alone
+        # An earlier save may have found that it was alone.
         self._alone = self._no_dist
         ours = self.coordinator()
         if not options.get("use_collectives", True) and not isinstance(ours, SoloCoordinator):
@@ -392,7 +392,7 @@ class RaggedReader(StorageReader):
                 stored = self._stored[item.storage_index.fqn]
                 if item.type == LoadItemType.BYTE_IO:
                     data = io.BytesIO()
-                    # planners expect the bytes of a torch.save, as DCP's own writers store values
+                    # Planners expect the bytes of a torch.save, as DCP's own writers store values.
                     torch.save(stored, data)
                     data.seek(0)
                     planner.load_bytes(item, data)

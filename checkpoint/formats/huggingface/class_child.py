@@ -47,7 +47,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     name = request["class"]
     model_class: Any = getattr(transformers, name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-        # auto_map: names a class in a file of the repository
+        # auto_map: names a class in a file of the repository.
         code = "; code of the repository itself is not run" if request["config"].get("auto_map") else ""
         return {
             "unknown": f"transformers {transformers.__version__} has no class {name}{code}",

@@ -177,7 +177,7 @@ def _describe(config: Mapping[str, Any], class_name: str) -> Mapping[str, Any]:
     """A class's description of itself: from this process if torch is imported already, else from a child process."""
     key = _key(config, class_name)
     if key not in _ANSWERS:
-        # the import is paid for; an embedded interpreter has no executable to start
+        # The import is paid for; an embedded interpreter has no executable to start.
         if "torch" in sys.modules or not sys.executable:
             _ANSWERS[key] = class_child.answer({"class": class_name, "config": config})
         else:
@@ -186,7 +186,7 @@ def _describe(config: Mapping[str, Any], class_name: str) -> Mapping[str, Any]:
 
 
 def _key(config: Mapping[str, Any], class_name: str) -> str:
-    # a dtype changes neither names nor shapes
+    # A dtype changes neither names nor shapes.
     described = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     return f"{class_name} {json.dumps(described, sort_keys=True)}"
 

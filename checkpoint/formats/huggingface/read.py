@@ -33,7 +33,7 @@ from vescale_fsdp.layout.safetensors_header import read_header
 
 # One rank's part of a model, as torch's safetensors writer names it.
 _SHARD_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-# 00001-of-00001 is a whole model
+# 00001-of-00001 is a whole model.
 _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-(?!00001\.)\d{5}\.safetensors$")
 _BIN_STEMS = ("pytorch_model", "diffusion_pytorch_model", "pytorch_model_fsdp")
 
@@ -285,7 +285,7 @@ def weight_map(store: Storage, index_file: str) -> dict[str, str]:
             todo="copy the file again from where it was made",
         ) from error
     for name, file in mapped.items():
-        # an index may come from anyone; a colon: a drive letter or a URL
+        # An index may come from anyone; a colon: a drive letter or a URL.
         if file.startswith(("/", "\\")) or ".." in file or ":" in file:
             raise _disagree(store, index_file, name, "in a file of the folder", f"mapped to {file}")
     return mapped

@@ -245,7 +245,7 @@ class JointFiles:
         exchanges = any(not segment.is_solo for segment in self._segments)
         size = self._segment_bytes if exchanges else 0
         self._incoming = torch.empty(size, dtype=torch.uint8, device="cpu")
-        for _ in range(_BUFFERS - 1):
+        for _ in range(_BUFFERS - 1):  # one more is `_incoming`
             self._buffers.put(torch.empty(size, dtype=torch.uint8, device="cpu"))
 
     def _is_mine(self, number: int) -> bool:
@@ -291,7 +291,7 @@ class JointFiles:
     def _finish_file(self, pool: ThreadPoolExecutor, number: int) -> None:
         """Close a file and make it durable, after the writes to it that are under way."""
         out = self._open.get(number)
-        # after an error the file stays open, and is aborted
+        # After an error the file stays open, and is aborted.
         if out is None or self._errors.error is not None:
             return
         before = list(self._jobs)  # writes of this file are among them

@@ -80,7 +80,7 @@ class OpenRankFile:
                 f"{file.total_bytes} bytes",
                 f"{size} bytes" + (f"; lost: {some(lost)}" if size < file.total_bytes else ""),
             )
-        # one more: the table's own checksum is its last entry
+        # One more: the table's own checksum is its last entry.
         header, table = bytearray(len(file.header)), bytearray((file.num_stripes + 1) * CHECKSUM_BYTES)
         self.read_at(0, [header])
         if header != file.header:

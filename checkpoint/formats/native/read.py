@@ -468,6 +468,7 @@ def _joined(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -> l
     joined: list[tuple[int, int]] = []
     for sink in sinks:
         start = sink.start // step * step
+        # Stripes end where the table begins.
         stop = min(round_up(sink.stop, step), file.table_start if step > 1 else sink.stop)
         if joined and start - joined[-1][1] <= max_gap:
             joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
@@ -533,7 +534,7 @@ def plan_shared(by_rank: Sequence[Iterable[StripeRun]], max_stripes: int) -> lis
                 continue
             at = first
             for number, sender in enumerate(sorted(ranks, key=lambda rank: (load[rank], rank))):
-                # the least loaded take the remainder
+                # The least loaded take the remainder.
                 count = (stop - first - number + len(ranks) - 1) // len(ranks)
                 receivers = tuple(sorted(ranks - {sender}))
                 load[sender] += count

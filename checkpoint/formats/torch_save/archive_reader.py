@@ -67,7 +67,7 @@ class TorchArchive:
     ) -> None:
         self._read_raw, self.nbytes, self._where, self._trust = read, nbytes, where, trust
         self._stand_ins = stand_ins
-        is_small = nbytes <= _HEAD_BYTES + _TAIL_BYTES
+        is_small = nbytes <= _HEAD_BYTES + _TAIL_BYTES  # one read gets all of it
         self._tail_offset = 0 if is_small else nbytes - _TAIL_BYTES
         self._tail = self._read_raw(self._tail_offset, nbytes - self._tail_offset)
 
@@ -150,7 +150,7 @@ class TorchArchive:
     @cached_property
     def _byteorder(self) -> str:
         name = f"{self._prefix}/byteorder"
-        # torch before 2.1 wrote no such record
+        # torch before 2.1 wrote no such record.
         return self._record_bytes(name).decode("ascii", "replace") if name in self._records else "little"
 
     def _read(self, offset: int, nbytes: int) -> bytes:
@@ -179,7 +179,7 @@ class TorchArchive:
         header = LOCAL_HEADER.unpack(self._read(record.header_offset, LOCAL_HEADER.size))
         if header[0] != LOCAL_SIGNATURE:
             raise self._damaged("a record header", repr(header[0]))
-        # name and extra field; torch pads the latter, so its length differs from the directory's
+        # Name and extra field; torch pads the latter, so its length differs from the directory's.
         start = record.header_offset + LOCAL_HEADER.size + header[9] + header[10]
         if start + record.nbytes > self.nbytes:
             raise self._damaged(f"records within its {self.nbytes} bytes", f"one to {start + record.nbytes}")

@@ -69,7 +69,7 @@ class ArrayRef:
 
         values = np.frombuffer(self.data, dtype=self._code).reshape(self.shape, order=self._order)  # type: ignore[call-overload]
         part = values[box.slices()].astype(np.dtype(self._code).newbyteorder("<"))
-        # numpy cannot view a 0-d array as another type
+        # numpy cannot view a 0-d array as another type.
         raw: np.ndarray = np.ascontiguousarray(part).reshape(box.sizes or (1,)).view(self.dtype.raw)
         return raw.reshape(box.sizes)
 
@@ -513,7 +513,7 @@ class _AllowListUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> _StorageRef:
         if not (isinstance(pid, tuple) and len(pid) >= 3 and pid[0] == "storage"):
             raise pickle.UnpicklingError(f"unknown persistent id {pid!r}")
-        dtype = pid[1]
+        dtype = pid[1]  # ("storage", type, key, location, numel)
         if dtype is not None and not isinstance(dtype, DType):
             raise pickle.UnpicklingError(f"unknown storage type {dtype!r}")
         if len(pid) > 3 and pid[3] == "meta":

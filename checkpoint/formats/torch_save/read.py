@@ -51,7 +51,7 @@ _STEP_DTYPE = dtype_from_torch("float32")  # torch's optimizers count steps in f
 def is_torch_file(store: Storage, file: str) -> bool:
     """Whether a file begins like a torch.save archive (a zip)."""
     size = store.size(file)
-    # a shorter file has no signature to read
+    # A shorter file has no signature to read.
     return size is not None and size >= 4 and store.read(file, 0, 4) == LOCAL_SIGNATURE
 
 
@@ -372,7 +372,7 @@ def rank_files(files: Iterable[str]) -> dict[str, list[str]]:
         if match and "/" not in file:
             name = _CONTAINERS.get(match[1], match[1])
             by_state.setdefault(name, {})[int(match[3])] = file
-            # accelerate's names have no world size: only the largest rank is known
+            # accelerate's names have no world size: only the largest rank is known.
             worlds[name] = max(worlds.get(name, 0), int(match[2] or 0), int(match[3]) + 1)
     for name, ranks in by_state.items():
         if missing := sorted(set(range(worlds[name])) - set(ranks)):
@@ -407,7 +407,7 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
             if container == "model" or (is_state and "model" not in groups):
                 raise
             entries.omitted.append(container)
-            # a warning takes the first sentence, without the parts below it
+            # A warning takes the first sentence, without the parts below it.
             problem = str(error).splitlines()[0]
             entries.warnings.append(f"{container} is left out because of {names[0]}. {problem}")
     facts = {"rank files": ", ".join(f"{name}: {len(files)}" for name, files in groups.items())}
@@ -434,7 +434,7 @@ def _joined_state(container: str, files: Sequence[TorchFile]) -> Entries:
             else:
                 entries.omitted.append(name_of(path))
             continue
-        unlike = differing_files(parts)[:1]
+        unlike = differing_files(parts)[:1]  # one is enough for a message
         if unlike and container not in _STATES:
             entries.omitted.append(name_of(path))  # random states differ between ranks
             continue

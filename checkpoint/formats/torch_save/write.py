@@ -234,7 +234,7 @@ class _Writer:
 
     def _put_tensor(self, value: TensorOut) -> None:
         dtype, shape = value.dtype, value.shape
-        # what the storage has: repeated items are stored once
+        # What the storage has: repeated items are stored once.
         kept = tuple(1 if dim in value.repeated else size for dim, size in enumerate(shape))
         strides = tuple(
             0 if dim in value.repeated else stride for dim, stride in enumerate(contiguous_strides(kept))

@@ -221,7 +221,7 @@ class _Array(ABC):
         for chunk in chunk_boxes(self.info.shape, self.chunk, box) if box.numel else ():
             part = clipped(chunk, self.info.shape).intersect(box)
             if part is not None and (values := self.decode(chunk, part)) is not None:
-                # the ellipsis keeps a 0-d part an array
+                # The ellipsis keeps a 0-d part an array.
                 inside: tuple[Any, ...] = (*part.slices(box.offsets), ...)
                 out[inside] = values
         return out
@@ -388,7 +388,7 @@ class _Array3(_Array):
             values = np.ascontiguousarray(self._opened[part.slices()]).reshape(part.sizes)
         except _DECODE_ERRORS as error:
             raise damaged(self.store, f"{self.node}/{ZARR_NAME}", error) from error
-        # numpy cannot view a 0-d array as another type
+        # numpy cannot view a 0-d array as another type.
         return values.view(raw) if values.ndim else values.reshape(1).view(raw).reshape(())
 
 
