@@ -393,7 +393,7 @@ class Loader:
         """Distinguish a checkpoint that is removed while it is read from damage and from other errors."""
         try:
             yield
-        except (CorruptCheckpointError, OSError) as error:
+        except (CorruptCheckpointError, OSError) as error:  # what reads of removed files raise
             if not checkpoint.is_gone():
                 raise
             raise NoCheckpointError(
@@ -477,7 +477,7 @@ def _check_writable(name: str, tensor: torch.Tensor) -> None:
     """Refuse tensors whose elements share memory, as `expand` and `unfold` make them."""
     reach = 0  # items from the first to the last one along all dims of smaller strides
     overlap = False
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):  # from the smallest stride up
         overlap = overlap or (size > 1 and step <= reach)
         reach += step * (size - 1)
     if overlap and tensor.numel():
@@ -528,7 +528,7 @@ class Overwriting:
         """
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C leaves tensors half loaded too
             names = [filled.name for filled in self._filled if filled.target.is_overwritten]
             if not names and num_ranks == 1:  # nothing has changed, and no other rank can differ
                 raise

@@ -434,7 +434,7 @@ class CheckpointManager:
         if self._hold is None:
             try:
                 self._hold = hold_root(self._root)
-            except BlockingIOError:
+            except BlockingIOError:  # another job saves there
                 return False
         return True
 

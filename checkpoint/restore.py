@@ -40,7 +40,7 @@ from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, some
 
 _FIRST_PAUSE_S = 0.01
-_LAST_PAUSE_S = 0.5
+_LAST_PAUSE_S = 0.5  # pauses double up to this
 _MIN_READS = 3  # of steps that vanish before patience can be over
 
 
@@ -357,7 +357,7 @@ def restore_newest(
                 report = load(candidate)
             except LostPartError as error:
                 search.skip_lost(step, error)
-            except NoCheckpointError:
+            except NoCheckpointError:  # removed or replaced meanwhile, which is no damage
                 search.try_again()
             except CorruptCheckpointError as error:
                 if not search.repair(candidate, error):
@@ -372,7 +372,7 @@ def restore_newest(
                 moves = supply.moves if supply is not None else ()
                 return Restored(step.number, search.skipped, report, step.tier, moves)
         search.check_none()
-    except PartialLoadError:
+    except PartialLoadError:  # names its tensors already
         raise
     except Exception as error:
         if not overwritten:

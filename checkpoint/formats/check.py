@@ -92,7 +92,7 @@ def _rank_file_checks(
     holds_tensors = not manifest.is_zarr
     try:
         opened = OpenRankFile(storage, file)
-    except (VescaleError, OSError) as error:
+    except (VescaleError, OSError) as error:  # reported, so that the other files are checked too
         if part == 0:  # once per file, not for each of its parts
             yield Check(file.name, str(error), 0, holds_tensors)
         return
@@ -103,7 +103,7 @@ def _rank_file_checks(
             problem = None
             try:
                 opened.verify_stripe(index, opened.hash_stripe(index, scratch))
-            except (VescaleError, OSError) as error:
+            except (VescaleError, OSError) as error:  # the stripes after it are checked too
                 problem = str(error)
             yield Check(file.name, problem, stop - start, holds_tensors)
 

@@ -153,7 +153,7 @@ class ViewedCheckpoint(Loadable):
         self._views = [carried.views[name] for _, name in names]
         self.left_out = carried.left_out
         matched = match(state, tree, include, live=live, gives_modules=False)
-        matched.require_fit(self.where, strict=False)
+        matched.require_fit(self.where, strict=False)  # missing names may still get aliases
         matched.reads = [read for read in matched.reads if matched.fits(read, *self._type_of(read))]
         filled, aliases = {read.name for read in matched.reads}, aliases_of(leaves)
         matched.missing = [name for name in matched.missing if filled.isdisjoint(aliases.get(name, ()))]

@@ -134,6 +134,7 @@ def plan_moves(
     return [
         FileMove(name, _least_busy(holders[name], sent), _least_busy(ranks, received))
         for ranks in ranks_by_node(nodes)
+        # All ranks must plan the same.
         for name in sorted(set().union(*(wanted[rank] for rank in ranks)) - present[ranks[0]])
     ]
 

@@ -454,7 +454,7 @@ class RamTier:
             storage = self.step_storage(number)
             try:
                 manifest = read_manifest(storage)
-            except NoCheckpointError:
+            except NoCheckpointError:  # removed since the listing
                 continue
             except CheckpointError:
                 # Damaged: another node may have a good manifest. The folder's name says whose files these are.

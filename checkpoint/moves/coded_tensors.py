@@ -336,7 +336,7 @@ def _tiles(box: Box, block: Sequence[int]) -> Iterator[Box]:
             yield box
         return
     for dim, size in enumerate(block):
-        half = -(-box.sizes[dim] // size) // 2 * size
+        half = -(-box.sizes[dim] // size) // 2 * size  # half of the blocks
         if half:
             for start, count in ((0, half), (half, box.sizes[dim] - half)):
                 offsets, sizes = list(box.offsets), list(box.sizes)

@@ -123,7 +123,7 @@ def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) ->
     for move in moves:
         for piece in _cut(move, size):
             cells.setdefault(piece.offset // size, []).append(piece)
-    for cell in sorted(cells):
+    for cell in sorted(cells):  # so that a disk reads forward
         for start, stop, group in _groups(cells[cell], unit, end, max_gap):
             yield MoveJob(source, file, start, stop, tuple(group))
 

@@ -183,7 +183,7 @@ def _first_overlap(shape: tuple[int, ...], boxes: list[Box]) -> tuple[Box, Box] 
         if start is None:
             return _overlap_on_grid(boxes)
         intervals.append((start, start + box.numel, box))
-    intervals.sort(key=lambda interval: interval[0])
+    intervals.sort(key=lambda interval: interval[0])  # boxes themselves have no order
     clash = (pair for pair in pairwise(intervals) if pair[1][0] < pair[0][1])
     return next(((left[2], right[2]) for left, right in clash), None)
 

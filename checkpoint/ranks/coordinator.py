@@ -44,7 +44,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 _NOTHING: Alike = {}
 
-_FAILURE, _DAMAGE, _ABSENCE, _STORAGE, _FOREIGN, _INTERRUPT = 1, 2, 3, 4, 5, 6
+_FAILURE, _DAMAGE, _ABSENCE, _STORAGE, _FOREIGN, _INTERRUPT = 1, 2, 3, 4, 5, 6  # in rising severity
 _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
 _WORST = "_worst"  # attribute of errors that have ended a block on all ranks
 _DOCUMENT_BYTES = 64 << 20  # 64 MiB; bounds what a rank allocates for the others

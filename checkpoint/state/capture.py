@@ -338,7 +338,7 @@ class _Taker(TreeSink):
 
     def _role(self, entry: Entry) -> tuple[str, int]:
         """A tensor's role in its group (weights, one kind of moments), and its offset in the group's buffer."""
-        cut = entry.cuts[-1] if entry.cuts else None
+        cut = entry.cuts[-1] if entry.cuts else None  # a layout's cut is applied last
         if not isinstance(cut, LayoutCut):
             return "", 0
         slot = self.describer.layouts[cut.layout].slots[cut.slot]

@@ -677,7 +677,7 @@ def _give(target: Any, state: Any, name: str, **options: Any) -> Any:
     try:
         with torch.inference_mode() if is_inference else NULL_CONTEXT:
             target.load_state_dict(state, **options)
-    except Exception as error:
+    except Exception as error:  # of any class: it is the object's own code
         raise CheckpointError(
             "An object refused the state that was stored for it.",
             expected=f"load_state_dict of {type(target).__qualname__} to return",

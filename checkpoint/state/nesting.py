@@ -125,5 +125,5 @@ def _close_lists(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     if node and all(isinstance(key, ListIndex) for key in node):
-        return [_close_lists(node[key]) for key in sorted(node, key=int)]
+        return [_close_lists(node[key]) for key in sorted(node, key=int)]  # leaves may come in any order
     return {int(k) if isinstance(k, ListIndex) else k: _close_lists(value) for k, value in node.items()}

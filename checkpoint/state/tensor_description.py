@@ -251,7 +251,7 @@ def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
         wanted = coordinates[dim].reshape(-1).tolist()
         rules = [Axis(size, stride, base) for base in (0, min(flat)) if stride > 0]
         fitting = [rule for rule in rules if rule.coordinates(flat) == wanted]
-        table = tuple(sorted(zip(flat, wanted, strict=True)))
+        table = tuple(sorted(zip(flat, wanted, strict=True)))  # equal on all ranks
         axes.append(fitting[0] if fitting else Axis(size, 1, 0, table))
     return tuple(axes)
 

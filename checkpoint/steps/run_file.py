@@ -144,7 +144,7 @@ class RootHold:
     def __init__(self, root: Storage) -> None:
         with ExitStack() as stack:
             stack.enter_context(root.lock())
-            self._close = weakref.finalize(self, stack.pop_all().close)
+            self._close = weakref.finalize(self, stack.pop_all().close)  # runs at exit too, unlike `__del__`
 
 
 _holds: weakref.WeakValueDictionary[tuple[str, ...], RootHold] = weakref.WeakValueDictionary()

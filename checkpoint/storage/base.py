@@ -74,10 +74,10 @@ class MadeFolders:
         while at is not None and not at.is_dir():
             missing.append(at)
             at = at.parent
-        for absent in reversed(missing):
+        for absent in reversed(missing):  # outer folders first
             try:
                 absent.mkdir()
-            except FileExistsError:
+            except FileExistsError:  # another process was faster
                 if not absent.is_dir():
                     raise
             else:
@@ -162,7 +162,7 @@ class FileWriter(ABC):
             return
         try:
             self.close()
-        except BaseException:
+        except BaseException:  # a file that is not complete must not stay
             self.abort()
             raise
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.storage.lock_file import NO_LINKS
 
+# What file systems answer to calls that they do not support.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR)
 _NO_RENAMES = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # gcsfuse reports EMFILE where a folder has more files than a limit, which is 0 by default.
@@ -188,7 +189,7 @@ def move_over(new: Path, target: Path, last: str = "") -> None:
             os.rename(target, aside)
             try:
                 os.rename(new, target)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: the old folder gets its name back
                 os.rename(aside, target)
                 raise
     except OSError as error:
@@ -208,10 +209,10 @@ def _move_files(new: Path, target: Path, last: Path) -> None:
     """Move every file of a folder to another folder, and remove the files there that the first one lacks."""
     names = {path.relative_to(new) for path in new.rglob("*") if not path.is_dir()}
     old = {path.relative_to(target) for path in target.rglob("*") if not path.is_dir()}
-    for name in sorted(old, key=lambda name: name != last):
+    for name in sorted(old, key=lambda name: name != last):  # False sorts first: `last` is removed first
         if name == last or name not in names:
             (target / name).unlink()
-    for name in sorted(names, key=lambda name: (name == last, name)):
+    for name in sorted(names, key=lambda name: (name == last, name)):  # `last` is moved last
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(new / name, target / name)
 

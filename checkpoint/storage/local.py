@@ -107,7 +107,7 @@ class _LocalWriter(FileWriter):
                 reserve(self._file, reserved_bytes)
                 if size_bytes is not None:
                     os.ftruncate(self._file, size_bytes)
-        except OSError:
+        except OSError:  # such as a full disk: no empty file stays
             self.abort()
             raise
 
@@ -473,7 +473,7 @@ class LocalStorage(Storage):
     def rename(self, old: str, new: str) -> None:
         try:
             os.replace(self.root / old, self.root / new)
-        except FileNotFoundError:
+        except FileNotFoundError:  # another process may have renamed it
             if not (self.root / new).is_file():
                 raise
 
@@ -595,7 +595,7 @@ def make_private(folder: Path) -> None:
         StorageError: if the folder is a link, belongs to another user, or other users may enter or replace it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
+    with contextlib.suppress(FileExistsError):  # checked below
         folder.mkdir(0o700)
     status, parent = folder.lstat(), folder.parent.stat()
     problem = None

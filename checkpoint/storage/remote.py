@@ -37,6 +37,7 @@ T = TypeVar("T")
 _TRIES = 5  # in addition to the file system's own retries; 3 s of pauses in total
 _FIRST_PAUSE_S = 0.2
 _PATIENCE_S = 60.0  # no try begins later: some clients retry for minutes themselves
+# Another try would get the same answer.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 # Transient errors of clients that are not OSErrors; by name, since a client is installed only if it is used.
 _PASSING = {
@@ -52,7 +53,7 @@ _PASSING = {
     "http.client.HTTPException",
     "urllib3.exceptions.HTTPError",
 }
-_WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")
+_WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")  # a save makes no bucket
 _PASSING_CODES = re.compile(
     "SlowDown|RequestTimeout|RequestTimeTooSkewed|InternalError|ServiceUnavailable|Throttling"
 )
@@ -382,6 +383,7 @@ class RemoteStorage(Storage):
             paths = self.retrying(lambda: self.filesystem.ls(self._path(name), detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
+        # Some stores end folders with a slash.
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     @property

@@ -33,6 +33,7 @@ from vescale_fsdp.layout.foreign_json import parse_json
 
 ROOT = "base_model.model."
 _PARTS = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|ia3_l|modules_to_save"
+# An adapter is a submodule, whose name cannot contain dots.
 _TRAINED = re.compile(rf"(?P<module>.+)\.(?P<part>{_PARTS})\.(?P<adapter>[^.]+)(?P<rest>\..+)?")
 
 

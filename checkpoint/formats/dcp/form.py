@@ -116,6 +116,6 @@ def _write(storage: Storage, output: OutputPlan) -> None:
     try:
         copier = Copier(limits, create, storage.retrying, no_progress, lambda *_: None)
         copier.copy(output.files, in_order=storage.in_order)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no torn file stays
         give_up()
         raise

@@ -23,7 +23,7 @@ from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box
 
 METADATA_FILE = ".metadata"
-_ACCELERATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_\d+)?/")
+_ACCELERATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_\d+)?/")  # such as pytorch_model_fsdp_0/
 
 # A record that lacks one of these attributes was damaged, not written by another version.
 _DAMAGE = (AttributeError, KeyError, TypeError, ValueError)

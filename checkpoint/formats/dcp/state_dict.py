@@ -76,6 +76,7 @@ def _materialise(model: nn.Module, template: dict[str, Any], state: dict[str, An
                 value = value.detach().to(home_device(template), template[fqn].dtype, copy=True)
             values[name] = value
     if values:
+        # Assign: a tensor on meta cannot be copied into.
         model.load_state_dict(values, strict=False, assign=True)
 
 
@@ -123,7 +124,7 @@ def set_state_dict(
         >>> weights, moments = get_state_dict(model, optimizer)
         >>> _ = set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     """
-    has_model = [bool(model_state_dict)]
+    has_model = [bool(model_state_dict)]  # a list, which the broadcast changes in place
     if options is not None and options.broadcast_from_rank0 and dist.is_initialized():
         dist.broadcast_object_list(has_model, src=0)  # other ranks pass empty dicts
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)

@@ -221,7 +221,7 @@ class RaggedWriter(StorageWriter):
                 self._metadata,
                 self._held,
             )
-        except BaseException:
+        except BaseException:  # DCP calls `finish`, which releases the lock, only after a success
             self._held.close()
             raise
         future: Future[list[WriteResult]] = Future()

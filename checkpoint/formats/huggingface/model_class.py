@@ -167,7 +167,7 @@ def ask_child(
         return {"unknown": f"{type(error).__name__}: {error}"}
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
+    except ValueError:  # no answer: the process has died
         last_line = done.stderr.strip().splitlines()[-1:]  # of a traceback, the error itself
         return {"unknown": f"the child process ended with status {done.returncode}: {' '.join(last_line)}"}
     return answer

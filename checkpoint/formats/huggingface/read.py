@@ -91,7 +91,7 @@ def open_hf_folder(store: Storage) -> Source:
                 store, f"either {single} or {index}", "both", " (transformers loads the single file)"
             )
         mapped = weight_map(store, index)
-        files = sorted(set(mapped.values()))
+        files = sorted(set(mapped.values()))  # by the numbers in their names
     elif single in files:
         files = [single]
     elif len(files) != 1 or _ONE_OF_SEVERAL.search(files[0]):  # one file of any other name is accepted
@@ -228,7 +228,7 @@ def _saved_offsets(store: Storage, file: str, metadata: Mapping[str, str]) -> di
     try:
         sharding = parse_json(metadata.get("DCP_SHARDING_INFO", "{}"))
         return {str(name): whole_numbers(entry["saved_offsets"]) for name, entry in sharding.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON of other types too
         got = f"{type(error).__name__}: {error}"
         raise _odd_shard(store, file, "offsets of its boxes in the header", got) from error
 
@@ -276,7 +276,7 @@ def weight_map(store: Storage, index_file: str) -> dict[str, str]:
     try:
         index = parse_json(store.read(index_file), is_text=True)
         mapped = {str(name): str(file) for name, file in index["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON of other types too
         raise CorruptCheckpointError(
             "The index cannot be read.",
             expected="JSON with a weight_map",

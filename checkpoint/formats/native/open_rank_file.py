@@ -29,11 +29,11 @@ class OpenRankFile:
         self.where = f"{storage.where}/{file.name}"
         try:
             self.reader: FileReader = storage.open_file(file.name)
-        except (*_GONE, ValueError) as error:
+        except (*_GONE, ValueError) as error:  # ValueError: not a regular file
             raise self._unreadable(error) from error
         try:
             self._table = self._check()  # as bytes: ints would need four times the memory
-        except BaseException as error:
+        except BaseException as error:  # the caller gets no object that it could close
             with noting(error):
                 self.reader.close()
             raise

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 _JOB_BYTES = 16 << 20  # 16 MiB
 _TURN_BYTES = 4 << 20  # 4 MiB: one read for several ranks
-_MAX_INCOMING = 8  # turns that a rank receives in one wave; 32 MiB of buffers
+_MAX_INCOMING = 8  # turns that a rank receives in one wave; 32 MiB of buffers each wave
 _SLICE_BYTES = 512 << 10  # 512 KiB: with its source, half of a core's cache
 _start_of = attrgetter("start")
 
@@ -346,6 +346,7 @@ class ReadPlan(Reads):
         return [
             StripeRun(rank, start // size, -(-stop // size))
             for rank, sinks in sorted(self._sinks.items())
+            # No gaps: nobody needs the stripes in them.
             for start, stop in _joined(sorted(sinks, key=_start_of), self._finder.file(rank), size, 0)
         ]
 
@@ -525,7 +526,7 @@ def plan_shared(by_rank: Sequence[Iterable[StripeRun]], max_stripes: int) -> lis
             of_file.setdefault(run.stop, []).append((rank, False))
     by_sender: dict[int, list[SharedStripes]] = {}
     load: Counter[int] = Counter()  # stripes that each rank reads for others
-    for saved_rank, of_file in sorted(edges.items()):
+    for saved_rank, of_file in sorted(edges.items()):  # all ranks must plan the same
         ranks: set[int] = set()  # that request the stripes [first, stop)
         for first, stop in pairwise(sorted(of_file)):
             ranks -= {rank for rank, begins in of_file[first] if not begins}

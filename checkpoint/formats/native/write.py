@@ -101,7 +101,7 @@ class NativeForm(Form):
             self.finish(storage, manifest)
             storage.sync_folder(folder)  # the names of all files; then the folder's own name
             storage.sync_folder("")
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: its note says what the disk has
             error.add_note(f"nothing was committed: {storage.where} is as it was before")
             raise
         _publish(storage, manifest.to_bytes(), replace)

@@ -212,7 +212,7 @@ class TorchArchive:
                 nbytes = next(values) if is_wide[0] else nbytes
                 _ = next(values) if is_wide[1] else None  # the compressed size
                 header_offset = next(values) if is_wide[2] else header_offset
-            except StopIteration:
+            except StopIteration:  # fewer values than the fixed fields announce
                 raise self._damaged("a complete zip64 field", repr(extra)) from None
         return _ZipRecord(header_offset, nbytes, head[7], head[4] == 0)
 
@@ -246,6 +246,7 @@ def _zip64_values(extra: bytes) -> list[int]:
         tag, size = struct.unpack_from("<HH", extra, position)
         if tag == ZIP64_TAG:
             body = extra[position + 4 : position + 4 + size]
+            # Iter_unpack takes whole values.
             return [v for (v,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
         position += 4 + size
     return []

@@ -237,6 +237,7 @@ def _rebuild_typed(function: Any, kind: Any, args: tuple[Any, ...], state: Any) 
     """A tensor of a subclass or with attributes; a rank's part of a tensor for DTensor and ShardedTensor."""
     if function is not _rebuild_wrapper:
         return function(*args)
+    # DTensor has had several modules, and has a stand-in for each.
     if kind is not _SHARDED_TENSOR and getattr(kind, "__name__", "") != "DTensor":
         raise _NotDenseError(f"a {getattr(kind, '__qualname__', kind)}, which wraps other tensors")
     if kind is _SHARDED_TENSOR:

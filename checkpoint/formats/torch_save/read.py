@@ -349,6 +349,7 @@ def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Sour
     return entries.source("torch", store, file=file)
 
 
+# accelerate's names, and verl's, which have the world size too.
 _RANK_FILE = re.compile(r"(.+?)(?:_world_size_(\d+))?_rank_?(\d+)\.(?:bin|pt|pth)")
 _STATES = ("model", "optimizer")
 _CONTAINERS = {

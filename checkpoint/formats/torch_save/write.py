@@ -140,7 +140,7 @@ class _Writer:
             self.out += b"J" + _INT(value)  # BININT: 32 bits
         else:
             value = int(value)
-            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)  # room for the sign bit
             self.out += b"\x8a" + bytes([len(data)]) + data  # LONG1
 
     def _put_float(self, value: float) -> None:

@@ -286,10 +286,11 @@ class _Array2(_Array):
 
         try:
             data: Any = self.store.read(file)
-            for codec in reversed(self._codecs):
+            for codec in reversed(self._codecs):  # decoding begins with what was applied last
                 data = get_codec(dict(codec)).decode(data)
             raw = ensure_contiguous_ndarray(data).view(np.uint8).view(self.info.dtype.raw)
             values: np.ndarray = raw.reshape(self.chunk, order=self._order)  # type: ignore[call-overload]
+        # Each codec raises other classes.
         except (EOFError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(
                 "A chunk of a zarr array cannot be decoded.",
@@ -303,6 +304,7 @@ class _Array2(_Array):
 
 def _numpy_dtype(text: object) -> tuple[bool, DType]:
     """(whether bytes are swapped, the type) of version 2's names: numpy's, or the name of a type that JAX adds."""
+    # The first letter is the byte order: little, big or none.
     if isinstance(text, str) and (dtype := dtype_from_numpy(text[1:])) is not None and text[0] in "<>|":
         if text[0] == ">" and dtype.kind == "complex":  # swapping whole items would exchange their two parts
             raise ValueError(f"dtype {text}")
