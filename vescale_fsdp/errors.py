@@ -8,7 +8,7 @@ The tree (each class is also the builtin a caller would expect to catch):
     +-- LayoutError(ValueError)            sizes, granularities or layouts that are not valid
     +-- PlacementError(ValueError)         placements, meshes or shapes that do not go together
     +-- UnsupportedOpError(NotImplementedError)   an operation that has no right answer on ragged pieces
-    +-- LifecycleError(RuntimeError)       a module used in an order the runtime cannot honour
+    +-- LifecycleError(RuntimeError)       a module used in an order the runtime cannot honor
     |   +-- MisuseError(AssertionError)    where torch's FSDP2 asserts: a second wrap, a deepcopy, half a hook
     +-- CheckpointError(RuntimeError)      a checkpoint that cannot be written or read as asked
     |   +-- CorruptCheckpointError         the bytes on disk are not what they claim to be
@@ -103,7 +103,7 @@ class UnsupportedOpError(VescaleError, NotImplementedError):
 
 
 class LifecycleError(VescaleError, RuntimeError):
-    """A sharded module used in an order the runtime cannot honour."""
+    """A sharded module used in an order the runtime cannot honor."""
 
 
 class MisuseError(LifecycleError, AssertionError):

@@ -8,7 +8,7 @@ reduced shard. An optimizer that updates each element separately can treat them 
     exp_avg, ...       | w0      | b0 | w1          | b1 |        state[w0]["exp_avg"] is a view, as w0 is one
 
 A **run** is a sequence of parameters of one param group with the same step count, and only padding between them.
-Padding is stepped as well, with gradients of zeros, so it stays zero; users' collectives and quantisers rely on that.
+Padding is stepped as well, with gradients of zeros, so it stays zero; users' collectives and quantizers rely on that.
 The torch optimizer steps one flat tensor per run: a few kernels per unit, independent of the number of parameters. The
 public attributes are per parameter, as in the torch optimizer: `param_groups` has the sharded parameters, `state` has
 ragged tensors (views of the flat state). So `state_dict()`, torch's and this library's checkpoints, learning-rate

@@ -1,4 +1,4 @@
-"""The plan of a Muon step: matrices, where each is orthogonalised, and the exchange of those that are cut over ranks.
+"""The plan of a Muon step: matrices, where each is orthogonalized, and the exchange of those that are cut over ranks.
 
 A matrix is iterated as one, and it is one flat range of its parameter, because rows are contiguous:
 
@@ -311,7 +311,7 @@ class Bucket:
 
     @property
     def owned(self) -> list[CutMatrix]:
-        """The matrices that this rank orthogonalises."""
+        """The matrices that this rank orthogonalizes."""
         return self._by_owner[self.ranks.replica, self.ranks.shard]
 
     @cached_property

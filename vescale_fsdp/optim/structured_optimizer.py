@@ -143,7 +143,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                     expected="a floating-point tensor with storage",
                     got=f"{param.dtype} on device {param.device}",
                     where=f"parameter of shape {tuple(param.shape)}",
-                    todo="materialise the model first: model.to_empty(device=...), initialise it, then build "
+                    todo="materialize the model first: model.to_empty(device=...), initialize it, then build "
                     "the optimizer",
                 )
             local_tensor(param)  # raises for a tensor that is not contiguous
@@ -383,7 +383,7 @@ def check_parts(saved: Iterable[str], state: Iterable[str], where: str) -> None:
             got=sorted(saved),
             where=where,
             todo="build the optimizer with the param groups and options of the saved one; loading never "
-            "quantises or dequantises state",
+            "quantizes or dequantizes state",
         )
 
 

@@ -80,7 +80,7 @@ def require_uncompared(units: Iterable[FSDPState], switch: str) -> None:
     """Refuse to change a setting that ranks have compared.
 
     Raises:
-        LifecycleError: if a unit was compared, which is so on all ranks or on none.
+        LifecycleError: if a unit was compared; all ranks raise, or none does.
     """
     for unit in units:
         if unit.agreed:
@@ -129,7 +129,7 @@ def _compare(mesh: DeviceMesh, lines: list[str], differing: bool) -> bool:
     device = torch.device(mesh.device_type) if mesh.device_type != "cpu" else torch.device("cpu")
     for group in groups:
         digest = _hash("\n".join(lines))
-        # One MAX gives the largest and, by the negative, the smallest digest: they are equal if all digests are.
+        # The MAX of (digest, -digest) yields the largest and the smallest digest, which are equal if all digests are.
         extremes = torch.tensor([digest, -digest, int(differing)], dtype=torch.int64, device=device)
         if is_fake(extremes):
             continue  # under FakeTensorMode no values are computed or sent

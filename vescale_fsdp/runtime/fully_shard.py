@@ -103,7 +103,7 @@ def fully_shard(
 
     Raises:
         ValueError: for containers without a forward, 0-dim parameters, a mesh of more than two axes, or an
-            argument of another kind.
+            argument of the wrong type.
         NotImplementedError: for arguments or parameters that the runtime does not support.
         MisuseError: if a module is sharded twice, or another data parallelism of torch manages a part of it.
         LayoutError: if there is no layout, a pattern matches no parameter, or padding is above the policy's limit.
@@ -202,8 +202,8 @@ def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
     for module in modules:
         for name, below in module.named_modules():
             manager = None
-            # torch's fully_shard on an outer module marks the inner ones, as this library does, too; but its
-            # parameters are not ragged.
+            # Both torch's fully_shard and this library set this mark on the modules below; only torch's parameters are
+            # not ragged.
             is_fsdp2s = vars(below).get("_is_fsdp_managed_module", False) and any(
                 isinstance(param, DTensor) and not isinstance(param, RaggedDTensor)
                 for param in below._parameters.values()
@@ -226,7 +226,7 @@ def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
 
 
 def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
-    """Whether to reshard after the forward; None: except the root. `plan_groups` checks numbers."""
+    """Whether to reshard after the forward; None: all units but the root. `plan_groups` checks a number of ranks."""
     if wanted is not None and not isinstance(wanted, int):
         raise ArgumentError(
             "reshard_after_forward must be a bool, a number of ranks or None.",

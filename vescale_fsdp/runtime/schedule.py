@@ -108,7 +108,7 @@ class Schedule:
         self._order: list[FSDPState] = []  # units of this forward, in the order in which they began
         self._ended: list[FSDPState] = []  # units of this forward, in the order in which they ended
         self._begun: set[FSDPState] = set()  # units whose backward has begun
-        # The unit that began next in the last forward that ran the key.
+        # For each unit, the unit that began next in the last forward that ran it.
         self._successors: dict[FSDPState, FSDPState] = {}
         self._guessed: set[FSDPState] = set()  # units gathered ahead because they are successors
         self._left: set[FSDPState] = set()  # units that forwards without gradients have left gathered
@@ -209,7 +209,7 @@ class Schedule:
             self._end_forward_without_grads()
             return
         if self.comm.watches:
-            # The facts that decide which collectives the backward issues; they must be the same on all ranks.
+            # Log what decides which collectives the backward issues; it must be the same on all ranks.
             run = ", ".join([unit.label for unit in self._order])
             unsynced = ", ".join([unit.label for unit in self.units if not unit.requires_gradient_sync])
             for watch in self.comm.watches.values():
