@@ -152,7 +152,7 @@ class Whole(Granularity):
     def __post_init__(self) -> None:
         if self.per not in ("tensor", "matrix"):
             raise LayoutError(
-                "Whole cannot keep this whole.",
+                "This value of per is not valid.",
                 expected="per='tensor' or per='matrix'",
                 got=repr(self.per),
                 where="Whole(per=...)",
@@ -188,7 +188,7 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
         param: the parameter, passed to a function rule.
 
     Raises:
-        LayoutError: if the rule is none of these or does not give a Granularity.
+        LayoutError: if the rule has another type, or gives anything but a Granularity or its text.
     """
     value: object = rule
     if rule is None:

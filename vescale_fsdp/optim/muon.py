@@ -1,4 +1,4 @@
-"""Muon on ragged shards: momentum is sharded like the parameter; an owner iterates each matrix that is cut over ranks.
+"""Muon on ragged shards: momentum is sharded like the parameter; a matrix that is cut over ranks is sent to one owner.
 
 Per matrix: momentum ``m <- lerp(m, g)`` and update ``u = lerp(g, m)`` on the pieces; ``o`` = Newton-Schulz of the whole
 matrix ``u``; weight decay and ``p -= lr' * o`` on the pieces. Only Newton-Schulz needs whole matrices:
@@ -124,7 +124,7 @@ class Muon(StructuredOptimizer):
                 got=f"adjust_lr_fn={adjust_lr_fn!r}, ns_steps={ns_steps}",
             )
         self._bucket_bytes = bucket_bytes
-        self._plans: dict[tuple[int, ...], MuonPlan] = {}  # by which parameters have a gradient
+        self._plans: dict[tuple[int, ...], MuonPlan] = {}  # key: indices of the parameters with a gradient
         self._ranks: dict[tuple[DeviceMesh, int], Ranks] = {}
         defaults = {
             "lr": lr,
@@ -184,7 +184,7 @@ class Muon(StructuredOptimizer):
         return matrices, rest
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; their state is made at once."""
+        """Add parameters; their state is created at once."""
         super().add_param_group(param_group)
         self._plans.clear()
 
@@ -269,14 +269,14 @@ class NewtonSchulz:
 
 
 _STACK_NUMEL = 32 << 20
-"""Most elements of a stack, 64 MiB in bf16. An iteration has up to four such tensors: X, A, B and the next X."""
+"""Maximum elements of a stack, 64 MiB in bf16. An iteration has up to four such tensors: X, A, B and the next X."""
 
 _WIDENED_NUMEL = 8 << 20
-"""Most elements subtracted in one launch: 32 MiB of fp32 copies, and twice that for 16-bit parameters."""
+"""Maximum elements subtracted in one launch: 32 MiB of fp32 copies, and twice that for 16-bit parameters."""
 
 
 class ParamJob(NamedTuple):
-    """One parameter in one step."""
+    """A parameter in one step."""
 
     param: torch.Tensor
     group: dict[str, Any]
@@ -446,8 +446,8 @@ def _orthogonalise_arrived(
 ) -> list[torch.Tensor]:
     """The orthogonalized updates of the matrices that this rank owns, flat, in their order in the bucket."""
     owned = bucket.owned
-    # Parts arrive in the order of ranks, and those of one rank in the order of the bucket. A matrix has its parts in
-    # the order of shards.
+    # Parts arrive in the order of ranks, and from each rank in the order of the bucket. A matrix has its parts in the
+    # order of shards.
     keys = [(s, n) for r, s in bucket.everyone if r == bucket.ranks.replica for n in range(len(owned))]
     chunks = arrived.split([owned[n].part(s).numel for s, n in keys]) if keys else ()
     parts = dict(zip(keys, chunks, strict=True))

@@ -128,7 +128,7 @@ class BlockGrid:
 
 
 def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
-    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; for tensors below 2-D, a tile is one of its rows.
+    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; in a tensor below 2-D, a tile is one row of itself.
 
     Raises:
         LayoutError: for any other granularity.
@@ -157,7 +157,7 @@ def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
 _E4M3_MAX = 448.0  # largest finite value of float8_e4m3fn
 _E4M3_MAX_EXPONENT = 8  # the largest power of two in e4m3 is 2^8
 _INT8_MAX = 127.0  # not 128, so that codes are symmetric
-_LEAST_AMAX = 1e-12  # blocks of zeros get this magnitude, as in torchao: no division by zero
+_LEAST_AMAX = 1e-12  # blocks of zeros get this magnitude, as in torchao, to avoid a division by zero
 _WHOLE_ROW = 1 << 40  # columns: more than any row has
 _E8M0_BIAS = 127
 _E8M0_NAN = 255

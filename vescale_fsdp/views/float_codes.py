@@ -1,8 +1,8 @@
-"""Raw bits of floats: casts between float types, and the codes of quantized weights. No torch import.
+"""Raw bits of floats: casts between float types, and the codes of quantized weights. Does not import torch by itself.
 
 Casts (`cast_array`, `cast_into`) round bit for bit as torch's ``.to(dtype)``. The converter starts without torch, which
-takes a second and 200 MiB to import; where torch is already loaded, as next to live shards, it casts: several times as
-fast. bfloat16, which numpy lacks, is the upper half of a float32 and is computed by integer arithmetic.
+takes a second and 200 MiB to import. If torch is already loaded, as next to live shards, torch casts, because it is
+several times as fast. bfloat16, which numpy lacks, is the upper half of a float32, computed by integer arithmetic.
 
 Codes of quantized weights, by table of `code_table` and `nibble_table`:
 
