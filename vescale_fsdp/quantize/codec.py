@@ -128,7 +128,7 @@ class BlockGrid:
 
 
 def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
-    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; in a tensor below 2-D, a tile is one row of itself.
+    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; below 2-D, the block of a tile is ``cols`` elements.
 
     Raises:
         LayoutError: for any other granularity.
