@@ -92,7 +92,9 @@ class Settings:
     granularity: GranularityRule | PatternRule = None
     padding_policy: PaddingPolicy = field(default_factory=PaddingPolicy)
     stacks: frozenset[str] = frozenset()  # stacks in which names were replaced as well
-    checked: set[str] = field(default_factory=set)  # stacks whose version was checked, so that a warning comes once
+    checked: set[str] = field(
+        default_factory=set
+    )  # stacks whose version was checked, so that a warning comes once
 
     def __post_init__(self) -> None:
         check_rule(self.granularity)

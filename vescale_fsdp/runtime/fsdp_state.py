@@ -104,7 +104,9 @@ class FSDPState:
         self._took_part = False  # whether the unit ran with gradients enabled since its last reduction
         self._was_reduced = False  # whether this backward has reduced the unit
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
-        self._loads_own = False  # whether a running load_state_dict loads the unit's own, partly overwritten tensors
+        self._loads_own = (
+            False  # whether a running load_state_dict loads the unit's own, partly overwritten tensors
+        )
         # Number of registered methods that are running. They may call the forward, and read parameters after it.
         self._methods_running = 0
         for module in modules:

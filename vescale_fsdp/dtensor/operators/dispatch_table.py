@@ -111,7 +111,9 @@ FAMILIES: dict[Rule, Family] = {
         "composite",
         "In inference mode, such as `chunk` and `linear`: decomposed into other operators.",
     ),
-    whole_tensors.eye: Family("identity matrix", "`torch.eye(out=tensor)`, for a tensor of the matrix's shape."),
+    whole_tensors.eye: Family(
+        "identity matrix", "`torch.eye(out=tensor)`, for a tensor of the matrix's shape."
+    ),
     whole_tensors.rewritten: Family(
         "rewritten",
         "Computed by other operators; nothing is gathered.",
@@ -122,9 +124,7 @@ FAMILIES: dict[Rule, Family] = {
         "The same for any number of ranks and any cut, under vescale_fsdp.manual_seed.",
         "bernoulli_ normal_ uniform_",
     ),
-    random.random_like: Family(
-        "random `*_like`", "As random values in place.", "rand_like randn_like"
-    ),
+    random.random_like: Family("random `*_like`", "As random values in place.", "rand_like randn_like"),
     _on_local: Family("queries about storage", "Runs on this rank's piece.", "is_pinned record_stream"),
 }
 _BY_NAME = {name: rule for rule, family in FAMILIES.items() for name in family.names.split()}

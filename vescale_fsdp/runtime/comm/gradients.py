@@ -105,7 +105,9 @@ class UnshardedGrads:
                 buffer.add(slot, grad)
         self._written.update(slot.fqn for slot, _ in new)
         self._kept, self._made_on = {}, {}
-        for stream in others:  # these streams own the gradients' memory: they must not reuse it during the copy
+        for (
+            stream
+        ) in others:  # these streams own the gradients' memory: they must not reuse it during the copy
             stream.wait_stream(here)
 
     def _write(self, slot: TensorSlot, grad: torch.Tensor) -> None:
