@@ -398,11 +398,11 @@ def refuse_set_state_dict(what: str) -> None:
     if sys._getframe(2).f_code is _distribute_tensors.__code__:
         raise UnsupportedOpError(
             "torch's set_*_state_dict cannot shard full tensors for ragged parameters.",
-            expected="set_model_state_dict, set_optimizer_state_dict or set_state_dict of vescale_fsdp.checkpoint",
-            got="the function of the same name in torch.distributed.checkpoint.state_dict",
+            expected="the function of the same name in vescale_fsdp.checkpoint.state_dict",
+            got="set_model_state_dict, set_optimizer_state_dict or set_state_dict of torch.distributed.checkpoint",
             where=what,
-            todo="import it from vescale_fsdp.checkpoint; the arguments are the same, including full_state_dict and "
-            "broadcast_from_rank0",
+            todo="import it from vescale_fsdp.checkpoint.state_dict; the arguments are the same, including "
+            "full_state_dict and broadcast_from_rank0",
         )
 
 

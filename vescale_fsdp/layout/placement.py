@@ -26,7 +26,7 @@ from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
 from vescale_fsdp.lazy import set_module
 
-_INSTEAD = "use vescale_fsdp.distribute_tensor, or set_model_state_dict etc. of vescale_fsdp.checkpoint"
+_INSTEAD = "use vescale_fsdp.distribute_tensor, or set_model_state_dict etc. of vescale_fsdp.checkpoint.state_dict"
 
 
 @set_module("vescale_fsdp")

@@ -115,9 +115,10 @@ def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: Ragg
                     func,
                     like,
                     f"it writes to {name!r}, which is not ragged",
-                    todo=f"{OUTSIDE_FORWARD}. In an optimizer's step: its moments are full tensors, which "
-                    "vescale_fsdp.checkpoint.load and set_optimizer_state_dict(full_state_dict=True) shard. Elsewhere: "
-                    "write to a ragged tensor cut the same way, or gather first with .full_tensor()",
+                    todo=f"{OUTSIDE_FORWARD}. In an optimizer's step: its moments are full tensors; shard them with "
+                    "vescale_fsdp.checkpoint.load, or set_optimizer_state_dict(full_state_dict=True) of "
+                    "vescale_fsdp.checkpoint.state_dict. Elsewhere: write to a ragged tensor cut the same way, or "
+                    "gather first with .full_tensor()",
                 )
             if is_partial(written):
                 raise refuse(func, written, f"it writes to {name!r}, which has pending sums")

@@ -52,9 +52,8 @@ class DBuffer:
         self.flat = flat
         self._pool = pool
         self._views: dict[str, torch.Tensor] = {}
-        self._copies: dict[
-            str, torch.Tensor
-        ] = {}  # scattered tensors by name: 1-D, full, with their own storage
+        # Scattered tensors by name: 1-D, full, with their own storage.
+        self._copies: dict[str, torch.Tensor] = {}
         self._padding: list[torch.Tensor] | None = None  # created at the first use
         self._work: Work | None = None
         self._version = version_of(flat)
