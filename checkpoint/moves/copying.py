@@ -1,7 +1,7 @@
 """Moving bytes: the jobs of many files, by a few threads with one fixed buffer each.
 
-A thread takes a job (see `copy_jobs`), reads or computes its bytes into its buffer and writes them where the plan
-says; nothing else is held, so memory is the buffers, whatever the size of the model or of its largest tensor.
+A thread takes a job (see `copy_jobs`), reads or computes its bytes into its buffer and writes them to the place in the
+plan. So memory is the buffers, whatever the size of the model or of its largest tensor.
 
     512 MiB budget, 4 threads -> 4 buffers of 8 MiB      64 MiB budget, 8 threads -> 8 buffers of 2 MiB
 
@@ -9,11 +9,11 @@ Files that accept writes in any order share all threads; files that are streams 
 byte passes through memory, where it is compared with the source's checksums, if there are any, and hashed for
 the journal: hashing a buffer in the cache takes a tenth of the time that writing it takes.
 
-A file is finished when the checksums of all bytes that it was made from have been compared. Reads compare them as they
-go (see `verified_reads`). The bytes around are read at the end: the rest of a storage larger than its tensor, or of a
-record that is cut into several files. A tensor that is whole in a file is verified before that file is finished; one
-that is cut into several files by the file that holds its first item, when all files are complete. So no process waits
-for another one, and together they read no byte more than twice.
+A file is finished when the checksums of all bytes that it was made from have been compared. Reads compare checksums as
+they go (see `verified_reads`). The other bytes of a checksum's range are read at the end: the rest of a storage that is
+larger than its tensor, or of a record that is cut into several files. A tensor that is whole in a file is verified
+before that file is finished. A tensor that is cut into several files is verified by the process that writes its first
+item, when its files are complete. So no process waits for another, and together they read no byte more than twice.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CopyLimits:
     Args:
         memory_budget_bytes: for all working buffers together.
         threads: readers and writers at work at once.
-        decoded_bytes: what each holds beside its buffers, of sources whose chunks are decoded whole.
+        decoded_bytes: memory per thread for a chunk that is decoded whole.
 
     Examples:
         >>> CopyLimits(memory_budget_bytes=64 << 20, threads=8).usable_threads
@@ -90,15 +90,19 @@ class CopyLimits:
 
     @property
     def usable_threads(self) -> int:
-        """Threads that the budget can give a buffer each."""
+        """The number of threads; fewer if the budget has no buffers for all."""
         least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
         return min(self.threads, _MAX_THREADS, self.memory_budget_bytes // least)
 
     def decoding(self, name: str, nbytes: int) -> CopyLimits:
-        """The same where chunks of tensors are decoded, of which this one's need the most.
+        """The limits of a source whose chunks are decoded whole.
+
+        Args:
+            name: the tensor with the largest chunks.
+            nbytes: memory for one of them.
 
         Raises:
-            ConversionError: if the budget has no room for one.
+            ConversionError: if the budget has no room for one chunk.
         """
         needed = nbytes + _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD
         if needed > self.memory_budget_bytes:
@@ -119,7 +123,7 @@ class CopyLimits:
 
 
 class _WorkingFile:
-    """A file being written: what is left to do and the checksums so far."""
+    """A file being written: the number of jobs left, and the checksums so far."""
 
     def __init__(self, plan: FilePlan, out: FileWriter, num_jobs: int) -> None:
         self.plan, self.out = plan, out
@@ -136,7 +140,7 @@ class _WorkingFile:
         elif isinstance(job, Stretch):
             nbytes = self._put_together(job, buffer)
         else:
-            begun: Begun = {}  # empty in the end: the job's bytes are whole stripes
+            begun: Begun = {}  # stays empty after the job, whose bytes are whole stripes
             for start, stop, moves in steps(job, len(buffer)):
                 data = buffer[: stop - start]
                 job.source.reads.read(job.file, start, data, begun)
@@ -165,7 +169,7 @@ class _WorkingFile:
         return nbytes
 
     def _write(self, offset: int, data: memoryview, content: int | None = None) -> None:
-        """Bytes of one content, or of several that have no CRCs."""
+        """Write bytes of one content, or of several contents without CRCs."""
         self.out.write_at(offset, [data])
         digest = checksum_of(data)
         kind = None if content is None else self.plan.tensor(content).crc
@@ -195,7 +199,7 @@ class _WorkingFile:
 
     @property
     def digest(self) -> str:
-        """One checksum of all writes, in file order; `written_digest` finds the same in the written file."""
+        """One checksum of all writes, in file order; `written_digest` computes the same from the written file."""
         return _join_digests(digest for _, digest in sorted(self._digests))
 
 
@@ -206,7 +210,7 @@ def _join_digests(digests: Iterable[int]) -> str:
 def written_digest(
     plan: FilePlan, read: Callable[[int, int], bytes], buffer_bytes: int, *, in_order: bool
 ) -> str:
-    """The checksum a finished file was recorded with, from its bytes as they are now."""
+    """The checksum of a finished file as it is now, which is equal to the recorded one if the file is intact."""
     if plan.stretch_bytes and not in_order:
         bounds = (step for each in stretches(plan) for step in stretch_steps(plan, each, buffer_bytes))
         written = [(start, stop - start) for start, stop in bounds]
@@ -218,14 +222,14 @@ def written_digest(
 
 @dataclass
 class Copier:
-    """Writes the files of one conversion, by threads that share what stands here.
+    """Writes the files of one conversion, in several threads.
 
     Args:
         limits: memory and threads.
         create: opens an output; called when its first byte is about to be written.
-        retrying: does what failed again, from the start of a file that is written front to back.
+        retrying: repeats failed work on a stream, from the start of its file.
         progress: called with bytes done since the last call, from several threads.
-        on_finished: called, one at a time, with each finished (not published) file and its digest.
+        on_finished: called with each finished (not published) file and its digest, by one thread at a time.
     """
 
     limits: CopyLimits
@@ -239,7 +243,7 @@ class Copier:
         """Write all files, each from front to back if ``in_order``.
 
         Raises:
-            Exception: the first error of any thread; the others stop. Outputs are not aborted.
+            Exception: the first error of any thread; the other threads stop. Outputs are not aborted.
         """
         if in_order:
             in_threads(self.limits.usable_threads, self._stream, plans)
@@ -250,10 +254,10 @@ class Copier:
                 raise carried.error from carried.error.__cause__
 
     def _finish(self, file: _WorkingFile, known: int = 0) -> None:
-        """Write what is not tensors from content ``known`` on, verify what was read, and close."""
+        """Write fixed and computed bytes from content ``known`` on, verify the tensors of the file, and close it."""
         file.write_known(known, len(file.plan.contents))
         with reading_source():
-            for source, name in answered_for(file.plan, whole=True):
+            for source, name in tensors_to_verify(file.plan, whole=True):
                 source.verify(name)
         file.out.close()
         with self._lock:
@@ -272,8 +276,8 @@ class Copier:
                 yield file, job
 
     def _work(self, jobs: Shared[tuple[_WorkingFile, Job | Stretch]]) -> None:
-        """Do jobs until there are none."""
-        # A map of its own, since pages that are never touched cost nothing.
+        """Do jobs until none is left."""
+        # An anonymous map, since its pages cost no memory until they are used.
         buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))
         for file, job in jobs:
             nbytes, is_last = file.do(job, buffer)
@@ -282,7 +286,7 @@ class Copier:
                 self._finish(file, len(file.plan.contents) - 1 if file.plan.stretch_bytes else 0)
 
     def _stream(self, plans: Shared[FilePlan]) -> None:
-        """Write whole files front to back, one after the other; a file is finished only if complete."""
+        """Write whole files front to back, one after the other."""
         buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))
         for plan in plans:
             self.retrying(partial(self._write_in_order, plan, plans, buffer))
@@ -300,25 +304,30 @@ class Copier:
                 self.progress(nbytes)
                 done += nbytes
             self._finish(file, known)
-        except Exception:  # the file may be tried again from its start
+        except Exception:  # a retry reports the same bytes again
             self.progress(-done)
             raise
 
 
-def answered_for(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, str]]:
-    """The stored tensors that a file answers for: those whose items it holds all, or those that are cut."""
-    held = Counter[str]()
+def tensors_to_verify(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, str]]:
+    """The stored tensors that are verified with a file.
+
+    Args:
+        whole: whether to return the tensors that the file contains whole, or those that are cut into several files and
+            have their first item in this one.
+    """
+    numel = Counter[str]()
     for _, items in plan.tensors:
-        held[items.view.info.name] += items.stop - items.start
+        numel[items.view.info.name] += items.stop - items.start
     for _, items in plan.tensors:
         info = items.view.info
-        if items.start == 0 < items.stop and (held[info.name] == info.numel) == whole:
+        if items.start == 0 < items.stop and (numel[info.name] == info.numel) == whole:
             yield from items.view.sources()
 
 
 def verify_rest(plans: Sequence[FilePlan], threads: int) -> None:
-    """Verify what needs all files to be complete: tensors that are cut into several files, and that no source was
-    written to meanwhile, as most formats have no checksums that would tell.
+    """After all files are complete: verify tensors that are cut into several files, and check that no file of a source
+    was replaced, which most formats have no checksums for.
 
     Raises:
         CorruptCheckpointError: if bytes are not those that were saved.
@@ -329,7 +338,7 @@ def verify_rest(plans: Sequence[FilePlan], threads: int) -> None:
         for source, name in stored:
             source.verify(name)
 
-    if cut := [each for plan in plans for each in answered_for(plan, whole=False)]:
+    if cut := [each for plan in plans for each in tensors_to_verify(plan, whole=False)]:
         in_threads(threads, work, cut)
     views = (items.view for plan in plans for _, items in plan.tensors)
     for source in {id(source): source for view in views for source, _ in view.sources()}.values():
