@@ -171,10 +171,7 @@ def explain(
 ) -> str:
     """The text of an error: one sentence, then the given parts of expected / got / where / what to do."""
     parts = {"expected": expected, "got": got, "where": where, "what to do": todo}
-    always = (
-        "expected",
-        "got",
-    )  # parts that are shown even if None, which may be the expected value or the one passed
+    always = ("expected", "got")  # shown even if None, which may be the value itself
     said = [
         f"  {name}: {part}"
         for name, part in parts.items()

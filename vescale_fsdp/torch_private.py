@@ -203,9 +203,8 @@ def refuse_takers(what: str) -> None:
     Raises:
         MisuseError: with the wrapper, and ``what`` it would have wrapped.
     """
-    frame = sys._getframe(
-        2
-    )  # the caller's caller; FSDP1 calls through a helper, so its caller is checked as well
+    # The caller's caller, and its caller: FSDP1 calls through a helper.
+    frame = sys._getframe(2)
     names = [part.f_globals.get("__name__") for part in (frame, frame.f_back) if part is not None]
     taker = next((_TAKERS[name] for name in names if name in _TAKERS), None)
     if taker is not None:
@@ -254,9 +253,8 @@ def coalesced(group: dist.ProcessGroup) -> Iterator[None]:
         with _coalescing_manager(group):
             yield
     except BaseException:
-        _world.pg_coalesce_state.pop(
-            group, None
-        )  # otherwise later collectives would be collected and never run
+        # Otherwise later collectives would be collected and never run.
+        _world.pg_coalesce_state.pop(group, None)
         raise
 
 

@@ -246,16 +246,6 @@ def _check_sharded_by_us(model: nn.Module | None, where: str) -> None:
             )
 
 
-def _unused_plugin(plugin: object) -> ValueError:
-    return ArgumentError(
-        "This strategy does not use a CheckpointIO plugin: its ranks write their shards themselves.",
-        expected="no CheckpointIO plugin",
-        got=type(plugin).__name__,
-        where="Trainer(plugins=...)",
-        todo="remove the plugin, or use Fabric's ModelParallelStrategy(save_distributed_checkpoint=False)",
-    )
-
-
 def _kept(value: Any, filters: Filters | None, key: str) -> Any:
     """A state without the entries that the user's filter of this key rejects."""
     if filters is None or key not in filters or not isinstance(value, Mapping):

@@ -92,9 +92,7 @@ class Settings:
     granularity: GranularityRule | PatternRule = None
     padding_policy: PaddingPolicy = field(default_factory=PaddingPolicy)
     stacks: frozenset[str] = frozenset()  # stacks in which names were replaced as well
-    checked: set[str] = field(
-        default_factory=set
-    )  # stacks whose version was checked, so that a warning comes once
+    checked: set[str] = field(default_factory=set)  # stacks that need no other warning about their version
 
     def __post_init__(self) -> None:
         check_rule(self.granularity)

@@ -218,9 +218,8 @@ def _copies(path: KeyPath, target: ShardingMetadata, groups: Sequence[Any]) -> I
     """Pairs (rank of a file, copy from this file) for one tensor of this rank; the copies cover every element once."""
     if not groups:
         return
-    stored: dict[
-        Box, tuple[int, Sequence[Box], int]
-    ] = {}  # box -> the first rank that has it, its boxes, number
+    # Box -> the first rank that has it, the boxes of this rank, and the box's index among them.
+    stored: dict[Box, tuple[int, Sequence[Box], int]] = {}
     for group in groups:
         shapes = [tuple(sharding.global_shape) for sharding in (target, group.sharding_metadata)]
         if shapes[0] != shapes[1]:

@@ -39,7 +39,8 @@ ANY_NUMBER = 1 << 62
 
 MAX_SCAN = 64  # up to this many multiples, the search tries each
 PRECISION = 1_000_000  # S is within one part in this many of the smallest that the search could find
-# Another order must make S smaller by more than one part in this many, because definition order helps debugging.
+# Another order is tried only if it may make S smaller by more than one part in this many: definition order is easier to
+# debug.
 WORTH_REORDERING = 1000
 MAX_PUT_BACK = 16  # scattered tensors that are tried, one by one, as contiguous ones
 
@@ -274,7 +275,7 @@ def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
     low = _volume_bound(sizes, num_shards, align_numel)
     least = least_shard(sizes, num_shards, align_numel)
     best: Packing | None = None
-    # Definition order first: it is kept unless the other one is strictly better.
+    # Definition order comes first. The other order is tried only if it may be worth it, and must be strictly better.
     defined = tuple(range(len(sizes)))
     by_block = tuple(sorted(defined, key=lambda index: (-sizes[index][1], -sizes[index][0])))
     for order in dict.fromkeys((defined, by_block)):

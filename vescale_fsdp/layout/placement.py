@@ -26,7 +26,9 @@ from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
 from vescale_fsdp.lazy import set_module
 
-_INSTEAD = "use vescale_fsdp.distribute_tensor, or set_model_state_dict etc. of vescale_fsdp.checkpoint.state_dict"
+_INSTEAD = (
+    "use vescale_fsdp.distribute_tensor, or set_model_state_dict etc. of vescale_fsdp.checkpoint.state_dict"
+)
 
 
 @set_module("vescale_fsdp")
@@ -158,9 +160,8 @@ class RaggedShard(Placement):
             PlacementError: if the shape has too few dims, or its cut dims do not divide into the units.
         """
         numel, units = numel_of(shape), self.units.total
-        run_numel = numel_of(
-            shape[len(self.dims) :]
-        )  # elements over the dims that are never cut (0 if empty)
+        # Elements over the dims that are never cut (0 if empty).
+        run_numel = numel_of(shape[len(self.dims) :])
         whole_runs = not self.dims or run_numel == 0 or (numel // units) % run_numel == 0
         if len(shape) >= len(self.dims) and numel % units == 0 and whole_runs:
             return numel // units

@@ -42,9 +42,7 @@ ALIGN_BYTES = 128
 # Prices in hundredths of "one element sent by a collective" or "one element kept in memory": time and memory weigh the
 # same. They are integers, so that every machine makes the same decision.
 PADDED_WIRE_PRICE = 100  # a padded element is sent in every gather and reduction of its group
-PADDED_MEMORY_PRICE = (
-    100  # a padded element occupies the gathered buffer; its part of sharded states is not counted
-)
+PADDED_MEMORY_PRICE = 100  # a padded element is in the gathered buffer; sharded states are not counted
 COPIED_TIME_PRICE = 13  # copies take about 13 % of the time of the collective: arXiv 2602.22437, table 1
 COPIED_MEMORY_PRICE = 100  # a copied tensor is in memory twice while its unit is unsharded
 MESSAGE_PRICE = 100 << 17  # a second message takes as long as 128 Ki elements: about 5 us at 50 GB/s in bf16

@@ -104,9 +104,8 @@ class FSDPState:
         self._took_part = False  # whether the unit ran with gradients enabled since its last reduction
         self._was_reduced = False  # whether this backward has reduced the unit
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
-        self._loads_own = (
-            False  # whether a running load_state_dict loads the unit's own, partly overwritten tensors
-        )
+        # Whether a running load_state_dict loads the unit's own, partly overwritten tensors.
+        self._loads_own = False
         # Number of registered methods that are running. They may call the forward, and read parameters after it.
         self._methods_running = 0
         for module in modules:
@@ -122,7 +121,7 @@ class FSDPState:
     # -- root -----------------------------------------------------------------------------------------
 
     def lazy_init(self) -> None:
-        """At the first forward: make this unit the root, and let all units below it join its schedule.
+        """Make this unit the root, and let all units below it join its schedule. Called at the first forward.
 
         Raises:
             LifecycleError: for a list of modules, if a unit below has run before, or if ranks differ.
@@ -274,9 +273,9 @@ class FSDPState:
         """Whether full parameters stay gathered from a forward to its backward."""
         if self.reshard_after_forward is not None:
             return not self.reshard_after_forward
-        # The backward begins with the root's parameters, so the root keeps them. If no backward followed, they would
-        # still be there after the optimizer, or a swap of weights, has changed the shards: silently stale weights
-        # (torch 2.13's FSDP2 has the same rule).
+        # The backward begins with the root's parameters, so the root keeps them. A forward without gradients must not:
+        # no backward would free them, and they would be stale once an optimizer or a swap of weights has changed the
+        # shards (torch 2.13's FSDP2 has the same rule).
         return self.is_root and torch.is_grad_enabled()
 
     def _watch_outputs(self, output: Any) -> Any:

@@ -132,10 +132,8 @@ class GradHook:
         self._param = weakref.ref(param)
 
     def __call__(self, unsharded: torch.Tensor) -> None:
-        grad, unsharded.grad = (
-            unsharded.grad,
-            None,
-        )  # the group stores the gradient; do not keep a second reference
+        # The group stores the gradient; a second reference would keep it in memory.
+        grad, unsharded.grad = unsharded.grad, None
         take, param = self._take(), self._param()
         if grad is not None and take is not None and param is not None:
             take(param, grad)

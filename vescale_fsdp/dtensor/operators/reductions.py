@@ -96,10 +96,8 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
 def _needs_whole_tensor(call: _Call, name: str) -> bool:
     """Whether the result cannot be combined from the results of the pieces."""
-    if name in (
-        "argmax",
-        "argmin",
-    ):  # if another mesh axis cuts as well, pieces do not know their flat positions
+    if name in ("argmax", "argmin"):
+        # If another mesh axis cuts as well, a piece's index does not give the flat position in the tensor.
         return inner_box(call.tensor._spec).sizes != tuple(call.tensor.shape)
     if name in ("linalg_vector_norm", "norm"):
         order = _order(call.options)

@@ -107,7 +107,7 @@ class UnshardedGrads:
         self._kept, self._made_on = {}, {}
         for (
             stream
-        ) in others:  # these streams own the gradients' memory: they must not reuse it during the copy
+        ) in others:  # these streams own the gradients' memory, and must not reuse it before the copy
             stream.wait_stream(here)
 
     def _write(self, slot: TensorSlot, grad: torch.Tensor) -> None:
