@@ -186,9 +186,9 @@ def some(names: Iterable[str], most: int = 4) -> str:
     >>> some(["a", "b", "c"], 2)
     'a, b and 1 more'
     """
-    found = list(names)
-    return (", ".join(found[:most]) or "none") + (
-        f" and {len(found) - most} more" if len(found) > most else ""
+    listed = list(names)
+    return (", ".join(listed[:most]) or "none") + (
+        f" and {len(listed) - most} more" if len(listed) > most else ""
     )
 
 

@@ -41,7 +41,7 @@ class Format(NamedTuple):
         return function_named(self.opener)(store, **{name: arguments[name] for name in self.takes})
 
 
-# The first match is a folder's format. A format whose folders also contain files of another one comes before that one.
+# The first match is a folder's format. If folders of a format also contain files of another, the former comes first.
 FORMATS = {
     "native": Format(r"manifest\.json", f"{_CHECKPOINT}.source:open_native", takes=()),
     "megatron": Format(

@@ -110,7 +110,7 @@ def pieces_of(tensor: torch.Tensor) -> PieceMap | None:
 
 
 def _chunks(size: int, num_chunks: int) -> RunLengths:
-    """Sizes of torch's chunks of a dim: full ones, a shorter one, empty ones."""
+    """Sizes of torch's chunks of a dim: full chunks, at most one shorter chunk, empty chunks."""
     chunk = chunk_of(size, num_chunks, 0).numel
     num_full, rest = divmod(size, chunk) if chunk else (0, 0)
     num_rest = int(rest > 0)

@@ -12,8 +12,8 @@ never larger than the tensor: ``Rows(128)`` on a tensor of 100 rows keeps it who
     Whole()            240                              240
     Whole(per="matrix")  40     (one (4, 10) matrix)    240
 
-A *row* is always a run of the last dim. In a stack of expert matrices (E, m, k) rows are those of the inner matrices,
-so an expert can be cut between rows, and a stack needs no more padding than its matrices.
+A *row* is always a run of the last dim. In a stack of expert matrices (E, m, k) this is a row of an inner matrix, so an
+expert can be cut between rows, and a stack needs no more padding than its matrices.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ PRECISION = 1_000_000  # S is within one part in this many of the smallest that 
 # Another order is tried only if it may make S smaller by more than one part in this many: definition order is easier to
 # debug.
 WORTH_REORDERING = 1000
-MAX_PUT_BACK = 16  # scattered tensors that are tried, one by one, as contiguous ones
+MAX_PUT_BACK = 16  # scattered tensors for which the search tries, one by one, a contiguous position
 
 Size = tuple[int, int]
 """(numel, block_numel) of a tensor."""
@@ -356,7 +356,7 @@ def _smallest_shard(
         if placed is not None:
             return first, placed
         best: tuple[int, Placed] | None = None
-        # Coarse steps first: they bound the many multiples of the fine ones.
+        # Coarse steps first: their result bounds the many multiples of fine steps.
         for step in sorted({math.lcm(step, forced) for step in steps}, reverse=True):
             better = _smallest_multiple(place, step, start, end)
             if better is not None:

@@ -92,7 +92,7 @@ class _FlatRun:
         )
 
     def flat_grad(self) -> torch.Tensor:
-        """The gradients as one tensor: a view if their offsets equal those of the parameters, else a copy."""
+        """The gradients as one tensor: a view if their offsets equal the parameters' offsets, else a copy."""
         grads = [local_grad(param) for param in self.params]
         first = grads[0]
         storage, base = storage_id(first), first.storage_offset()

@@ -40,8 +40,8 @@ _NOTHING = "nothing: its model ends here"  # in place of a line that a rank does
 def reach_consensus(units: Mapping[FSDPState, str]) -> None:
     """Compare these units, with their names, with the units of other ranks; a no-op if all were compared before.
 
-    Collective over the meshes of the units. Parameters that modules got in place of the sharded ones are adopted first
-    (`adopt_replaced_params`). If that fails on one rank, the ranks differ, so all of them raise.
+    Collective over the meshes of the units. Parameters that have replaced sharded parameters on modules are adopted
+    first (`adopt_replaced_params`). If that fails on one rank, the ranks differ, so all of them raise.
 
     Raises:
         LifecycleError: if ranks disagree, with the first difference and the ranks on each side; if a parameter

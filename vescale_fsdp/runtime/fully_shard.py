@@ -82,8 +82,8 @@ def fully_shard(
     Args:
         module: one module, or a list of modules that gather and reduce as one unit.
         mesh: 1-D (shard) or 2-D (axis 0 replicates, axis 1 shards); None makes a 1-D mesh over all ranks.
-        reshard_after_forward: whether to free full parameters after the forward. None: free them, except those of the
-            root in a forward with gradients, because the backward begins with them. A number n: between forward and
+        reshard_after_forward: whether to free full parameters after the forward. None: free them, but keep the root's
+            in a forward with gradients, because the backward begins with the root. A number n: between forward and
             backward, each group of n ranks together keeps one copy of the full parameters.
         shard_placement_fn: as in torch, called for each parameter. ``None`` and ``Shard(dim)`` change nothing; the
             units of a `RaggedShard` stay whole; a ``ShardPlacementResult`` gives the parameter a mesh of its own.
@@ -322,7 +322,7 @@ def _sharded_class(cls: type) -> type:
 
 
 def _names(modules: tuple[nn.Module, ...]) -> list[str]:
-    """Names of all parameters, including those of units below."""
+    """Names of all parameters, including the parameters of units below."""
     prefixes = [f"{index}." if len(modules) > 1 else "" for index in range(len(modules))]
     return [
         prefix + name

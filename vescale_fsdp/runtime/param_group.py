@@ -18,8 +18,8 @@ Life cycle (`GroupState`):
 PARTLY_SHARDED is for `reshard_after_forward=<int>`: between forward and backward each rank keeps its part of the full
 buffer over a smaller group, so that the second gather stays inside a node.
 
-The modules have the unsharded parameters in UNSHARDED, the sharded ones otherwise. Both are made once and never
-re-created: a new unsharded Parameter between forward and backward would lose its gradient.
+The modules have the unsharded parameters in UNSHARDED, and the sharded parameters otherwise. Both are created once: a
+new unsharded Parameter between forward and backward would lose its gradient.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class ParamGroup:
         self.device = device
         self.label = ""  # shown in profiles; `FSDPState.set_name` sets it
         self.state = GroupState.SHARDED
-        self.full: DBuffer | None = None  # made at the first unshard
+        self.full: DBuffer | None = None  # created at the first unshard
         self.gathered: Event | None = None  # on an accelerator: recorded once the full buffer is filled
         self.was_gathered = False
         # Whether gradients of several backwards are summed before a reduction; the same on all ranks.
@@ -225,7 +225,7 @@ class ParamGroup:
         return local_part(param)
 
     def install(self) -> None:
-        """Put the sharded parameters in place of the original ones."""
+        """Replace the original parameters by the sharded parameters on the modules."""
         for param in self.params:
             param.set_on_modules(param.sharded)
 
@@ -358,7 +358,7 @@ class ParamGroup:
             )
 
     def finish_gather(self) -> None:
-        """Wait for the all-gather. On an accelerator, the current stream waits; it must be the one that started it."""
+        """Wait for the all-gather. On an accelerator the current stream waits; it must be the stream that gathers."""
         assert self.state is GroupState.GATHERING, self.state
         self._finish_gather()
         self.state = GroupState.GATHERED
@@ -388,7 +388,7 @@ class ParamGroup:
             frees: free the memory now; False: the caller calls `free_full` later.
 
         Raises:
-            LifecycleError: if modules have other parameters than the unsharded ones.
+            LifecycleError: if unsharded parameters were replaced on the modules, or deleted.
         """
         assert self.state not in (GroupState.GATHERING, GroupState.GATHERED), "the gather was not waited for"
         if self.state is not GroupState.UNSHARDED:
@@ -448,7 +448,7 @@ class ParamGroup:
         return DBuffer(self.layout, flat, self.comm.grads_pool)
 
     def write_grads(self) -> None:
-        """Write the gradients so far into the gradient buffer, which also sums those of later backwards."""
+        """Write the gradients so far into the gradient buffer, which also sums the gradients of later backwards."""
         with without_grad():
             self.grads.write_kept()
 

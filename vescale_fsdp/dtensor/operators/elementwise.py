@@ -1,4 +1,4 @@
-"""Rules of operators that need no elements of other ranks: elementwise ones, lists of tensors, copies and views.
+"""Rules of operators that need no elements of other ranks: elementwise operators, lists of tensors, copies, views.
 
 They run on the flat pieces, and the result is cut like the input. Pending sums (Partial on another mesh axis) are
 reduced first, because most elementwise operators are not linear.
@@ -124,7 +124,7 @@ def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Ten
         UnsupportedOpError: if the view is not one run of the tensor's elements.
     """
     if view.is_conj() or view.is_neg() or view.dtype != tensor.dtype:
-        raise refuse(func, tensor, "the values of such a view differ from the stored ones")
+        raise refuse(func, tensor, "the values of such a view differ from the stored values")
     if view.shape == tensor.shape and view.is_contiguous():
         local = tensor._local_tensor
         return wrap_result(func, local.view_as(local), tensor)  # type: ignore[no-any-return]
@@ -132,7 +132,7 @@ def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Ten
     if not view.ndim:
         why, todo = "0-d tensors are not ragged", "take a range of one element, x[i : i + 1]"
     elif not view.is_contiguous():
-        why = "its elements are not adjacent, as those of whole rows are"
+        why = "its elements are not adjacent in the flat tensor (whole rows are)"
     elif inner_box(tensor._spec).sizes != tuple(tensor.shape):
         why = "another mesh axis cuts the tensor's dims"
     if why is not None:

@@ -147,7 +147,7 @@ class DBuffer:
             piece.copy_(part)
 
     def add(self, slot: TensorSlot, values: torch.Tensor) -> None:
-        """Add the values of a full tensor to those in the buffer."""
+        """Add the values of a full tensor to the values in the buffer."""
         for piece, part in zip(*self.places([(slot, values)]), strict=True):
             piece.add_(part)
 

@@ -117,7 +117,7 @@ class OrderWatch:
         step, entries = self._step, self._entries
         self._step, self._entries = step + 1, []
         self._logs[step + 1] = self._entries
-        self._logs.pop(step - 2, None)  # ranks that differ are found within two steps
+        self._logs.pop(step - 2, None)  # a difference is detected within two steps
         self._last = time.monotonic()
         _thread.put(self, step, entries)
 
@@ -255,8 +255,8 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
     (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
     # At most 16 ranks are shown per entry, and 5 entries: a mesh may have thousands of ranks.
     return LifecycleError(
-        "The ranks have started different collectives, or the same ones in another order.",
-        expected=f"on all ranks the collective that ranks {sorted(here)[:16]} started: {expected}",
+        "The ranks have started different collectives, or the same collectives in another order.",
+        expected=f"the same collective on all ranks; ranks {sorted(here)[:16]} started: {expected}",
         got="; ".join(f"ranks {sorted(side)[:16]} started: {entry}" for entry, side in others[:4])
         or f"another order on some of ranks {list(ranks)[:16]}, which have not published their logs",
         where=f"collective {index} of a step",
