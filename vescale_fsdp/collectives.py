@@ -70,11 +70,11 @@ _CHUNK_NUMEL = 1 << 16  # elements that are summed at a time: they fit into a co
 _ROOM_BYTES = 8 << 20  # 8 MiB; on the CPU, buffer for received slices until they are summed
 # 64 MiB; on an accelerator, upper limit of the buffer for received slices.
 _RECEIVED_BYTES = 64 << 20
-# Pieces of a slice start at multiples of this number of elements: copies are then as fast as of the whole slice.
+# Pieces of a slice start at multiples of this number of elements, so that they are copied as fast as a whole slice.
 _ALIGN_NUMEL = 64
-_MESSAGE_TAG = 0x5E4D  # of `send_async` and `receive_async`
-_BREAK_TAG = 0xB4EA  # of a message that no rank sends
-_SLICE_TAG = 0x51CE  # of slices between two ranks, distinct from a user's messages in the same group
+_MESSAGE_TAG = 0x5E4D  # tag of `send_async` and `receive_async`
+_BREAK_TAG = 0xB4EA  # tag of a message that no rank sends
+_SLICE_TAG = 0x51CE  # tag of slices between two ranks, distinct from a user's messages in the same group
 
 
 class Work(Protocol):

@@ -251,7 +251,7 @@ class RaggedDTensor(DTensor):
         local = piece_in(self)
         if (local.numel() and not local.is_meta) or not is_asked_by("accelerate"):
             return local.data_ptr()
-        return id(self)
+        return id(self)  # accelerate (1.15) identifies parameters by address, and this piece has no memory
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -315,7 +315,8 @@ class RaggedDTensor(DTensor):
         clone = memo[id(self)] = _rebuild(
             local, self._spec, self.layout_ref, self.requires_grad, is_parameter
         )
-        for name in vars(self).keys() - {"shown_to_torchao"}:  # a view of this tensor's memory
+        # `shown_to_torchao` is not copied: it is a view of this tensor's memory.
+        for name in vars(self).keys() - {"shown_to_torchao"}:
             vars(clone).setdefault(name, copy.deepcopy(vars(self)[name], memo))
         if self.grad is not None:
             clone.grad = copy.deepcopy(self.grad, memo)

@@ -263,6 +263,7 @@ def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, ax
 
 
 def _is_worth_padding(piece_numels: Sequence[int]) -> bool:
+    """Whether padding all pieces to the largest at most doubles the traffic."""
     return len(piece_numels) * max(piece_numels) <= 2 * sum(piece_numels)
 
 
@@ -275,7 +276,7 @@ def _gather(local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.Proc
         full = flat.new_empty(sum(piece_numels))
         slices = full.split(list(piece_numels))
         slices[rank].copy_(flat)
-        # A list: all broadcasts are in flight before the first wait.
+        # The list starts all broadcasts before the first wait.
         yield from [
             broadcast_in_place(part, group, owner) for owner, part in enumerate(slices) if part.numel()
         ]
