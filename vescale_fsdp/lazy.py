@@ -37,6 +37,7 @@ class _LazyPackage(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # The import system binds submodules to the package; a submodule must not hide the public name that it defines.
         if not (name in self.__exports__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
@@ -65,7 +66,7 @@ def lazily_export(
             source, items = statement.split("\n\n")[0].split(" import ")
             exports |= {item.split()[0]: source for item in items.strip("(\n )").split(",") if item.strip()}
     vars(module).update(__exports__={**exports, **_split(unlisted or {})}, __all__=sorted(exports))
-    module.__class__ = _LazyPackage  # documented: "Customizing module attribute access"
+    module.__class__ = _LazyPackage  # see "Customizing module attribute access" in Python's reference
 
 
 def _split(names: Mapping[str, str]) -> dict[str, str]:

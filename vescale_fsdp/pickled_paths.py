@@ -19,7 +19,7 @@ from vescale_fsdp.lazy import lazily_export
 if TYPE_CHECKING:
     from importlib.abc import Loader
 else:
-    Loader = object  # importlib.abc brings tempfile and shutil: 10 ms of every start
+    Loader = object  # importlib.abc imports tempfile and shutil, which takes 10 ms per start
 
 # Old module -> {package that has the classes now: classes that pickles may name}. The packages do not change when a
 # class moves inside them (`lazy.set_module`).

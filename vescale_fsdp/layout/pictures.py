@@ -150,7 +150,7 @@ def layout_picture(layouts: Sequence[GroupLayout], title: str = "layout") -> Can
 def rank_color(rank: int, num_shards: int, *, shade: bool = False) -> str:
     """The fill color of a rank, in one of two shades. At most 16 ranks have different hues; then the hues repeat."""
     cycle = min(max(num_shards, 3), 16)
-    # Steps of 3/8 of the circle give adjacent ranks clearly different hues.
+    # Steps of the golden angle, about 3/8 of the circle, give adjacent ranks clearly different hues.
     hue = (0.58 + (rank % cycle) * (1 / cycle if cycle < 7 else 0.381966)) % 1.0
     red, green, blue = colorsys.hls_to_rgb(hue, 0.80 if shade else 0.72, 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"

@@ -55,17 +55,15 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
             for group in unit.groups:
                 if not group.was_gathered:
                     adopt_replaced_params(group)
-    except (
-        LifecycleError
-    ) as error:  # raised after the comparison: other ranks wait for this rank's collective
-        failure = error
+    except LifecycleError as error:
+        failure = error  # raised after the comparison, because other ranks wait for this rank's collective
     by_mesh: dict[DeviceMesh, list[tuple[str, ...]]] = {}
     for unit, name in units.items():
         for number, group in enumerate(unit.groups):
             lines_of_group = _lines(f"unit {name!r}, group {number}", unit, group, units)
             by_mesh.setdefault(group.data.mesh, []).append(lines_of_group)
     differing = False
-    # The largest mesh first: ranks that differ in their smaller meshes still meet in its all-reduce.
+    # The largest mesh comes first: ranks that differ in their smaller meshes still meet in its all-reduce.
     for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.ndim, ranks_in(mesh))):
         first = f"mesh {ranks_in(mesh)}" if failure is None else str(failure)
         with outside_modes():  # a forward under torch.func or inference mode must not change these tensors

@@ -280,7 +280,7 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
 
 
 def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
-    """The modules of this unit with their names: all modules below that no earlier call and no DDP manages."""
+    """The modules of this unit with their names: all that neither an earlier call nor torch's ``replicate`` manages."""
     managed: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
 

@@ -155,7 +155,8 @@ def cast_array(raw: np.ndarray, source: DType, target: DType) -> np.ndarray:
 def cast_into(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> int:
     """`cast_array` into ``out`` of the same shape; returns the number of finite items that became infinite."""
     overflows = 0
-    # torch, if it is loaded, casts these two types to exactly the same bits; for float16 its NaNs differ.
+    # torch, if it is loaded, casts these two types to exactly the same bits; for float16 its NaNs differ. Read-only
+    # arrays are left to numpy, because torch.from_numpy warns about them.
     torch_casts = "torch" in sys.modules and {source.name, target.name} == {"bfloat16", "float32"}
     cast = _by_torch if torch_casts and raw.flags.writeable else _by_numpy
     may_overflow = target.name in _NARROWER_THAN.get(source.name, ())
