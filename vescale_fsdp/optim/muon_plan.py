@@ -191,7 +191,7 @@ def _buckets(
     cuts = [CutMatrix(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
     limit_numel = max(1, bucket_bytes * replicas * num_shards // WIRE_DTYPE.itemsize)
     buckets: list[list[CutMatrix]] = []
-    free_numel = 0  # of the last bucket
+    free_numel = 0  # elements that still fit into the last bucket
     for each in cuts:
         if not buckets or each.matrix.numel > free_numel:
             buckets.append([])

@@ -493,6 +493,8 @@ class ParamGroup:
             if not param.sharded.requires_grad:
                 continue
             fqn, piece = param.slot.fqn, shard[param.local]
+            # A parameter that has a gradient already needs no flags, because adding zeros does not change it. But hooks
+            # must run only if some rank has used the parameter.
             if (
                 settings.zeros_unused
                 or fqn in used
