@@ -226,7 +226,7 @@ def _granularity(value: object, where: str) -> Granularity:
     if isinstance(value, type) and issubclass(value, Granularity):
         todo = f"pass a value of the class {value.__name__}: {_EXAMPLES.get(value, value.__name__ + '(..)')}"
     raise LayoutError(
-        "The granularity rule did not give a granularity.",
+        "The granularity rule did not return a granularity.",
         expected=f"Element(), Flat(n), Rows(n), Tiles(r, c) or Whole(), or a text: {_GRAMMAR}",
         got=repr(value),
         where=where,
