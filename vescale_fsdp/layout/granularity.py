@@ -12,8 +12,8 @@ never larger than the tensor: ``Rows(128)`` on a tensor of 100 rows keeps it who
     Whole()            240                              240
     Whole(per="matrix")  40     (one (4, 10) matrix)    240
 
-A *row* is always a run of the last dim. In a stack of expert matrices (E, m, k) rows are those of the inner matrices,
-so an expert can be cut between rows, and a stack needs no more padding than its matrices.
+A *row* is always a run of the last dim. In a stack of expert matrices (E, m, k) this is a row of an inner matrix, so an
+expert can be cut between rows, and a stack needs no more padding than its matrices.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Whole(Granularity):
     def __post_init__(self) -> None:
         if self.per not in ("tensor", "matrix"):
             raise LayoutError(
-                "Whole cannot keep this whole.",
+                "This value of per is not valid.",
                 expected="per='tensor' or per='matrix'",
                 got=repr(self.per),
                 where="Whole(per=...)",
@@ -188,7 +188,7 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
         param: the parameter, passed to a function rule.
 
     Raises:
-        LayoutError: if the rule is none of these or does not give a Granularity.
+        LayoutError: if the rule has another type, or gives anything but a Granularity or its text.
     """
     value: object = rule
     if rule is None:
@@ -226,7 +226,7 @@ def _granularity(value: object, where: str) -> Granularity:
     if isinstance(value, type) and issubclass(value, Granularity):
         todo = f"pass a value of the class {value.__name__}: {_EXAMPLES.get(value, value.__name__ + '(..)')}"
     raise LayoutError(
-        "The granularity rule did not give a granularity.",
+        "The granularity rule did not return a granularity.",
         expected=f"Element(), Flat(n), Rows(n), Tiles(r, c) or Whole(), or a text: {_GRAMMAR}",
         got=repr(value),
         where=where,
