@@ -103,7 +103,7 @@ class CheckpointManager:
         export_every: steps divisible by this number are exported, whether or not they are saved.
         ram: a second tier in shared memory; `restore` tries it first.
         process_group: the ranks that save and restore together; default: all.
-        progress: callable that receives this rank's progress in a save to disk or a restore; True draws a bar on rank 0.
+        progress: callable that receives this rank's progress in disk saves and restores; True draws a bar on rank 0.
         optimizer: for ``asynchronous`` on an accelerator, see `async_save`.
         check_replicas: as for `save`.
         exit_timeout_s: for ``asynchronous``, see `async_save`.
@@ -387,7 +387,7 @@ class CheckpointManager:
         return self._handle
 
     def _begin_branch(self) -> None:
-        """Lock the root and record a rollback, before the first save of this manager or after a restore; a collective."""
+        """Lock the root and record a rollback, before this manager's first save or after a restore; a collective."""
         run: RunFile | None = None
         with self._coordinator.together(f"beginning to save to {self._root.where}"):
             if self._coordinator.rank == 0:
@@ -594,14 +594,14 @@ class CheckpointManager:
 
         Restoring changes nothing on disk. Steps may exist that are later than the restored one, after a rollback with
         ``step=`` or because later steps are damaged. The next `save` of this manager marks them as abandoned before it
-        writes: they are kept, logged, and skipped by `restore`, `latest` and `steps`. To restore an abandoned step, pass
-        ``step=``; to delete it, call `remove`. Every job locks the root from its first save to `close`; no step is
+        writes: they are kept, logged, and skipped by `restore`, `latest` and `steps`. To restore an abandoned step,
+        pass ``step=``; to delete it, call `remove`. Every job locks the root from its first save to `close`; no step is
         marked while another job has the lock.
 
         A damaged step is skipped with a warning. The next older step is tried, and overwrites everything that the
         damaged step has overwritten. A good step that does not fit the state is an error, because older steps would not
-        fit either. A step that cannot be read for another reason, such as a lost connection, is an error too. If another
-        job removes the step during the restore, the search for the newest step starts again.
+        fit either. A step that cannot be read for another reason, such as a lost connection, is an error too. If
+        another job removes the step during the restore, the search for the newest step starts again.
 
         Args:
             state: filled in place, as by `load`.

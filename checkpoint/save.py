@@ -93,14 +93,14 @@ def save(
         check_replicas: how ranks with the same part of a tensor compare it; each of them writes a share of the part.
             "sample" compares a digest of some elements of each tensor, different elements in each save. It detects
             replicas that have drifted or were never equal, but can miss a difference in few elements; it takes 2 us per
-            tensor and 2.5 us per MB. "all" compares every bit. False compares nothing: a mixture of replicas that differ
-            would be stored.
+            tensor and 2.5 us per MB. "all" compares every bit. False compares nothing: if replicas differ, a mixture of
+            them is stored.
 
     Raises:
-        CheckpointError: if the path is a file, or this user may not write there, or the storage has no room: before any
-            byte is written. If replicas differ. If another rank fails: the failed rank raises its own error (an OSError,
-            a KeyboardInterrupt, ..), so all ranks raise. The error says so if the checkpoint was committed before a
-            failure of the disk; otherwise nothing is committed.
+        CheckpointError: before any byte is written, if the path is a file, this user may not write there, or the
+            storage has no room. Also if replicas differ or another rank fails. The failed rank raises its own error (an
+            OSError, a KeyboardInterrupt, ..), so all ranks raise. Nothing is committed, unless the error says that the
+            checkpoint was committed before the disk failed.
 
     Examples:
         >>> import torch

@@ -10,7 +10,7 @@ errors. Work that only some ranks do, and work that may fail on one rank, is don
 
 `agree` and `together` also compare a digest of the caller's arguments, so that different arguments are an error.
 
-All communication uses a dedicated gloo group: it cannot interleave with training's collectives, and needs no GPU memory.
+Communication uses a dedicated gloo group: it cannot interleave with training's collectives, and needs no GPU memory.
 """
 
 from __future__ import annotations
