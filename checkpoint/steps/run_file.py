@@ -4,8 +4,8 @@
 
 A branch has an id and the number of its newest valid step; null: all its steps are valid. The save_id of a step in
 memory starts with its branch's id, so that `restore` never reads memory of another run or an invalid step of an ended
-branch. A rollback ends a branch and abandons the later steps on disk, in one commit. Abandoned steps are kept; `restore`
-and `latest` skip them. A step that is saved again has a new manifest, so its old entry no longer matches.
+branch. A rollback ends a branch and abandons the later steps on disk, in one commit. Abandoned steps are kept, and
+skipped by `restore` and `latest`. A step that is saved again has a new manifest, so its old entry no longer matches.
 """
 
 from __future__ import annotations
