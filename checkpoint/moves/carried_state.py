@@ -449,7 +449,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def optimizer_container(path: Path) -> Path | None:
-    """The container of an optimizer entry: the part of its path before ``state`` or ``param_groups``. None without it."""
+    """The container of an optimizer entry: its path before ``state`` or ``param_groups``; None if it has neither."""
     for depth, part in enumerate(path):
         if str(part).split(".", 1)[0] in _OPTIMIZER_KEYS:
             return path[:depth]

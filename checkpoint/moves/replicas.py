@@ -95,9 +95,9 @@ def begin_comparison(
         left_out: returns the names of tensors that the save does not write.
 
     Returns:
-        A function that waits for the result; a collective, to be called before the commit. If replicas differ, it raises
-        `CheckpointError` on all ranks, with the names of tensors and ranks. A rank that failed to read its tensors
-        raises its own error.
+        A function that waits for the result; a collective, to be called before the commit. If replicas differ, it
+        raises `CheckpointError` on all ranks, with the names of tensors and ranks. A rank that failed to read its
+        tensors raises its own error.
     """
     if not check_replicas or coordinator.world_size == 1:
         return lambda: None
