@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = tuple(f"{ROOT / name}/" for name in ("vescale_fsdp", "checkpoint", "conversion"))
 
 
-NOT_CALLED = ("<module>", "__del__")  # by imports and by the garbage collector
+# Run by imports, by the garbage collector, or as parts of the function that contains them.
+NOT_CALLED = ("<module>", "__del__", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 
 class Crossing(NamedTuple):
@@ -62,7 +63,9 @@ def crossings(run: Callable[[], object]) -> tuple[list[Crossing], set[CodeType]]
         if event != "call" or not owned(frame.f_code) or frame.f_code.co_name in NOT_CALLED:
             return
         caller = frame.f_back
-        while caller is not None and not owned(caller.f_code):
+        while caller is not None and (
+            not owned(caller.f_code) or caller.f_code.co_name.endswith(("expr>", "comp>"))
+        ):
             caller = caller.f_back
         if caller is None or caller.f_code.co_name == "<module>":
             return

@@ -1,6 +1,6 @@
-"""Taking a live state apart: its structure, and beside it this rank's bytes, local tensors and per-rank values.
+"""A live state as a structure for the manifest, and this rank's local tensors and per-rank values.
 
-Nothing is copied and nothing is communicated. The structure says nothing of this rank alone, so that ranks
+Nothing is copied and nothing is communicated. The structure has no information about one rank alone, so that ranks
 can compare a digest of it.
 """
 
@@ -34,7 +34,7 @@ _MAX_INT_BITS = 8192  # Python reads and writes 4300 digits, of which this is ab
 
 
 class TreeSink(ABC):
-    """Takes the leaves that JSON cannot hold and returns the node that stands for each."""
+    """Collects the leaves that JSON cannot represent, and returns a node for each."""
 
     @abstractmethod
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
@@ -61,7 +61,7 @@ def remade(like: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class _HashableSink(TreeSink):
-    """Refuses the leaves of keys and of sets: they are looked up by value, which tensors are not."""
+    """Refuses tensors and per-rank values in keys and sets, which are looked up by value."""
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         raise self._refused(name, "a tensor or an array")
@@ -89,7 +89,7 @@ def encode(value: Any, name: str, sink: TreeSink, depth: int = 0) -> Json:
         depth: containers around it.
 
     Raises:
-        CheckpointError: for what has no encoding or could not be loaded, naming it and its place.
+        CheckpointError: for a value that has no encoding or could not be loaded, with its type and name.
     """
     kind = type(value)
     if kind is str or kind is bool or value is None:
@@ -110,7 +110,7 @@ def encode(value: Any, name: str, sink: TreeSink, depth: int = 0) -> Json:
     if isinstance(value, PerRank):
         return sink.per_rank(name, value)
     if isinstance(value, list):
-        return [encode(item, join_name(name, place), sink, depth + 1) for place, item in enumerate(value)]
+        return [encode(item, join_name(name, index), sink, depth + 1) for index, item in enumerate(value)]
     if isinstance(value, tuple):
         return _encode_tuple(value, name, sink, depth + 1)
     if is_stateful(value):
@@ -144,9 +144,9 @@ def _encode_tuple(value: tuple[Any, ...], name: str, sink: TreeSink, depth: int)
     if type(value) is not tuple:
         try:
             remade(value, list(value))
-        except Exception as error:  # whatever its class makes of it, a load could not make one either
+        except Exception as error:  # any error of the class: a load could not create the tuple either
             raise _refuse(value, name) from error
-    items = [encode(item, join_name(name, place), sink, depth) for place, item in enumerate(value)]
+    items = [encode(item, join_name(name, index), sink, depth) for index, item in enumerate(value)]
     return {"$": "tuple", "v": items}
 
 
@@ -158,7 +158,7 @@ def _encode_key(key: Any, name: str, depth: int) -> Json:
 
 
 def _holds_nan(key: Any) -> bool:
-    """Whether a key is, or holds, a number that equals nothing: nobody could look it up again."""
+    """Whether a key is or contains NaN, which equals nothing, so that the entry could not be looked up."""
     if isinstance(key, (tuple, frozenset)):
         return any(map(_holds_nan, key))
     return isinstance(key, (float, complex, np.inexact)) and bool(key != key)
@@ -166,7 +166,7 @@ def _holds_nan(key: Any) -> bool:
 
 def _encode_rare(value: Any, name: str, sink: TreeSink, depth: int) -> Json:
     if isinstance(value, (set, frozenset)):
-        # Ordered as they are written: the repr of a set inside differs between processes.
+        # Sorted by JSON text, since the order of a set, and its repr, differ between processes.
         items = sorted((encode(item, name, _hashable_sink, depth) for item in value), key=json.dumps)
         return {"$": "frozenset" if isinstance(value, frozenset) else "set", "v": items}
     if isinstance(value, (bytes, bytearray)):
@@ -179,7 +179,7 @@ def _encode_rare(value: Any, name: str, sink: TreeSink, depth: int) -> Json:
         return {"$": "dtype", "v": dtype_name(value)}
     if isinstance(value, torch.device):
         return {"$": "device", "v": str(value)}
-    masked = isinstance(value, np.ma.MaskedArray)  # its mask would be lost
+    masked = isinstance(value, np.ma.MaskedArray)  # refused below, since its mask would be lost
     if isinstance(value, np.ndarray) and is_numpy_dtype(str(value.dtype)) and not masked:
         return {**sink.tensor(name, _tensor_of(value)), "numpy": True}
     if isinstance(value, np.generic) and is_numpy_dtype(str(value.dtype)):
@@ -188,8 +188,8 @@ def _encode_rare(value: Any, name: str, sink: TreeSink, depth: int) -> Json:
 
 
 def _tensor_of(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
-    """The array's memory as a tensor; a copy where torch has no such strides, or would warn of writing to it."""
-    in_order = np.asarray(array, order="C")  # of no dims, it stays so
+    """The array's memory as a tensor; a copy if torch does not support its strides, or it is read-only."""
+    in_order = np.asarray(array, order="C")  # unlike ascontiguousarray, keeps arrays without dims
     return torch.from_numpy(in_order if in_order.flags.writeable else in_order.copy())
 
 
@@ -207,8 +207,8 @@ def _refuse(value: object, name: str) -> CheckpointError:
 
 
 class TakenState(NamedTuple):
-    """A rank's structure, its tensors by name, its per-rank values by name (encoded tree, tensors), and those of them
-    that are `Resharded`."""
+    """A rank's structure, its local tensors by name, its per-rank values by name (encoded tree, tensors), and the
+    values of `Resharded` leaves."""
 
     structure: Structure
     locals_by_name: dict[str, torch.Tensor]
@@ -220,7 +220,7 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
     """Walk a live state; nothing is copied and nothing is communicated.
 
     Args:
-        state: any nesting of what `state_tree` lists; usually a dict.
+        state: any nesting of the kinds that `state_tree` lists; usually a dict.
         rank_of: number within the checkpoint's world of each global rank, where they differ.
 
     Raises:
@@ -231,10 +231,10 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
         with gc_paused():
             tree = encode(state, "", taker)
             order = taker.file_order
-            number_of = {place: number for number, place in enumerate(order)}
+            number_of = {index: number for number, index in enumerate(order)}
             structure = Structure(
                 renumber(tree, number_of),
-                tuple(taker.found[place].entry for place in order),
+                tuple(taker.tensors[index].entry for index in order),
                 tuple(taker.axes),
                 taker.describer.layouts,
             )
@@ -246,12 +246,12 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
             where="the state itself",
             todo="flatten it, or break the circle",
         ) from error
-    locals_by_name = {item.entry.name: item.local for item in taker.found}
+    locals_by_name = {item.entry.name: item.local for item in taker.tensors}
     return TakenState(structure, locals_by_name, taker.per_rank_values, taker.resharded)
 
 
 class _Taken(NamedTuple):
-    """A tensor met on the walk."""
+    """A tensor of the state, see `_Taker._role`."""
 
     entry: Entry
     local: torch.Tensor
@@ -264,7 +264,7 @@ class _Taker(TreeSink):
         self._live = LiveObjects(state)
         self.describer = describer
         self.axes: dict[Axes, int] = {}
-        self.found: list[_Taken] = []
+        self.tensors: list[_Taken] = []
         self.per_rank_values: dict[str, tuple[Json, list[torch.Tensor]]] = {}
         self.resharded: dict[str, Reshardable] = {}
         self._names: set[str] = set()
@@ -276,23 +276,23 @@ class _Taker(TreeSink):
         if local is None:
             return {"$": "absent"}
         axes = self.axes.setdefault(distribution.axes, len(self.axes))
-        # Tensors that share memory meet under one key. All ranks must come to the same answer, also those whose piece
-        # is empty and has no address: a ragged piece is therefore shared only with one of the same slot, and not at
-        # all if its slot is unknown.
+        # Tensors that share memory have one key. All ranks must get the same result, also a rank whose piece is empty
+        # and has no address: a ragged piece is therefore compared only with pieces of the same slot, and with none if
+        # its slot is unknown.
         alike: list[int] = []
         slot = tensor.layout_ref if isinstance(tensor, RaggedDTensor) else ()
         if slot is not None:
-            held_in = (id(slot[0]), slot[1]) if slot else ()
+            slot_key = (id(slot[0]), slot[1]) if slot else ()
             alike = self._by_memory.setdefault(
-                (local.data_ptr(), shape, dtype, axes, distribution.cuts, held_in), []
+                (local.data_ptr(), shape, dtype, axes, distribution.cuts, slot_key), []
             )
-        for place in alike:
-            if self.found[place].local.is_set_to(local):
-                return {"$": "tensor", "i": place}
+        for index in alike:
+            if self.tensors[index].local.is_set_to(local):
+                return {"$": "tensor", "i": index}
         self._claim(name)
         entry = Entry(name, dtype, shape, axes, distribution.cuts)
-        alike.append(len(self.found))
-        self.found.append(_Taken(entry, local, *self._role(entry)))
+        alike.append(len(self.tensors))
+        self.tensors.append(_Taken(entry, local, *self._role(entry)))
         return {"$": "tensor", "i": alike[-1]}
 
     def stateful(self, name: str, value: Stateful, depth: int) -> Json:
@@ -313,14 +313,18 @@ class _Taker(TreeSink):
         return {"$": "per_rank", "name": name}
 
     def _claim(self, name: str) -> None:
-        """Take a name for a leaf, once."""
+        """Reserve a name for a leaf.
+
+        Raises:
+            CheckpointError: if it is taken or cannot be stored.
+        """
         problem = None
         if name in RESERVED_NAMES:
-            problem = ("a name that the files keep for themselves", f"none of {', '.join(RESERVED_NAMES)}")
+            problem = ("a name that is reserved for the files", f"none of {', '.join(RESERVED_NAMES)}")
         elif not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
             problem = ("a name that is not text", "keys without half a surrogate pair: no file can name it")
         elif name in self._names:
-            problem = ("one name with another", "keys that differ as text (1 and '1' are the same name)")
+            problem = ("the name of another leaf", "keys that differ as text (1 and '1' are the same name)")
         if problem is not None:
             title, expected = problem
             raise CheckpointError(
@@ -332,7 +336,7 @@ class _Taker(TreeSink):
         self._names.add(name)
 
     def _role(self, entry: Entry) -> tuple[str, int]:
-        """What a tensor is to its group (weights, one kind of moments), and where it lies in the buffer."""
+        """A tensor's role in its group (weights, one kind of moments), and its offset in the group's buffer."""
         cut = entry.cuts[-1] if entry.cuts else None
         if not isinstance(cut, LayoutCut):
             return "", 0
@@ -343,25 +347,26 @@ class _Taker(TreeSink):
 
     @property
     def file_order(self) -> list[int]:
-        """Numbers of the tensors found, in the order in which files hold them."""
+        """Indices of the tensors in the order that files have."""
 
-        # Falling item sizes keep every tensor aligned in its file; then groups, roles, buffer order.
-        def key(place: int) -> tuple[int, int, int, int]:
-            item = self.found[place]
-            return (-item.entry.itemsize, self._roles.get(item.role, len(self._roles)), item.offset, place)
+        # Descending item sizes keep every tensor aligned in its file; then by group and role, in buffer order.
+        def key(index: int) -> tuple[int, int, int, int]:
+            item = self.tensors[index]
+            return (-item.entry.itemsize, self._roles.get(item.role, len(self._roles)), item.offset, index)
 
-        return sorted(range(len(self.found)), key=key)
+        return sorted(range(len(self.tensors)), key=key)
 
 
 class _LeafTaker(TreeSink):
-    """Numbers the tensors of one per-rank value; a DTensor gives its local part."""
+    """Collects the tensors of one per-rank value; of a DTensor the local part."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._inside = False  # an object
+        self._inside = False  # a Stateful object
 
     def stateful(self, name: str, value: Stateful, depth: int) -> Json:
-        # A load gives an object what was stored for it without asking what it holds now: a data loader would start.
+        # A load passes an object its stored state without a call of its state_dict(), which would start a data loader.
+        # So the state of an object inside the object could not be matched.
         if self._inside:
             raise CheckpointError(
                 "A Stateful object is nested in another one's state, inside a PerRank.",
@@ -382,7 +387,7 @@ class _LeafTaker(TreeSink):
 
     def per_rank(self, name: str, value: PerRank) -> Json:
         raise CheckpointError(
-            "A PerRank value lies inside another.",
+            "A PerRank value is nested in another one.",
             expected="one PerRank around both",
             got="two",
             where=dotted_name(name),

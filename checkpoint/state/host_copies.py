@@ -1,11 +1,11 @@
-"""Copies between devices and the host that run beside what a device computes, by way of pinned memory.
+"""Copies between devices and the host through pinned memory, concurrent with the device's compute.
 
-    CopyStream      a device's stream for them, and how it and the compute stream wait for each other
-    PinnedSlots     memory that a thread copies by way of, again and again
-    DeferredCopy    copies that go on while training does, held to be done before the next optimizer step
+    CopyStream      a device's stream for copies, and how it and the compute stream wait for each other
+    PinnedSlots     pinned memory that a thread reuses for its copies
+    DeferredCopy    copies that run while training goes on; the next optimizer step waits for them
 
-Threads that read and write files have streams of their own: what they do to a device is ordered neither behind what
-the trainer has given its stream, nor before what it gives it next, unless somebody says so.
+Threads that read and write files have their own streams. Their copies are ordered with the trainer's stream only by
+explicit waits: `CopyStream.wait_for_compute` before the copies, `CopyStream.hold_compute` after them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CopyEvent(Protocol):
 
 
 class CopyStream:
-    """The stream of one device that its copies from and to the host are work of.
+    """The stream on which one device's copies from and to the host run.
 
     Args:
         device: an accelerator.
@@ -44,11 +44,11 @@ class CopyStream:
         self._stream = self._module.Stream(device=device)
 
     def wait_for_compute(self) -> None:
-        """Copies that follow see what the caller's current stream was given so far."""
+        """Order later copies after the work that is queued on the caller's current stream."""
         self._stream.wait_stream(self._module.current_stream(self._device))
 
     def hold_compute(self, event: CopyEvent | None = None) -> None:
-        """What the caller's current stream is given next starts behind the copies, or behind an event of theirs."""
+        """Order later work on the caller's current stream after the copies, or after an event among them."""
         current = self._module.current_stream(self._device)
         if event is None:
             current.wait_stream(self._stream)
@@ -56,25 +56,26 @@ class CopyStream:
             current.wait_event(event)
 
     def on(self) -> AbstractContextManager[Any]:
-        """Copies inside are work of this stream."""
+        """A block whose copies run on this stream."""
         return self._module.stream(self._stream)  # type: ignore[no-any-return]
 
     def record(self) -> CopyEvent:
-        """The point behind all copies so far."""
+        """An event after all copies so far."""
         return self._stream.record_event()  # type: ignore[no-any-return]
 
 
 @lru_cache
 def copy_stream_of(device: torch.device) -> CopyStream | None:
-    """The stream for copies of a device, one for all; None for the CPU (and meta), which needs none."""
+    """The one stream for a device's copies; None for the CPU and meta, which need none."""
     return None if device.type in ("cpu", "meta") else CopyStream(device)
 
 
 def host_memory(num_bytes: int) -> torch.Tensor:
     """1D bytes in CPU memory, pinned if there is a GPU.
 
-    Filled once: the first touch of fresh pages costs more than the copy itself. torch rounds what it pins up to a power
-    of two. ``VESCALE_FSDP_UNTRIED=exact_pinning`` pins memory of this very size; no GPU has tried it yet.
+    It is filled with zeros, since the first write to fresh pages costs more than the copy itself. torch rounds the size
+    of pinned memory up to a power of two; ``VESCALE_FSDP_UNTRIED=exact_pinning`` pins the exact size, which has not
+    been tested on a GPU yet.
     """
     has_gpu = torch.cuda.is_available()
     if has_gpu and num_bytes and allows_untried("exact_pinning"):
@@ -87,12 +88,12 @@ def _pinned_as_it_is(memory: torch.Tensor) -> torch.Tensor:
     code = int(driver.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if code:
         raise MemoryError(f"cudaHostRegister could not pin {memory.numel()} bytes: error {code}")
-    weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr())  # before the memory goes
+    weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr())  # runs before the memory is freed
     return memory
 
 
 class PinnedSlots(threading.local):
-    """Two pieces of pinned memory for each thread, so that one is filled while the other is copied from."""
+    """Two pieces of pinned memory for each thread: one is filled while the other is the source of a copy."""
 
     def __init__(self) -> None:
         self._slots: list[tuple[torch.Tensor, CopyEvent | None]] = [
@@ -100,7 +101,7 @@ class PinnedSlots(threading.local):
         ] * 2
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        """1D memory of this size, valid until the call after the next of this thread; copies with it are done."""
+        """1D memory of this size, not in use by earlier copies; valid until this thread's second next call."""
         slot, busy = self._slots.pop(0)
         if busy is not None:
             busy.synchronize()
@@ -112,22 +113,22 @@ class PinnedSlots(threading.local):
         return slot[:num_bytes]
 
     def busy_until(self, event: CopyEvent) -> None:
-        """What was lent last is in use until then."""
+        """The memory of the last `lend` is in use until an event."""
         slot, _ = self._slots[-1]
         self._slots[-1] = slot, event
 
 
 def memory_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    """The storages (by `storage_id`) of what these optimizers step and of their states.
+    """The storages (by `storage_id`) of the optimizers' parameters and states.
 
     Raises:
-        TypeError: for what is no optimizer of torch's kind: nobody would hear of its steps.
+        TypeError: for another class than torch's, since its steps do not call torch's step hooks.
     """
     found: set[int] = set()
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ArgumentError(
-                "Copies can go on until the step of an optimizer of torch's kind alone.",
+                "Copies can be deferred only until a step of torch's optimizers.",
                 expected="torch.optim.Optimizer",
                 got=type(optimizer).__name__,
                 todo="leave `optimizer` out: the state is then copied before the call returns",
@@ -139,13 +140,13 @@ def memory_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
 
 
 class DeferredCopy:
-    """Copies under way of what only optimizers write. Their next step waits for it, on the device.
+    """Running copies of tensors that only optimizers write. The next optimizer step waits for them on the device.
 
-    Any other write to it before that step is an error, found by the counts of writes that tensors keep.
+    Any other write before that step is an error. It is detected by the tensors' version counters.
 
     Args:
-        sources: what is copied, kept until it is.
-        copied: for each device the stream of its copies, and the point behind them.
+        sources: the copied tensors, kept alive until the copies are done.
+        copied: for each device the stream of its copies, and an event after them.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class DeferredCopy:
             _under_way.append(self)
 
     def release(self) -> None:
-        """Let writes begin, behind the copies: the caller's current streams wait for them."""
+        """Let the caller's current streams wait for the copies; writes that are queued later are allowed."""
         if not self._is_released:
             self._is_overtaken = self._was_written
         for stream, event in self._copied:
@@ -173,14 +174,16 @@ class DeferredCopy:
         return any(version_of(each) != version for each, version in pairs)
 
     def finish(self) -> None:
-        """Wait until all of it is copied, on the host.
+        """Wait on the host until all copies are done.
 
         Raises:
-            CheckpointError: if something was written that was not yet surely copied.
+            CheckpointError: if a tensor was written that may not have been copied yet.
         """
         for _, event in self._copied:
             event.synchronize()
-        was_written = self._was_written  # asked first: an optimizer writes once it was released
+        was_written = (
+            self._was_written
+        )  # read before _is_released: an optimizer may write as soon as that is set
         self._is_overtaken = self._is_overtaken or (was_written and not self._is_released)
         self._sources = []
         if self in _under_way:
@@ -189,7 +192,7 @@ class DeferredCopy:
             raise CheckpointError(
                 "A tensor was written while it was copied for a save: the copy may have parts of two states.",
                 expected="parameters and optimizer state that nothing but `optimizer` writes until its next step",
-                got="a write by something else before that step",
+                got="another write before that step",
                 todo="wait for the save's handle before writing them, or do not give `optimizer` to the save",
             )
 
@@ -198,11 +201,11 @@ _under_way: list[DeferredCopy] = []
 
 
 def _release_all(*unused: Any) -> None:
-    for copy in list(_under_way):  # each time: optimizers may step on different streams
+    for copy in list(_under_way):  # at every step: optimizers may step on different streams
         copy.release()
 
 
 @lru_cache
 def _hold_optimizers() -> None:
-    """Have every optimizer's step wait for copies under way; once, for it may not be taken back during a step."""
+    """Let every optimizer step wait for running copies. The hook stays, since torch forbids removal during a step."""
     register_optimizer_step_pre_hook(_release_all)

@@ -1,4 +1,4 @@
-"""Live modules and optimizers in a state, as values that name parameters: what is stored of them on any ranks.
+"""Live modules and optimizers in a state, as dicts by parameter name, in which form they are stored.
 
     {"model": module, "optimizer": optimizer}
 
@@ -8,8 +8,8 @@
 
 Modules on the meta device get memory when a load fills them (`allocate`).
 
-This is the form of torch's ``get_model_state_dict`` and ``get_optimizer_state_dict``, without the optimizer step that
-the latter takes where there is no state yet. An optimizer's parameters are looked up, by identity, in the modules of
+This is the form of torch's ``get_model_state_dict`` and ``get_optimizer_state_dict``, but without the optimizer step
+that the latter makes if there is no state yet. An optimizer's parameters are looked up, by identity, in the modules of
 the same state. Names are without the parts that ``torch.compile``, DDP and activation checkpointing add.
 """
 
@@ -34,14 +34,14 @@ from vescale_fsdp.torch_private import apply_to_tensors, local_of, storage_id
 
 @runtime_checkable
 class ChecksStateDict(Protocol):
-    """An optimizer that tells whether it takes a state before the state's tensors have been read."""
+    """An optimizer that can check a state before the state's tensors have been read."""
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise what ``load_state_dict`` would; values of ``state_dict["state"]`` stand for tensors yet to come."""
+        """Raise the errors of ``load_state_dict``; in ``state_dict["state"]``, None stands for unread tensors."""
 
 
 class ModuleState(NamedTuple):
-    """A module's ``state_dict()``, its values by canonical name, and its own name of each."""
+    """A module's ``state_dict()``, its values by canonical name, and the raw name of each canonical one."""
 
     raw: dict[str, Any]
     values: dict[str, Any]
@@ -75,7 +75,7 @@ class NamedOptimizer(NamedTuple):
 
     @property
     def state_of(self) -> dict[str, Any]:
-        """State by parameter name, of the parameters that have some."""
+        """State by parameter name, of the parameters that have state."""
         state = self.raw["state"]
         return {name: state[number] for name, number in self.numbers.items() if number in state}
 
@@ -98,7 +98,7 @@ class LiveObjects:
         self._module_states: dict[int, tuple[nn.Module, ModuleState]] = {}
 
     def module_state(self, module: nn.Module) -> ModuleState:
-        """``module.state_dict()``, also under canonical names."""
+        """``module.state_dict()`` under raw and canonical names."""
         known = self._module_states.get(id(module))
         if known is None:
             raw = module.state_dict()
@@ -179,21 +179,21 @@ class LiveObjects:
         wanted = {id(param) for param in params}
         fitting = [model for model in self._models if wanted <= model.names.keys()]
         if fitting:
-            # The smallest: {"model": model, "head": model.head} with an optimizer of the head.
+            # The smallest, as in {"model": model, "head": model.head} with an optimizer of the head.
             chosen = min(fitting, key=lambda model: len(model.names))
             names = [chosen.names[id(param)] for param in params]
         else:
             owners = {id(param): model for model in reversed(self._models) for param in model.params}
-            strangers = [param for param in params if id(param) not in owners]
-            if strangers:
+            unknown = [param for param in params if id(param) not in owners]
+            if unknown:
                 raise _no_owner(
-                    optimizer, strangers, len(params), [model.path for model in self._models], where
+                    optimizer, unknown, len(params), [model.path for model in self._models], where
                 )
             names = [f"{owners[id(p)].path}.{owners[id(p)].names[id(p)]}" for p in params]
         if len(set(names)) < len(names):
             raise CheckpointError(
-                "Parameters of an optimizer have one name.",
-                expected="a name of its own for each parameter",
+                "Several parameters of an optimizer have the same name.",
+                expected="different names",
                 got=some(sorted({name for name in names if names.count(name) > 1})),
                 where=where,
                 todo="rename the keys under which the modules stand in the state",
@@ -206,7 +206,7 @@ class LiveObjects:
         for path, module in _modules(self._state, "", 0):
             if id(module) in found:
                 continue
-            self.module_state(module)  # its hooks put sharded parameters in place of gathered ones
+            self.module_state(module)  # hooks of state_dict() replace gathered parameters by sharded ones
             params = dict(module.named_parameters())
             names = canonical_names(module, params)
             by_id = {id(param): names[name] for name, param in params.items()}
@@ -223,13 +223,13 @@ class _Model(NamedTuple):
 
 
 def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Names of parameters and buffers without what wrappers of modules add to them.
+    """Names of parameters and buffers without the parts that wrappers of modules add.
 
     Args:
         names: as ``named_parameters()`` and ``state_dict()`` give them.
 
     Returns:
-        The canonical name of each; its own where two would become one.
+        The canonical name of each; the given name where two would have one canonical name.
     """
     parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     starts = [
@@ -249,7 +249,7 @@ def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def same_names(own: Iterable[Any], stored: Iterable[Any]) -> dict[Any, Any]:
-    """Names of a checkpoint that differ from those of a state in what wrappers add: the state's name of each.
+    """Names of a checkpoint that differ from a state's only in parts that wrappers add -> the state's names.
 
     >>> same_names(["a.weight", "step"], ["_orig_mod.a.weight", "step"])
     {'_orig_mod.a.weight': 'a.weight'}
@@ -266,7 +266,7 @@ def same_names(own: Iterable[Any], stored: Iterable[Any]) -> dict[Any, Any]:
 
 
 def _short_names(names: Iterable[Any]) -> dict[str, str]:
-    """Names without what wrappers add; ``module.`` too, where all that have dots begin with it."""
+    """Names without the parts that wrappers add, and without ``module.`` if all names with dots begin with it."""
     found = {name: without_wrappers(name) for name in names if isinstance(name, str)}
     dotted = [short for short in found.values() if "." in short]
     if dotted and all(short.startswith("module.") for short in dotted):
@@ -362,7 +362,7 @@ def home_device(state: Mapping[str, Any]) -> torch.device:
 def _require_memory(optimizer: torch.optim.Optimizer, name: str) -> None:
     if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
         raise CheckpointError(
-            "An optimizer has parameters on the meta device, which it would not have once they are made.",
+            "An optimizer has parameters on the meta device, which a load replaces, so that it would lose them.",
             expected="an optimizer of parameters that have memory",
             got=f"{type(optimizer).__name__} of parameters on the meta device",
             where=name,
@@ -392,14 +392,14 @@ def _move(model: nn.Module, names: set[str], device: torch.device) -> None:
 def _modules(value: Any, name: str, depth: int) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(value, nn.Module):
         yield name, value
-    elif depth > MAX_DEPTH:  # whoever walks the state itself refuses it
-        return
+    elif depth > MAX_DEPTH:
+        return  # encode and match refuse such a state
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _modules(item, child_name(name, join_name("", key)), depth + 1)
     elif isinstance(value, (list, tuple)):
-        for place, item in enumerate(value):
-            yield from _modules(item, child_name(name, place), depth + 1)
+        for index, item in enumerate(value):
+            yield from _modules(item, child_name(name, index), depth + 1)
 
 
 def _numbers_parameters(raw: Any, optimizer: torch.optim.Optimizer) -> bool:
@@ -414,16 +414,16 @@ def _numbers_parameters(raw: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 def _no_owner(
     optimizer: torch.optim.Optimizer,
-    strangers: list[torch.Tensor],
+    unknown: list[torch.Tensor],
     num_params: int,
     models: list[str],
     where: str,
 ) -> CheckpointError:
-    shapes = some([str(tuple(param.shape)) for param in strangers])
+    shapes = some([str(tuple(param.shape)) for param in unknown])
     return CheckpointError(
         "Parameters of an optimizer belong to no module of the state.",
         expected="the modules next to their optimizers, such as {'model': model, 'optimizer': optimizer}",
-        got=f"{len(strangers)} of the {num_params} parameters of {type(optimizer).__name__}, of shapes {shapes}, "
+        got=f"{len(unknown)} of the {num_params} parameters of {type(optimizer).__name__}, of shapes {shapes}, "
         f"are in none of the modules {some([repr(model) for model in models]) if models else '(there are none)'}",
         where=where or "the state itself",
         todo="put the module itself into the state, not its state_dict(); if fully_shard or to() has replaced its "

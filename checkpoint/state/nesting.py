@@ -1,10 +1,10 @@
-"""Between nested states and flat names: as torch.distributed.checkpoint flattens, and back without loss.
+"""Convert nested states to flat names, as torch.distributed.checkpoint flattens them, and back without loss.
 
     {"model": {"a.b": T}, "groups": [{"lr": 1}]}     names  model.a.b        groups.0.lr
                                                      paths  (model, a.b)     (groups, ListIndex(0), lr)
 
-Dicts are always entered, lists only if something inside is a tensor or a container, and the path remembers
-which was which: a plain int in a path is a key of a dict.
+Dicts are always flattened, lists only if an item is a tensor or a container. A path distinguishes them: an index of a
+list is a `ListIndex`, a plain int is a key of a dict.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from vescale_fsdp.errors import ConversionError
 
 Path = tuple[str | int, ...]
-# Modules that torch.compile, activation checkpointing and FSDP1 put around others.
+# Names of modules inside the wrappers of torch.compile, activation checkpointing and FSDP1.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 class ListIndex(int):
-    """A place in a list, as part of a path; never equal to a plain int, which is a key of a dict."""
+    """An index of a list, as part of a path; never equal to a plain int, which is a key of a dict."""
 
     def __hash__(self) -> int:
         return hash(("list", int(self)))
@@ -48,29 +48,29 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
     """Leaves of a nested state by path.
 
     Raises:
-        ConversionError: if two leaves would get one name.
+        ConversionError: if two leaves would have one name.
     """
-    found: dict[Path, Any] = {}
+    leaves: dict[Path, Any] = {}
 
     def add(value: Any, path: Path) -> None:
         if is_tensor(value):
-            found[path] = value
+            leaves[path] = value
         elif isinstance(value, Mapping):
             for key, inner in value.items():
                 add(inner, (*path, key if isinstance(key, (str, int)) else str(key)))
             if not value and path:
-                found[path] = {}
+                leaves[path] = {}  # an empty dict is a leaf, or it would get lost
         elif isinstance(value, (list, tuple)) and any(
             isinstance(item, (Mapping, list, tuple)) or is_tensor(item) for item in value
         ):
             for index, inner in enumerate(value):
                 add(inner, (*path, ListIndex(index)))
         else:
-            found[path] = value
+            leaves[path] = value
 
     add(state, ())
     names: dict[str, Path] = {}
-    for path in found:
+    for path in leaves:
         name = name_of(path)
         if name in names:
             raise ConversionError(
@@ -80,11 +80,11 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
                 todo="rename one of the keys in the source",
             )
         names[name] = path
-    return found
+    return leaves
 
 
 def claim_name(name: str, taken: Collection[str]) -> None:
-    """Refuse a tensor's name in a native checkpoint that another has: keys joined by ``/``, an empty one left out.
+    """Refuse a name for a tensor of a native checkpoint that another tensor has: its keys joined by ``/``.
 
     Raises:
         ConversionError: if it is taken.
@@ -99,10 +99,10 @@ def claim_name(name: str, taken: Collection[str]) -> None:
 
 
 def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
-    """The nested state whose leaves these are; missing places of a list are closed up.
+    """The nested state with these leaves; items of a list follow each other, even if indices are missing.
 
     Raises:
-        ConversionError: if a leaf lies inside another leaf.
+        ConversionError: if the path of a leaf goes through another leaf.
     """
     root: dict[Any, Any] = {}
     for path, leaf in leaves.items():
@@ -111,7 +111,7 @@ def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise ConversionError(
-                    "An entry of the state lies inside another.",
+                    "An entry of the state is inside another one that is no container.",
                     expected="values at the ends of paths only",
                     got=path,
                     todo="leave one of the entries out with --exclude",

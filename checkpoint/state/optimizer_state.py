@@ -1,12 +1,12 @@
-"""Optimizer state in one form, by parameter name, whichever of torch's forms a tree of it has.
+"""Optimizer state by parameter name, read from a tree in any of torch's forms, and written in two of them.
 
     nested      {"state": {NAME: {"exp_avg": ..}}, "param_groups": [{"params": [NAME], "lr": ..}]}
     flattened   {"state.NAME.exp_avg": .., "param_groups.NAME.lr": ..}
     numbered    {"state": {0: {"exp_avg": ..}}, "param_groups": [{"params": [0], "lr": ..}]}
 
 A live optimizer is stored as nested state. ``optimizer.state_dict()`` is numbered: a number is a position in the order
-of the groups, so it identifies a parameter only to an optimizer with groups of the same sizes. Flattening repeats each
-group's options for each parameter; the way back makes one group for each set of equal options.
+of the groups, so it identifies a parameter only for an optimizer with groups of the same sizes. Flattened state repeats
+each group's options for each parameter; its groups are the sets of parameters with equal options.
 
 Leaves are nodes of a manifest's tree, or any objects that are neither dicts nor lists.
 """
@@ -38,9 +38,9 @@ class OptimizerState:
 
     Attributes:
         state: by parameter and kind.
-        groups: in the order of the optimizer that was saved; of flattened state, one for each set of equal options.
+        groups: in the order of the saved optimizer; of flattened state, one for each set of equal options.
         is_numbered: whether parameters have numbers instead of names.
-        other_state: state of no parameter, by the optimizer's own keys.
+        other_state: state that belongs to no parameter, by the optimizer's own keys.
         more: further entries next to ``state`` and ``param_groups``.
     """
 
@@ -56,7 +56,7 @@ class OptimizerState:
         return list(dict.fromkeys(chain(*(group.names for group in self.groups), self.state)))
 
     def renamed(self, names: Mapping[str, str]) -> OptimizerState:
-        """With other names for some parameters."""
+        """The same state with other names for some parameters."""
         return OptimizerState(
             {names.get(name, name): parts for name, parts in self.state.items()},
             [OptimizerGroup([names.get(n, n) for n in group.names], group.options) for group in self.groups],
@@ -66,7 +66,7 @@ class OptimizerState:
         )
 
     def named(self, groups: Sequence[Sequence[str]], where: str) -> OptimizerState:
-        """With names for numbers.
+        """The same state with names instead of numbers.
 
         Args:
             groups: names of the parameters of the optimizer that is loaded, by group.
@@ -77,17 +77,17 @@ class OptimizerState:
         if not self.is_numbered:
             if any(group.names for group in self.groups) or len(self.groups) != len(groups):
                 return self
-            # Some trainers keep options without saying of what.
-            placed = zip(self.groups, groups, strict=True)
-            return replace(self, groups=[OptimizerGroup(list(own), group.options) for group, own in placed])
+            # Some trainers store the options of groups without their parameters; the order of groups decides.
+            pairs = zip(self.groups, groups, strict=True)
+            return replace(self, groups=[OptimizerGroup(list(own), group.options) for group, own in pairs])
         sizes, stored = [len(names) for names in groups], [len(group.names) for group in self.groups]
         if sizes != stored:
             raise CheckpointError(
-                "The checkpoint numbers the parameters of an optimizer, and groups of these sizes have other numbers.",
+                "The checkpoint numbers an optimizer's parameters, and the numbers fit only groups of the same sizes.",
                 expected=f"groups of {stored} parameters (as saved)",
                 got=f"groups of {sizes}",
                 where=where,
-                todo="make the optimizer with the groups that it had, in the same order",
+                todo="build the optimizer with the groups that it had, in the same order",
             )
         numbers = chain.from_iterable(group.names for group in self.groups)
         return self.renamed(dict(zip(numbers, chain.from_iterable(groups), strict=True)))
@@ -99,22 +99,22 @@ class OptimizerState:
             CheckpointError: if they had different options when they were saved.
         """
         wanted = set(names)
-        found = [group for group in self.groups if not wanted.isdisjoint(group.names)]
-        if not found:
+        groups = [group for group in self.groups if not wanted.isdisjoint(group.names)]
+        if not groups:
             return {}
-        for other in found[1:]:
-            for option in dict.fromkeys([*found[0].options, *other.options]):
-                values = [group.options.get(option) for group in (found[0], other)]
+        for other in groups[1:]:
+            for option in dict.fromkeys([*groups[0].options, *other.options]):
+                values = [group.options.get(option) for group in (groups[0], other)]
                 if values[0] != values[1]:
                     raise CheckpointError(
                         "Parameters of one group have different options in the checkpoint.",
                         expected=f"one {option} for {some(names)}",
                         got=f"{values[0]} and {values[1]}",
                         where=where,
-                        todo="make the optimizer with the groups that it had, or load its state alone: "
+                        todo="build the optimizer with the groups that it had, or load its state alone: "
                         "include='*.state.*'",
                     )
-        return found[0].options
+        return groups[0].options
 
     @property
     def _state_node(self) -> Json:
@@ -142,14 +142,14 @@ class OptimizerState:
 
 
 def optimizer_state(node: Json, known: Collection[str] = ()) -> OptimizerState | None:
-    """The optimizer state that a tree holds, or None; a list of such trees is joined.
+    """The optimizer state in a tree, or None if it has none; the states of a list of trees are joined.
 
     Args:
-        known: names of parameters, to tell names from kinds in flattened keys.
+        known: names of parameters, which separate the name from the kind in flattened keys.
     """
     if isinstance(node, list) and node:
-        found = [optimizer_state(item, known) for item in node]
-        parts = [each for each in found if each is not None and not each.is_numbered]
+        states = [optimizer_state(item, known) for item in node]
+        parts = [state for state in states if state is not None and not state.is_numbered]
         names = [name for part in parts for name in part.names]
         return _joined(parts) if len(parts) == len(node) and len(set(names)) == len(names) else None
     items = items_of_node(node)
@@ -223,10 +223,10 @@ def _from_flattened(nodes: Mapping[str, Json], known: Collection[str]) -> Optimi
             rest = key.removeprefix(f"{_STATE}.")
             name = _parameter_of(rest, names) or rest.rpartition(".")[0]
             *path, last = rest.removeprefix(f"{name}.").split(".")
-            home = state.setdefault(name, {})
+            container = state.setdefault(name, {})
             for part in path:
-                home = home.setdefault(part, {})
-            home[last] = node
+                container = container.setdefault(part, {})
+            container[last] = node
     groups: list[OptimizerGroup] = []
     for name, own in options.items():
         group = next((group for group in groups if group.options == own), None)
@@ -258,7 +258,7 @@ def _joined(parts: Sequence[OptimizerState]) -> OptimizerState:
 
 
 def _node(items: Mapping[Any, Any]) -> Json:
-    """The node of a dict; its own key ``$`` must not make it a node of another kind."""
+    """The node of a dict; one with a key ``$`` is written as pairs, since ``$`` marks nodes of other kinds."""
     if "$" not in items:
         return dict(items)
     return {"$": "dict", "v": [[key, node] for key, node in items.items()]}

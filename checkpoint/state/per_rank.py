@@ -1,8 +1,8 @@
 """`PerRank`: a value that differs between ranks (random state, data loader), and how it is packed.
 
-Everything else in a state is the same on all ranks or one tensor cut over them. A per-rank value is stored
+All other leaves of a state are the same on all ranks, or tensors sharded over them. A per-rank value is stored
 in its rank's own file, and restored by rank, or, at another world size, by a merge function. `Resharded` is for values
-that have a way of their own to be put together and cut anew.
+that define how the parts of ranks are merged and split again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class PerRank:
             ``load_state_dict``.
         merge: called as ``merge(values_of_all_saved_ranks, rank, world_size)`` when the checkpoint was
             saved by another number of ranks; returns this rank's value. Without it, a rank takes the value
-            saved by the rank of the same number, and a rank that had no such predecessor keeps its own
-            value with a warning.
+            saved by the rank of the same number, and a rank with a number that did not save keeps its own
+            value, with a warning.
 
     Attributes:
         value: replaced by `load`.
@@ -56,23 +56,23 @@ class PerRank:
 
 
 class Reshardable(Protocol):
-    """A value that many ranks have a part of, such as a place in the data: what `Resharded` takes.
+    """A value of which each rank has a part, such as the position in the data; for `Resharded`.
 
     Examples:
         >>> from vescale_fsdp.checkpoint.data import ReshardableSampler
         >>> two = [ReshardableSampler(10, rank=rank, world_size=2) for rank in (0, 1)]
         >>> whole = two[0].merge([sampler.state_dict() for sampler in two])
-        >>> part = two[0].split(whole, 2, 3)  # of the third of three ranks
+        >>> part = two[0].split(whole, 2, 3)  # the part of the last of three ranks
     """
 
     def state_dict(self) -> Any:
         """This rank's part."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Take a part for this rank's."""
+        """Replace this rank's part."""
 
     def merge(self, states: list[Any]) -> Any:
-        """The whole, of the parts of all ranks that saved."""
+        """The whole value from the parts of all ranks that saved."""
 
     def split(self, whole: Any, rank: int, world_size: int) -> Any:
         """One rank's part of the whole; pure: every rank calls it with the same whole."""
@@ -80,9 +80,9 @@ class Reshardable(Protocol):
 
 @set_module("vescale_fsdp.checkpoint.data")
 class Resharded(PerRank):
-    """A leaf of a state that is cut anew when other ranks go on: as `PerRank`, and on another number of ranks each gets
-    its part of what all had together. A save puts the parts together once, and ends in an error on all ranks where that
-    cannot be done.
+    """A `PerRank` value that is split again for another number of ranks: each rank gets its part of the merged value.
+
+    A save merges the parts once to test them, and raises on all ranks if they do not fit together.
 
     Args:
         value: such as a `ReshardableSampler` or a `ReshardableLoader`.
@@ -114,9 +114,9 @@ def pack_blob(values: Mapping[str, tuple[Any, list[torch.Tensor]]]) -> bytes:
     tensors: list[dict[str, Any]] = []
     parts: list[bytes] = []
     start = 0
-    for name, (tree, found) in values.items():
+    for name, (tree, leaves) in values.items():
         trees[name] = {"first": len(tensors), "tree": tree}
-        for tensor in found:
+        for tensor in leaves:
             data = bytes_of(dense(tensor)).numpy().tobytes()
             tensors.append(
                 {
@@ -133,17 +133,17 @@ def pack_blob(values: Mapping[str, tuple[Any, list[torch.Tensor]]]) -> bytes:
 
 
 def _tensor_of(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    """A tensor of its own memory, of these bytes."""
+    """A tensor with its own copy of these bytes."""
     if min(shape, default=0) < 0 or numel_of(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for a tensor of {dtype}, {shape}")
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    # Filled, not viewed: an array of 0 bytes has stride 0, which no wider dtype can view.
+    # A copy, since an array of 0 bytes has stride 0 and cannot be viewed as a wider dtype.
     bytes_of(tensor).numpy()[:] = np.frombuffer(data, dtype=np.uint8)
     return tensor
 
 
 def leaf_of(tensors: list[torch.Tensor], node: Mapping[str, Any]) -> Any:
-    """The tensor, or array, that a leaf of a per-rank value's tree numbers."""
+    """The tensor or array of a leaf in a per-rank value's tree, which has its number."""
     tensor = tensors[int(node["i"])]
     return tensor.numpy() if node.get("numpy") else tensor
 
@@ -170,12 +170,12 @@ def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[to
             tensors.append(
                 _tensor_of(data[start : start + nbytes], dtype_named(item["dtype"]), item["shape"])
             )
-        found = {}
+        values = {}
         names = list(head["values"])
         firsts = [head["values"][name]["first"] for name in names] + [len(tensors)]
-        for place, name in enumerate(names):
-            found[name] = (head["values"][name]["tree"], tensors[firsts[place] : firsts[place + 1]])
-        return found
+        for name, first, stop in zip(names, firsts, firsts[1:], strict=False):
+            values[name] = (head["values"][name]["tree"], tensors[first:stop])
+        return values
     except (LookupError, TypeError, ValueError, ArithmeticError, struct.error, RuntimeError) as error:
         raise CorruptCheckpointError(
             "The per-rank values cannot be unpacked.",

@@ -1,7 +1,7 @@
-"""From live tensors to what a manifest says of them, by arithmetic on this rank alone.
+"""Describe live tensors as a manifest does, by arithmetic on this rank alone.
 
-`Describer` answers for one tensor: dtype, global shape, `Distribution`, and the local tensor whose bytes
-this rank would write. Nothing is communicated; ranks later compare digests of what they found.
+`Describer` gives for one tensor: dtype, global shape, `Distribution`, and the local tensor whose bytes
+this rank would write. Nothing is communicated; ranks later compare digests of their descriptions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from vescale_fsdp.torch_private import StridedShard, is_wrapper, local_of
 
 
 class Described(NamedTuple):
-    """What a manifest says of a tensor, and this rank's part of it.
+    """The description of a tensor in a manifest, and this rank's part of the tensor.
 
     Attributes:
         local: row-major elements of the rank's region; None on a rank outside the tensor's mesh.
@@ -53,16 +53,16 @@ _WHOLE = Distribution((), ())
 
 
 class _Known(NamedTuple):
-    """How one slot's tensors are distributed: weights, and moments that were made like them."""
+    """The distribution of one slot's tensors: weights, and moments that were created like them."""
 
-    layout: GroupLayout  # held, so that its id stays its own
+    layout: GroupLayout  # a reference, so that its id is not reused
     shape: tuple[int, ...]
     local_numel: int
     placements: tuple[Placement, ...]
     distribution: Distribution
 
     def holds_for(self, shape: tuple[int, ...], local_numel: int, placements: tuple[Placement, ...]) -> bool:
-        """Whether a tensor of the slot is distributed in this way; O(1) in ranks, as `_agrees` is."""
+        """Whether a tensor of the slot has this distribution; O(1) in ranks, like `_agrees`."""
         if self.shape != shape or self.local_numel != local_numel:
             return False
         return self.placements is placements or all(map(_alike, self.placements, placements))
@@ -76,13 +76,13 @@ def _alike(a: Placement, b: Placement) -> bool:
     return a == b
 
 
-class _MeshPlace(NamedTuple):
-    """A mesh's axes in rules of rank numbers, and this rank's place on each; no axes outside the mesh."""
+class _MeshPosition(NamedTuple):
+    """A mesh's axes as rules for rank numbers, and this rank's coordinate on each; no axes outside the mesh."""
 
-    mesh: DeviceMesh  # held, so that its id stays its own
+    mesh: DeviceMesh  # a reference, so that its id is not reused
     axes: Axes | None
     coordinates: tuple[int, ...]
-    disordered: frozenset[int] = frozenset()  # axes that name their ranks out of order
+    disordered: frozenset[int] = frozenset()  # axes whose ranks are not in ascending order
 
 
 class Describer:
@@ -94,7 +94,7 @@ class Describer:
 
     def __init__(self, rank_of: dict[int, int] | None = None) -> None:
         self._rank_of = rank_of
-        self._meshes: dict[int, _MeshPlace] = {}
+        self._meshes: dict[int, _MeshPosition] = {}
         self._layout_numbers: dict[GroupLayout, int] = {}
         self._by_identity: dict[int, tuple[GroupLayout, int, dict[str, int]]] = {}
         self._known: dict[tuple[int, int, str], _Known] = {}
@@ -102,7 +102,7 @@ class Describer:
 
     @property
     def layouts(self) -> tuple[GroupLayout, ...]:
-        """Layouts met so far; `LayoutCut.layout` is a place in this tuple."""
+        """Layouts met so far; `LayoutCut.layout` is an index in this tuple."""
         return tuple(self._layout_numbers)
 
     def describe(self, name: str, tensor: torch.Tensor) -> Described:
@@ -120,41 +120,41 @@ class Describer:
             local = local.detach()
         _check_plain(name, local)
         dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-        place = self._place_in(tensor.device_mesh)
-        if place.axes is None:
+        position = self._position_in(tensor.device_mesh)
+        if position.axes is None:
             return Described(dtype, shape, _WHOLE, None)
         reference = tensor.layout_ref if isinstance(tensor, RaggedDTensor) else None
         if reference is None:
-            return Described(dtype, shape, self._distribution(name, tensor, place), local)
+            return Described(dtype, shape, self._distribution(name, tensor, position), local)
         layout, fqn = reference
         key = (id(tensor.device_mesh), id(layout), fqn)
         known = self._known.get(key)
         if known is None or not known.holds_for(shape, local.numel(), tensor.placements):
-            distribution = self._distribution(name, tensor, place)
+            distribution = self._distribution(name, tensor, position)
             known = _Known(layout, shape, local.numel(), tensor.placements, distribution)
             if not any(isinstance(cut, UnitsCut) for cut in distribution.cuts):
                 self._known.setdefault(key, known)
         return Described(dtype, shape, known.distribution, local)
 
     def region(self, described: Described, rank: int) -> Region:
-        """What a rank holds of a tensor that was described here."""
+        """A rank's region of a tensor that was described here."""
         distribution = described.distribution
         key = (described.shape, id(distribution), rank)
         _, found = self._regions.get(key, (None, None))
         if found is None:
             coordinates = [axis.coordinates([rank])[0] for axis in distribution.axes]
             found = distribution.region(described.shape, coordinates, self.layouts)
-            self._regions[key] = (distribution, found)  # held, so that its id stays its own
+            self._regions[key] = (distribution, found)  # with a reference, so that the id is not reused
         return found
 
-    def _distribution(self, name: str, tensor: DTensor, place: _MeshPlace) -> Distribution:
-        assert place.axes is not None
+    def _distribution(self, name: str, tensor: DTensor, position: _MeshPosition) -> Distribution:
+        assert position.axes is not None
         shards: dict[int, tuple[int, int]] = {}
         ragged: list[tuple[Axis, Cut]] = []
         for number, placement in enumerate(tensor.placements):
-            axis = place.axes[number]
+            axis = position.axes[number]
             if isinstance(placement, RaggedShard):
-                ragged.append((axis, self._ragged_cut(tensor, placement, place.coordinates[number])))
+                ragged.append((axis, self._ragged_cut(tensor, placement, position.coordinates[number])))
             elif isinstance(placement, StridedShard):
                 shards[number] = (placement.dim, int(placement.split_factor))
             elif placement.is_shard():
@@ -167,22 +167,22 @@ class Describer:
                     where=dotted_name(name),
                     todo="reduce it first: tensor.redistribute(placements=[Replicate(), ...])",
                 )
-        self._check_order(name, tensor, place)
-        order = shard_order(shards, [axis.size for axis in place.axes])
+        self._check_order(name, tensor, position)
+        order = shard_order(shards, [axis.size for axis in position.axes])
         if order is None:
             raise _no_order(name, tensor)
-        cuts = [(place.axes[number], ShardCut(shards[number][0])) for number in order]
+        cuts = [(position.axes[number], ShardCut(shards[number][0])) for number in order]
         pairs = [pair for pair in (*cuts, *ragged) if pair[0].size > 1]
         return Distribution(tuple(axis for axis, _ in pairs), tuple(cut for _, cut in pairs))
 
-    def _check_order(self, name: str, tensor: DTensor, place: _MeshPlace) -> None:
-        """Refuse shards of which nobody can say which rank has which."""
-        for axis in place.disordered:
+    def _check_order(self, name: str, tensor: DTensor, position: _MeshPosition) -> None:
+        """Refuse shards whose ranks cannot be determined."""
+        for axis in position.disordered:
             placement = tensor.placements[axis]
             if placement.is_shard() or isinstance(placement, StridedShard):
                 raise CheckpointError(
-                    "This tensor is sharded over ranks that its mesh names out of order: torch's redistribute "
-                    "and FSDP2 give them different shards.",
+                    "This tensor is sharded over ranks that its mesh has out of order: torch's redistribute and FSDP2 "
+                    "assign different shards to them.",
                     expected="a mesh with ascending ranks along the axis, or a RaggedShard",
                     got=tensor.device_mesh.mesh.tolist(),
                     where=f"{dotted_name(name)}, mesh axis {axis}",
@@ -194,26 +194,28 @@ class Describer:
         if reference is not None:
             layout, fqn = reference
             known, number, slots = self._layout(layout)
-            place = slots.get(fqn)
-            if place is not None and _agrees(known, place, tensor, placement, coordinate):
-                return LayoutCut(number, place)
+            slot = slots.get(fqn)
+            if slot is not None and _agrees(known, slot, tensor, placement, coordinate):
+                return LayoutCut(number, slot)
         return UnitsCut(placement.dims, placement.units.runs)
 
     def _layout(self, layout: GroupLayout) -> tuple[GroupLayout, int, dict[str, int]]:
         known = self._by_identity.get(id(layout))
         if known is None:
             number = self._layout_numbers.setdefault(layout, len(self._layout_numbers))
-            known = (layout, number, {slot.fqn: place for place, slot in enumerate(layout.slots)})
+            known = (layout, number, {slot.fqn: index for index, slot in enumerate(layout.slots)})
             self._by_identity[id(layout)] = known
         return known
 
-    def _place_in(self, mesh: DeviceMesh) -> _MeshPlace:
+    def _position_in(self, mesh: DeviceMesh) -> _MeshPosition:
         known = self._meshes.get(id(mesh))
         if known is None:
-            known = _MeshPlace(mesh, None, ())
+            known = _MeshPosition(mesh, None, ())
             if mesh.get_coordinate() is not None:
                 disordered = frozenset(axis for axis in range(mesh.ndim) if not ascends(mesh, axis))
-                known = _MeshPlace(mesh, axes_of_mesh(mesh, self._rank_of), group_ranks_in(mesh), disordered)
+                known = _MeshPosition(
+                    mesh, axes_of_mesh(mesh, self._rank_of), group_ranks_in(mesh), disordered
+                )
             self._meshes[id(mesh)] = known
         return known
 
@@ -224,12 +226,12 @@ def _no_order(name: str, tensor: DTensor) -> CheckpointError:
         expected="split factors that are sizes of later mesh axes over the same dim",
         got=f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}",
         where=dotted_name(name),
-        todo="redistribute it first, or store the tensor that it was made from by view or flatten",
+        todo="redistribute it first, or store the tensor that view or flatten was called on",
     )
 
 
 def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
-    """One `Axis` per mesh axis; its coordinates are places in the process groups, see `dtensor.spec`."""
+    """One `Axis` per mesh axis; its coordinates are ranks in the process groups, see `dtensor.spec`."""
     numbers = ranks_by_group_rank(mesh).numpy()
     if rank_of is not None:
         numbers = np.vectorize(lambda rank: rank_of.get(int(rank), -1))(numbers)
@@ -237,7 +239,7 @@ def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
 
 
 def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
-    """One `Axis` per dim of an array of rank numbers: by rule where one holds, by table elsewhere."""
+    """One `Axis` per dim of an array of rank numbers: a rule if the numbers follow one, else a table."""
     coordinates = np.indices(numbers.shape)
     flat = numbers.reshape(-1).tolist()
     axes = []
@@ -253,13 +255,13 @@ def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
 
 
 def _agrees(
-    layout: GroupLayout, place: int, tensor: DTensor, placement: RaggedShard, coordinate: int
+    layout: GroupLayout, index: int, tensor: DTensor, placement: RaggedShard, coordinate: int
 ) -> bool:
-    """Whether a layout says what the placement says here: optimizers may derive tensors of other shapes.
+    """Whether a layout agrees with a placement, which optimizers may use for tensors of other shapes.
 
-    Only this rank's piece is compared, to stay O(1) in ranks; ranks that differ are caught by the digest.
+    Only this rank's piece is compared, to stay O(1) in ranks; other ranks' differences change the digest.
     """
-    slot = layout.slots[place]
+    slot = layout.slots[index]
     if slot.shape != tuple(tensor.shape) or layout.num_shards != placement.num_shards:
         return False
     return layout.piece(slot, coordinate).numel == local_of(tensor).numel()
@@ -268,7 +270,7 @@ def _agrees(
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
     problem = None
     if tensor.dim() > MAX_DIMS:
-        problem = f"a tensor of {tensor.dim()} dims, which no reader takes"
+        problem = f"a tensor of {tensor.dim()} dims"
     elif tensor.is_nested:
         problem = "a nested tensor"
     elif tensor.layout is not torch.strided:

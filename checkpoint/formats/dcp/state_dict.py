@@ -181,6 +181,11 @@ def _cut(template: Any, full: Any, broadcast: bool) -> Any:
                 key: cut(known.get(key), item, None if value is None else value[key], child_name(name, key))
                 for key, item in skeleton.items()
             }
+        if isinstance(skeleton, list) and broadcast:  # param_groups, which may contain tensors
+            unknown = [None] * len(skeleton)
+            templates = template if isinstance(template, list) and len(template) == len(skeleton) else unknown
+            items = zip(templates, skeleton, unknown if value is None else value, strict=True)
+            return [cut(*item, child_name(name, index)) for index, item in enumerate(items)]
         if not isinstance(skeleton, (_Stub, torch.Tensor)):
             return skeleton
         if isinstance(skeleton, _Stub):

@@ -249,9 +249,8 @@ def open_bin_folder(store: Storage, *, trust_pickle: bool = False) -> Source:
         ConversionError: if a file contains no dict of tensors, or its pickle names more than tensors need.
         CorruptCheckpointError: if index and files disagree or a file is damaged.
     """
-    from vescale_fsdp.checkpoint.formats.torch_save.read import (
-        open_torch,
-    )  # safetensors need no pickle reader
+    # Imported here: folders of safetensors need no reader of pickles.
+    from vescale_fsdp.checkpoint.formats.torch_save.read import open_torch
 
     indices = [f"{stem}.bin.index.json" for stem in _BIN_STEMS]
     singles = [f"{stem}.bin" for stem in _BIN_STEMS]
@@ -297,7 +296,7 @@ def _tensors_of_files(
     read: Callable[[str], Mapping[str, StoredTensor]],
     index_file: str,
 ) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """The tensors of all files, compared with the index ``mapped``; and warnings of what the index does not say.
+    """The tensors of all files, compared with the index ``mapped``; and warnings where the index is incomplete.
 
     Like transformers, it takes tensors that the index does not name, and tensors that are in several files with the
     same bytes, which are read and compared.

@@ -75,9 +75,9 @@ def write_repository(
     Args:
         manifest: computes the manifest of the save.
         planner: lists the repository's files, with warnings, from the shards and a comparison of tied tensors. The
-            comparison says no for pairs whose bytes the ranks have not compared yet; the planner is called again then.
-        class_warnings: why the model's class does not load what is planned; called on rank 0.
-        budget_bytes: the most bytes of other ranks' tensors that a rank holds at a time.
+            comparison is False for pairs that the ranks have not compared yet; the planner is called again afterwards.
+        class_warnings: reasons why the model's class does not load the planned files; called on rank 0.
+        budget_bytes: the most bytes of other ranks' tensors that a rank buffers.
     """
     storage, coordinator = share.storage, share.coordinator
     folder = repository_folder(storage)
@@ -92,10 +92,8 @@ def write_repository(
     with coordinator.together(f"making {storage.where}"):
         share.check_room(plan.tensor_nbytes)
         if coordinator.rank == 0:
-            all_warnings = (
-                *plan_warnings,
-                *class_warnings(plan),
-            )  # may raise: before the old folder is touched
+            # Before the old folder is touched, since the check of the class may refuse the save.
+            all_warnings = (*plan_warnings, *class_warnings(plan))
             folder.begin()
             for warning in all_warnings:
                 warnings.warn(warning, stacklevel=3)
@@ -234,9 +232,8 @@ class JointFiles:
     _buffers: SimpleQueue[torch.Tensor] = field(default_factory=SimpleQueue)
 
     def __post_init__(self) -> None:
-        self._segment_bytes = (
-            min(_MAX_SEGMENT_BYTES, self.budget_bytes // _BUFFERS) // 16 * 16
-        )  # 16: largest itemsize
+        # A multiple of 16, the largest itemsize, so that segments contain whole items.
+        self._segment_bytes = min(_MAX_SEGMENT_BYTES, self.budget_bytes // _BUFFERS) // 16 * 16
         self._segments = segments_of(
             self.plan,
             self.shards,
@@ -275,14 +272,13 @@ class JointFiles:
             with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-joint") as pool:
                 for index, segment in enumerate(self._segments):
                     self._do(pool, segment)
-                    while len(self._jobs) > 2 * threads:
+                    while len(self._jobs) > 2 * threads:  # bounds the segments in flight
                         self._errors.attempt(self._jobs.pop(0).result)
                     if last.get(segment.file) == index:
                         self._finish_file(pool, segment.file)
                 for number in range(len(self.plan.files)):
-                    if (
-                        self.storage.in_order and self._is_mine(number) and number not in last
-                    ):  # a file without tensors
+                    # A file without tensors has no segment, whose write would open it.
+                    if self.storage.in_order and self._is_mine(number) and number not in last:
                         self._errors.attempt(partial(self._writer, number))
                         self._finish_file(pool, number)
                 while self._jobs:
@@ -297,7 +293,7 @@ class JointFiles:
         out = self._open.get(number)
         if out is None or self._errors.error is not None:
             return
-        before = list(self._jobs)
+        before = list(self._jobs)  # writes of this file are among them
 
         def close() -> None:
             for job in before:
@@ -386,9 +382,9 @@ class JointFiles:
         if nbytes > 0:
             self.coordinator.receive(self._incoming[:nbytes], from_rank)
         if nbytes != _FAILED:
-            self._errors.attempt(lambda: self._place(data, segment, numbers, from_rank, nbytes))
+            self._errors.attempt(lambda: self._insert(data, segment, numbers, from_rank, nbytes))
 
-    def _place(
+    def _insert(
         self, data: np.ndarray, segment: FileSegment, numbers: np.ndarray | None, from_rank: int, nbytes: int
     ) -> None:
         items = data.view(segment.view.info.dtype.raw)

@@ -284,7 +284,9 @@ _OPCODES_OF: dict[type, Callable[[_Writer, Any], None]] = {
 
 
 _ALIGNMENT_BYTES = 64  # of storages, as torch.save aligns them
-_UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
+_UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008  # flags of a record: its name is UTF-8, a descriptor follows its data
+_DESCRIPTOR, _WIDE_DESCRIPTOR = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
+_DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 _VERSION_NEEDED = 45  # to extract: 4.5, for zip64
 _PADDING_TAG = b"FB"  # torch's extra field for padding
 
@@ -294,15 +296,17 @@ class _PlannedRecord(NamedTuple):
     nbytes: int
     offset: int  # of the local header, in the archive
     crc: int  # 0 for a storage, whose CRC-32 is known only after it is written
-    storage: int | None = None
+    storage: int | None = None  # number of the storage
 
     @property
     def is_wide(self) -> bool:
+        """Whether the size does not fit into 32 bits."""
         return self.nbytes >= MAX_32
 
     @property
-    def flags(self) -> int:
-        return _UTF8 | (_HAS_DESCRIPTOR if self.storage is not None else 0)
+    def descriptor(self) -> struct.Struct:
+        """Form of the descriptor after a storage."""
+        return _WIDE_DESCRIPTOR if self.is_wide else _DESCRIPTOR
 
 
 def plan_archive(pickle: bytes, storages: Sequence[TensorItems], first_index: int) -> list[Content]:
@@ -314,7 +318,7 @@ def plan_archive(pickle: bytes, storages: Sequence[TensorItems], first_index: in
         first_index: number of contents before the archive in its file.
     """
     sizes = tuple(items.nbytes for items in storages)
-    # DCP has thousands of archives of one tensor, most of them with equal pickles and sizes.
+    # DCP has thousands of archives of one tensor, most of them with equal pickles and sizes: their plans are cached.
     plan = (_small_archive if len(sizes) < 2 else _ArchivePlan)(pickle, sizes)
     contents: list[Content] = [FixedBytes(plan.head)]
     for number, items in enumerate(storages):
@@ -328,7 +332,6 @@ class _ArchivePlan:
     """One archive: the bytes before its first storage, and those between a storage and the next, or the end."""
 
     def __init__(self, pickle: bytes, sizes: tuple[int, ...]) -> None:
-        self._sizes = sizes
         self._records: list[_PlannedRecord] = []
         self._position = 0
         self._fixed = [b""]  # bytes before the first storage, and after each storage's descriptor
@@ -336,19 +339,19 @@ class _ArchivePlan:
         self._add(".format_version", b"1")
         self._add(".storage_alignment", str(_ALIGNMENT_BYTES).encode())
         self._add("byteorder", b"little")
-        for number, nbytes in enumerate(sizes):
-            self._add_storage(number, nbytes)
+        self._storages = [self._add_storage(number, nbytes) for number, nbytes in enumerate(sizes)]
         self._add("version", b"3\n")
 
     def _add(self, name: str, data: bytes) -> None:
         record = _PlannedRecord(f"archive/{name}".encode(), len(data), self._position, CRC32.of(data))
         self._append(record, _local_header(record) + data)
 
-    def _add_storage(self, number: int, nbytes: int) -> None:
+    def _add_storage(self, number: int, nbytes: int) -> _PlannedRecord:
         record = _PlannedRecord(f"archive/data/{number}".encode(), nbytes, self._position, 0, number)
         self._append(record, _local_header(record))
-        self._position += nbytes + _descriptor_bytes(nbytes)
+        self._position += nbytes + record.descriptor.size
         self._fixed.append(b"")
+        return record
 
     def _append(self, record: _PlannedRecord, data: bytes) -> None:
         self._records.append(record)
@@ -358,12 +361,12 @@ class _ArchivePlan:
     @property
     def head(self) -> bytes:
         """Bytes before the first storage; the whole archive if there is none."""
-        return self._fixed[0] if self._sizes else self._fixed[0] + self._directory(lambda _: 0)
+        return self._fixed[0] if self._storages else self._fixed[0] + self._directory(lambda _: 0)
 
     def nbytes_after(self, number: int) -> int:
         """Bytes between a storage and the next, or the end."""
-        is_last = number == len(self._sizes) - 1
-        known = _descriptor_bytes(self._sizes[number]) + len(self._fixed[number + 1])
+        is_last = number == len(self._storages) - 1
+        known = self._storages[number].descriptor.size + len(self._fixed[number + 1])
         return known + (self._directory_bytes if is_last else 0)
 
     def after(self, number: int, first_index: int, crc_of: CrcOf) -> bytes:
@@ -372,8 +375,11 @@ class _ArchivePlan:
         def crc_of_storage(storage: int) -> int:
             return crc_of(first_index + 2 * storage + 1)
 
-        data = _descriptor(crc_of_storage(number), self._sizes[number]) + self._fixed[number + 1]
-        return data + self._directory(crc_of_storage) if number == len(self._sizes) - 1 else data
+        record = self._storages[number]
+        sizes = (record.nbytes, record.nbytes)  # compressed and not: records are stored as they are
+        data = record.descriptor.pack(_DESCRIPTOR_SIGNATURE, crc_of_storage(number), *sizes)
+        data += self._fixed[number + 1]
+        return data + self._directory(crc_of_storage) if number == len(self._storages) - 1 else data
 
     @cached_property
     def _directory_bytes(self) -> int:
@@ -393,11 +399,12 @@ _small_archive = lru_cache(maxsize=256)(_ArchivePlan)
 def _local_header(record: _PlannedRecord) -> bytes:
     """A record's header, padded so that the data begins at a multiple of the alignment."""
     wide = struct.pack("<HHQQ", ZIP64_TAG, 16, 0, 0) if record.is_wide else b""
-    fixed = 30 + len(record.name) + len(wide)
-    padding = -(record.offset + fixed + 4) % _ALIGNMENT_BYTES
+    before = record.offset + LOCAL_HEADER.size + len(record.name) + len(wide)
+    padding = -(before + 4) % _ALIGNMENT_BYTES  # 4: tag and size of the padding field itself
     extra = wide + _PADDING_TAG + struct.pack("<H", padding) + b"Z" * padding
-    known = record.nbytes if record.storage is None else MAX_32 if record.is_wide else 0
-    fields = _shared_fields(record, record.crc, known, extra)
+    # A storage's size is in its descriptor; here it is 0, or refers to the zip64 field.
+    nbytes = record.nbytes if record.storage is None else MAX_32 if record.is_wide else 0
+    fields = _shared_fields(record, record.crc, nbytes, extra)
     return LOCAL_HEADER.pack(LOCAL_SIGNATURE, *fields) + record.name + extra
 
 
@@ -405,33 +412,30 @@ def _shared_fields(record: _PlannedRecord, crc: int, nbytes: int, extra: bytes) 
     """Fields of local header and directory: version, flags, method, time, date, checksum, sizes, lengths."""
     date = 0x21  # 1 January 1980: equal states give equal files
     lengths = (len(record.name), len(extra))
-    return (_VERSION_NEEDED, record.flags, 0, 0, date, crc, nbytes, nbytes, *lengths)
-
-
-def _descriptor(crc: int, nbytes: int) -> bytes:
-    form = "<4sIQQ" if nbytes >= MAX_32 else "<4sIII"
-    return struct.pack(form, b"PK\x07\x08", crc, nbytes, nbytes)
-
-
-def _descriptor_bytes(nbytes: int) -> int:
-    return 24 if nbytes >= MAX_32 else 16
+    flags = _UTF8 | (_HAS_DESCRIPTOR if record.storage is not None else 0)
+    return (_VERSION_NEEDED, flags, 0, 0, date, crc, nbytes, nbytes, *lengths)
 
 
 def _directory_entry(record: _PlannedRecord, crc: int) -> bytes:
-    wide = [record.nbytes, record.nbytes] if record.is_wide else []
-    far = record.offset >= MAX_32
-    values = [*wide, *([record.offset] if far else [])]
+    is_far = record.offset >= MAX_32
+    # The zip64 field lists only values that do not fit into 32 bits: size, compressed size, offset.
+    values = [record.nbytes, record.nbytes] * record.is_wide + [record.offset] * is_far
     extra = struct.pack(f"<HH{len(values)}Q", ZIP64_TAG, 8 * len(values), *values) if values else b""
     fields = _shared_fields(record, crc, MAX_32 if record.is_wide else record.nbytes, extra)
-    ends = (0, 0, 0, 0, MAX_32 if far else record.offset)
+    ends = (0, 0, 0, 0, MAX_32 if is_far else record.offset)
     head = CENTRAL_HEADER.pack(CENTRAL_SIGNATURE, _VERSION_NEEDED, *fields, *ends)
     return head + record.name + extra
 
 
 def _end(count: int, nbytes: int, start: int) -> bytes:
+    """The end of an archive whose directory has ``count`` records in the ``nbytes`` bytes from ``start`` on."""
     wide = b""
     if count >= 0xFFFF or nbytes >= MAX_32 or start >= MAX_32:
-        wide = END64.pack(END64_SIGNATURE, 44, 45, 45, 0, 0, count, count, nbytes, start)
+        wide = END64.pack(
+            END64_SIGNATURE,
+            END64.size - 12,  # bytes after this field
+            *(_VERSION_NEEDED, _VERSION_NEEDED, 0, 0, count, count, nbytes, start),
+        )
         wide += END64_LOCATOR.pack(END64_LOCATOR_SIGNATURE, 0, start + nbytes, 1)
     short = (min(count, 0xFFFF), min(count, 0xFFFF), min(nbytes, MAX_32), min(start, MAX_32))
     return wide + END.pack(END_SIGNATURE, 0, 0, *short, 0)

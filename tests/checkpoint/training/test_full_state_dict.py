@@ -96,7 +96,7 @@ def ours_does_it() -> None:
 
 def optimizers_only() -> None:
     def stepped(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
         for step in range(2):
             models.loss_of(model, models.batch(step, 0)).backward()
             optimizer.step()
@@ -112,7 +112,7 @@ def optimizers_only() -> None:
     }
     for options in (FULL, FROM_RANK_0):
         model = sharded(plain(1))
-        fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+        fresh = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
         result = set_state_dict(
             model,
             fresh,
@@ -121,6 +121,7 @@ def optimizers_only() -> None:
             options=options,
         )
         assert not result.missing_keys
+        assert torch.equal(torch.as_tensor(fresh.param_groups[0]["lr"]), torch.tensor(0.1))
         check_equal(model, plain(1))
         for name, param in model.named_parameters():
             if name in moments:
