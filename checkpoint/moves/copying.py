@@ -259,7 +259,7 @@ class Copier:
         """Write the fixed and computed bytes from content ``known`` on, verify the file's tensors, and close it."""
         file.write_known(known, len(file.plan.contents))
         with reading_source():
-            for source, name in answered_for(file.plan, whole=True):
+            for source, name in tensors_to_verify(file.plan, whole=True):
                 source.verify(name)
         file.out.close()
         with self._lock:
@@ -311,7 +311,7 @@ class Copier:
             raise
 
 
-def answered_for(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, str]]:
+def tensors_to_verify(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, str]]:
     """The stored tensors that are verified with a file, because it contains their first item.
 
     Args:
@@ -340,7 +340,7 @@ def verify_rest(plans: Sequence[FilePlan], threads: int) -> None:
         for source, name in stored:
             source.verify(name)
 
-    if cut := [each for plan in plans for each in answered_for(plan, whole=False)]:
+    if cut := [each for plan in plans for each in tensors_to_verify(plan, whole=False)]:
         in_threads(threads, work, cut)
     views = (items.view for plan in plans for _, items in plan.tensors)
     for source in {id(source): source for view in views for source, _ in view.sources()}.values():
