@@ -48,6 +48,7 @@ def new_group(
         assert world is not None
         counts = _num_groups.setdefault(world, Counter())
         counts[tuple(members)] += 1
+        # short, however many ranks there are
         digest = xxhash.xxh3_128_hexdigest(",".join(map(str, members)).encode())
         name = f"vescale_fsdp {digest} {counts[tuple(members)]}"
         numbers = {rank: number for number, rank in enumerate(members)}
@@ -208,6 +209,7 @@ def _backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
 
 def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Device type -> name of the backend."""
+    # the text is like "cpu:gloo,cuda:nccl"
     return dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
 
 
@@ -221,7 +223,7 @@ def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
     rank, size, numel = group.rank(), group.size(), shard.numel()
     slices = full.view(size, numel)
     room_numel = max(_ALIGN_NUMEL, _ROOM_BYTES // ((size - 1) * full.element_size()))
-    room = full.new_empty(size - 1, min(room_numel, numel))
+    room = full.new_empty(size - 1, min(room_numel, numel))  # the own slice is not received
     for start in range(0, numel, room_numel):
         piece = slice(start, min(start + room_numel, numel))
         others = room[:, : piece.stop - piece.start].unbind()
@@ -402,7 +404,7 @@ def break_group(group: dist.ProcessGroup) -> None:
         with suppress(RuntimeError):  # the time-out, or connections that are closed already
             work = dist.irecv(room, group=group, group_src=(group.rank() + 1) % group.size(), tag=_BREAK_TAG)
             assert work is not None
-            work.wait(timedelta(milliseconds=1))
+            work.wait(timedelta(milliseconds=1))  # the shortest time-out: no message comes
     if backends - {"gloo"}:
         group.abort()
 

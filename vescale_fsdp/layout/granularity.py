@@ -14,6 +14,11 @@ never larger than the tensor: ``Rows(128)`` on a tensor of 100 rows keeps it who
 
 A *row* is always a run of the last dim. In a stack of expert matrices (E, m, k) rows are those of the inner matrices,
 so an expert can be cut between rows, and a stack needs no more padding than its matrices.
+
+The planner only calls `Granularity.block_numel`. A new block type also needs a text in `parse_granularity`. Two other
+files distinguish the types, because their state has one scale per block: `quantize/codec.py` (`grid_of` accepts `Flat`
+and `Tiles`) and `optim/adamw8bit.py` (stores the block as text). `optim/shampoo_blocks.py` and `optim/muon.py` choose
+among the types.
 """
 
 from __future__ import annotations

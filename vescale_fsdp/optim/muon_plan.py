@@ -189,6 +189,7 @@ def _buckets(
     ]
     owners = assign_owners(flops, parts, loads * replicas)
     cuts = [CutMatrix(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
+    # All ranks own matrices of a bucket, so a rank receives about its share of it.
     limit_numel = max(1, bucket_bytes * replicas * num_shards // WIRE_DTYPE.itemsize)
     buckets: list[list[CutMatrix]] = []
     free_numel = 0  # of the last bucket

@@ -149,7 +149,7 @@ def _hash(text: str) -> int:
 def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None:
     """Find the first line that differs, and raise an error with it on all ranks."""
     hashes = _collect([_hash(line) for line in lines], groups)
-    first = hashes[min(hashes)]
+    first = hashes[min(hashes)]  # the lowest rank is the reference
     index = min(_first_difference(first, other) for other in hashes.values())
     texts = _collect(lines[index] if index < len(lines) else _NOTHING, groups)
     sides: dict[str, list[int]] = {}
@@ -180,4 +180,5 @@ def _first_difference(one: list[int], other: list[int]) -> int:
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return index
+    # equal lists: an index past the end, which is above every real difference
     return min(len(one), len(other)) if len(one) != len(other) else max(len(one), len(other))

@@ -217,6 +217,7 @@ def mesh_of_info(info: Any) -> DataMesh:
     Raises:
         PlacementError: for another class, or axes in another order than (replicate, shard).
     """
+    # (replicate, shard) axes that a mesh of this size must have
     axes = (None, 0) if isinstance(info, FSDPMeshInfo) and info.mesh.ndim == 1 else (0, 1)
     if not isinstance(info, FSDPMeshInfo) or (info.replicate_mesh_dim, info.shard_mesh_dim) != axes:
         raise PlacementError(

@@ -112,6 +112,7 @@ class FSDPState:
             note_sharded(module, self.fsdp2)
             # First of all pre-hooks, so that users' hooks see full parameters and cast inputs.
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            # last of the hooks so far, so that users' hooks see full parameters
             module.register_forward_hook(self._post_forward, prepend=False)
             module.register_state_dict_pre_hook(self._reshard_hook)
             module.register_load_state_dict_pre_hook(self._before_load)
@@ -192,6 +193,7 @@ class FSDPState:
         if not self.has_root:
             self.lazy_init()
         schedule = self.schedule
+        # in a backward, activation checkpointing recomputes the root: no new step begins
         if self.is_root and not schedule.in_backward:
             with profiled("FSDP::root_pre_forward", ""):
                 schedule.begin_forward()
@@ -257,6 +259,7 @@ class FSDPState:
 
     def end_method(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshard after a registered method."""
+        # a state_dict inside the method has set it to 0
         self._methods_running = max(0, self._methods_running - 1)
         return self._post_forward(module, args, output)
 
@@ -319,7 +322,7 @@ class FSDPState:
 
     def _leave_backward(self) -> None:
         """The backward has passed one call of the unit; after the last one, reshard and reduce."""
-        self._outstanding = max(0, self._outstanding - 1)
+        self._outstanding = max(0, self._outstanding - 1)  # it is 0 if `forget_iteration` ran in between
         if self._outstanding == 0:
             self._reshard_in_backward()  # before the reduction, so that the full buffer's memory is free for it
             self.schedule.leave_backward(self)
@@ -372,7 +375,7 @@ class FSDPState:
             with profiled("FSDP::post_backward_reduce ", self.shown):
                 for group in trained:
                     self.comm.reduce(group)
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch's errors of failed collectives
             self.comm.explain(error)
             raise
 
@@ -397,6 +400,7 @@ class FSDPState:
         self._loads_own = any(
             half_loaded_in(group.shard) and is_own_state(group, state) for group in self.groups
         )
+        # assign=True replaces parameters: `rebind` adopts or refuses them
         if not metadata.get("assign_to_params_buffers", False):
             refuse_full_tensors(module, state, prefix)
 

@@ -185,7 +185,7 @@ def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> No
     start, stop = group.layout.piece(param.slot, group.comm.rank).range
     piece = new.detach().reshape(-1)[start:stop]
     if ours.is_meta:
-        local = piece.to(group.home, copy=True)
+        local = piece.to(group.home, copy=True)  # a view would keep the full tensor in memory
         ragged = RaggedDTensor.wrap(local, param.spec, layout_ref=ours.layout_ref)  # type: ignore[attr-defined]
         note_replaced(ours, param.slot.fqn)
         param.take(nn.Parameter(ragged, requires_grad=new.requires_grad))

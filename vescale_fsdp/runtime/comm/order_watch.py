@@ -75,7 +75,7 @@ class OrderWatch:
         world = dist.group.WORLD
         assert world is not None
         # All ranks create their watches in the same order, so a count makes the key unique and equal on all of them.
-        counts = _num_watches.setdefault(world, Counter())
+        counts = _num_watches.setdefault(world, Counter())  # per default group: its store ends with it
         counts[self._ranks] += 1
         ranks_digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self._ranks)).encode())
         self._key = f"vescale_fsdp order {ranks_digest} {counts[self._ranks]}"
@@ -138,7 +138,7 @@ class OrderWatch:
             return
         deadline = time.monotonic() + _FAILED_S
         while not self.guarded(self.look, True) and time.monotonic() < deadline:
-            time.sleep(0.02)
+            time.sleep(0.02)  # short beside _FAILED_S, and little load on the store
         if self.error is not None:
             raise self.error from failure
 
@@ -164,6 +164,7 @@ class OrderWatch:
     def compare(self, step: int, entries: list[str]) -> bool:
         """Compare the log of a step with the one of the first rank that ended it."""
         digest = xxhash.xxh3_64_hexdigest("\n".join(entries).encode())
+        # sets only a key that does not exist, and returns the first rank's value
         first = self._store.compare_set(f"{self._key} {step}", "", f"{digest} {self._rank}").decode()
         if first.split()[0] != digest:
             self._differs = True
@@ -205,6 +206,7 @@ class OrderWatch:
         if self._shown == shown:
             return
         for step, entries in list(self._logs.items()):
+            # The length comes first: an empty log would be read as one empty entry.
             self._store.set(f"{self._key} {step} of {self._rank}", "\n".join([f"{len(entries)}", *entries]))
         self._shown = shown
 
@@ -287,6 +289,7 @@ class _Thread:
         with self._lock:
             self._watches.add(watch)
             if self._thread is None or not self._thread.is_alive():  # not alive in a forked child process
+                # a daemon: Python waits for other threads before `atexit` runs `stop`
                 self._thread = threading.Thread(target=self._run, name="vescale_fsdp order", daemon=True)
                 self._thread.start()
 
@@ -300,7 +303,7 @@ class _Thread:
         if thread is not None and thread.is_alive():
             self.is_stopping = True
             self._steps.put(None)
-            thread.join(timeout=5.0)
+            thread.join(timeout=5.0)  # bounded: the thread may be in a call of the store
 
     def _run(self) -> None:
         while True:
