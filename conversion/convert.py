@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.formats.huggingface.class_check import ClassCheck, check_planned, check_written
 from vescale_fsdp.checkpoint.formats.huggingface.repository import (
@@ -17,12 +17,6 @@ from vescale_fsdp.checkpoint.formats.huggingface.repository import (
     config_class,
     own_config,
     own_settings,
-)
-from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import (
-    Compare,
-    absent_names,
-    find_ties,
-    left_out_by,
 )
 from vescale_fsdp.checkpoint.moves.carried_state import (
     CarriedState,
@@ -41,6 +35,9 @@ from vescale_fsdp.conversion.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.quantization import find_quantized
 from vescale_fsdp.errors import ConversionError, format_bytes, some
+
+if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import Compare
 
 _ORDER_LOST = (
     "safetensors files do not keep the order of a model's parameters: a start on several ranks may have to move "
@@ -349,7 +346,11 @@ def _with_ties(
         The state; the names that are left out, with the name that each is tied to; warnings where config.json ties
         weights that differ.
     """
-    if kind == "hf" and assets.config is not None:
+    if kind == "adapter" or (kind == "hf" and assets.config is None):
+        return state, {}, ()
+    from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import absent_names, find_ties, left_out_by
+
+    if kind == "hf":
         tied, warnings, differing = find_ties(state.views, assets.settings, is_equal)
         if differing:
             # The result's config.json ties nothing, so the names that the class would tie are all stored.
@@ -366,8 +367,6 @@ def _with_ties(
                     todo=f"leave one out, such as --exclude {alias}, or pass the config.json of the right class",
                 )
         return state.without(tied), tied, warnings
-    if kind in ("hf", "adapter"):
-        return state, {}, ()
     aliases, warnings_of_class = left_out_by(source, state.views)
     return state.with_aliases(aliases), {}, warnings_of_class
 

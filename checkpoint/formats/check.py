@@ -1,6 +1,6 @@
-"""Every file of a checkpoint, looked at once for its own sake: what `verify` and the converter's verify do.
+"""Check every file of a native or zarr checkpoint once, for `verify`.
 
-What a load proves of the bytes that it reads stands in `read_plan` and `zarr_chunks`. Needs no torch.
+Loads verify the bytes that they read by themselves: see `native/read.py` and `zarr/chunks.py`. Needs no torch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import VescaleError
 
 _SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while in the cache
-_MOST_MISSING = 1000  # files of ranks that are named one by one
+_MOST_MISSING = 1000  # missing files of ranks that are reported one by one
 
 
 class Check(NamedTuple):
-    """What came of one look: at a stripe of a rank's file, or at a file of an array.
+    """The result of one check: of a stripe of a rank's file, or of a file of an array.
 
     Attributes:
-        problem: the error a load would raise; None if all is well.
+        problem: the error that a load would raise; None if there is none.
         num_bytes: bytes that were hashed.
         holds_tensors: whether the file has any of the tensors' values.
     """
@@ -48,11 +48,11 @@ class Check(NamedTuple):
 def check_files(
     storage: Storage, manifest: Manifest, tell: Callable[[Check], object], *, threads: int
 ) -> None:
-    """Hash every byte and compare; ``tell`` is called, from several threads, with what came of each look."""
+    """Hash and compare every byte; ``tell`` is called with each result, from several threads."""
     if manifest.is_zarr:
         for check in _array_checks(ChunkTables(storage, manifest)):
             tell(check)
-    parts = max(1, threads // manifest.world_size)  # of one file, where there are more threads than files
+    parts = max(1, threads // manifest.world_size)  # parts of each file, if there are more threads than files
     ranks = _ranks_to_check(storage, manifest, tell)
 
     def check_part(number: int) -> None:

@@ -1,9 +1,9 @@
-"""The tensors of live shards as a source that the converter's views read, and who holds which part of them.
+"""The tensors of live shards as a source for the converter's views, and which rank stores which items.
 
-A rank reads what it holds; what others hold reads as zeros. Who holds an item of a view is found by running the same
-view over ranks' numbers in the place of values, so that any view will do, whatever moves items where:
+A rank reads its own items; items of other ranks are read as zeros. To find which rank stores an item of a view, the
+same view is computed over rank numbers instead of values, which works for every view, however it moves items:
 
-    values     rank 0 holds [[1 2] [3 4]] of four rows, rank 1 the rest      transposed   1 3 . .     2 4 . .
+    values     rank 0 stores [[1 2] [3 4]] of four rows, rank 1 the rest     transposed   1 3 . .     2 4 . .
     numbers    1 1  1 1  2 2  2 2                                            transposed   1 1 2 2     1 1 2 2
 """
 
@@ -33,17 +33,17 @@ _MAX_STEP_BYTES = 1 << 20  # 1 MiB
 
 
 class HeldShards:
-    """What the ranks of a save hold of its tensors; the same on all of them but for the bytes.
+    """The shards of a save's tensors on its ranks; equal on all ranks except for the bytes.
 
     Args:
-        manifest: what is saved.
-        rank: this one.
-        locals_by_name: its tensors.
-        storage: where the save goes, for messages.
+        manifest: of the save.
+        rank: this rank.
+        locals_by_name: this rank's tensors.
+        storage: the target of the save, for messages.
 
     Attributes:
         source: the state, with this rank's bytes.
-        file: what this rank would write in the native form: its share among replicas.
+        file: the file that this rank would write in the native form, which defines its share of replicas.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class HeldShards:
         self.manifest, self.rank = manifest, rank
         self.file = RankFile(manifest, rank)
         self._locals_by_name = locals_by_name
-        self._last: tuple[int, torch.Tensor] | None = None  # of the tensor whose turn it is
+        self._last: tuple[int, torch.Tensor] | None = None  # (number, items) of the tensor that was read last
         self._regions: dict[int, Region | None] = {}
         leaves = NativeLeaves(manifest.structure, storage.where)
         self.places = leaves.tensors
@@ -79,7 +79,7 @@ class HeldShards:
         return self.places[leaf.source_name]
 
     def _region(self, place: int) -> Region | None:
-        """What this rank holds of a tensor."""
+        """This rank's region of a tensor; None if it has no part."""
         if place not in self._regions:
             held = self.manifest.holders_of(place).position(self.rank)
             shape, layouts = self.manifest.entries[place].shape, self.manifest.structure.layouts
@@ -97,7 +97,7 @@ class HeldShards:
         return last[1]
 
     def _read(self, place: int, box: Box) -> np.ndarray:
-        """The bits of a box, zeros where only others hold them."""
+        """The bits of a box; zeros for items that only other ranks have."""
         region, wanted = self._region(place), _region_of(box)
         shares = overlaps(region, wanted) if region is not None else []
         if len(shares) == 1 and isinstance(shares[0], SharedRun) and shares[0].numel == box.numel:
@@ -119,7 +119,7 @@ class HeldShards:
         return all(size == 1 for size in shape[: max(dims, default=0)])
 
     def own_run(self, leaf: SourceView) -> FlatRange:
-        """The items that this rank writes of a stored tensor of which every part is one run."""
+        """The items of a stored tensor that this rank writes; every rank's part must be one run."""
         place = self.place_of(leaf)
         piece = self.file.piece_of.get(place)
         if piece is None:
@@ -130,13 +130,13 @@ class HeldShards:
         return FlatRange(start, start + piece.region.numel)
 
     def own_bytes(self, leaf: SourceView, start: int, stop: int) -> Buffer:
-        """The bytes of items of `own_run`, in place where they are in CPU memory."""
+        """The bytes of items of `own_run`, without a copy if they are in CPU memory."""
         piece = self.file.piece_of[self.place_of(leaf)]
         first = piece.local_start + start - self.own_run(leaf).start
         return self._items(piece.tensor_index)[first : first + stop - start].view(torch.uint8).numpy()
 
     def _brought(self, place: int, box: Box, turn: int) -> Iterator[tuple[int, Region]]:
-        """(rank, what it holds) of those that bring the items of a box: of replicas the one whose turn it is."""
+        """(rank, its region) of the ranks that provide the items of a box; ``turn`` chooses one of several replicas."""
         wanted, holders = _region_of(box), self.manifest.holders_of(place)
         for coordinates, region in self.manifest.distributions[place].touching(
             self.manifest.entries[place].shape, wanted, self.manifest.structure.layouts
@@ -146,7 +146,7 @@ class HeldShards:
                 yield ranks[turn % len(ranks)], region
 
     def holders(self, view: TensorView, start: int, stop: int, turn: int) -> tuple[int, ...]:
-        """The ranks that bring items [start, stop) of a view, ascending."""
+        """The ranks that provide items [start, stop) of a view, ascending."""
         found = {
             rank
             for box in boxes_of_range(view.info.shape, start, stop)
@@ -156,14 +156,15 @@ class HeldShards:
         return tuple(sorted(found))
 
     def numbers(self, view: TensorView, start: int, stop: int, turn: int) -> np.ndarray:
-        """By item, one more than the rank that brings it; 0 for those that nobody brings."""
+        """For each item, one more than the rank that provides it; 0 if no rank does. 1D int32."""
         numbered = view.over(lambda leaf: _NumberView(self, leaf.info, self.place_of(leaf), turn))
         return read_range(numbered, start, stop, np.empty((stop - start) * 4, dtype=np.uint8)).view(np.int32)
 
     def content_sum(self, view: TensorView, step_bytes: int) -> int:
-        """This rank's share of a number that two views of one shape and type have in common if their bytes are equal.
+        """This rank's summand of a checksum of a view, equal for views of one shape and dtype with equal bytes.
 
-        Each item gives a number made from its bits and its place, so that it does not matter who holds what.
+        The checksum is a sum over all bytes of a hash of their value and position, so it does not depend on how items
+        are distributed over ranks.
         """
         dtype, total = view.info.dtype, 0
         step = max(1, min(step_bytes, _MAX_STEP_BYTES) // dtype.itemsize)
@@ -189,7 +190,7 @@ class HeldShards:
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
-    """Numbers of 64 bits scattered over all of them: the finisher of MurmurHash3."""
+    """Hashes of 64-bit numbers, by the finalizer of MurmurHash3."""
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         words = (words ^ (words >> np.uint64(33))) * np.uint64(factor)
     return words ^ (words >> np.uint64(33))
@@ -201,7 +202,7 @@ def _region_of(box: Box) -> Region:
 
 @dataclass(frozen=True)
 class _NumberView(TensorView):
-    """A stored tensor with ranks' numbers for values."""
+    """A stored tensor with rank numbers as values."""
 
     shards: HeldShards
     of: TensorInfo

@@ -21,6 +21,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.optim_cases import everything, full_tensors, laid_like
 from vescale_fsdp import checkpoint as native
 from vescale_fsdp import fully_shard
+from vescale_fsdp.checkpoint import state_dict as native_state_dict
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.granularity import Flat, Granularity, Rows, Tiles, Whole
 from vescale_fsdp.optim import AdamW8bit, AdamWOptions, Muon, Shampoo
@@ -245,7 +246,7 @@ def from_first_rank_run(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, t
     full = get_optimizer_state_dict(model, optimizer, options=options)
     other_model, other = build(kind, True, 0, torch.float32)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    native.set_optimizer_state_dict(other_model, other, full, options=options)
+    native_state_dict.set_optimizer_state_dict(other_model, other, full, options=options)
     return everything(model, optimizer), everything(other_model, other)
 
 
