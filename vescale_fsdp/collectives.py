@@ -48,7 +48,7 @@ def new_group(
         assert world is not None
         counts = _num_groups.setdefault(world, Counter())
         counts[tuple(members)] += 1
-        # short, however many ranks there are
+        # Short, however many ranks there are
         digest = xxhash.xxh3_128_hexdigest(",".join(map(str, members)).encode())
         name = f"vescale_fsdp {digest} {counts[tuple(members)]}"
         numbers = {rank: number for number, rank in enumerate(members)}
@@ -209,7 +209,7 @@ def _backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
 
 def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Device type -> name of the backend."""
-    # the text is like "cpu:gloo,cuda:nccl"
+    # The text is like "cpu:gloo,cuda:nccl"
     return dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
 
 

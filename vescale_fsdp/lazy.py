@@ -37,6 +37,7 @@ class _LazyPackage(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # Importing a submodule binds it here: `checkpoint.save`, a module, must not replace the function
         if not (name in self.__exports__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
@@ -61,7 +62,7 @@ def lazily_export(
         assert module.__spec__ is not None and module.__file__ is not None
         # The loader also finds the stub in a zip file. Not parsed by `ast`, whose import takes 5 ms of every start.
         stub = module.__spec__.loader.get_data(f"{module.__file__}i").decode()  # type: ignore[union-attr]
-        for statement in stub.split("\nfrom ")[1:]:
+        for statement in stub.split("\nfrom ")[1:]:  # the first part is the stub's docstring
             source, items = statement.split("\n\n")[0].split(" import ")
             exports |= {item.split()[0]: source for item in items.strip("(\n )").split(",") if item.strip()}
     vars(module).update(__exports__={**exports, **_split(unlisted or {})}, __all__=sorted(exports))

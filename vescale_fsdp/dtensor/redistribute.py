@@ -159,6 +159,7 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Ste
             stock = DTensor.from_local(
                 local, now.mesh, now.placements, run_check=False, shape=meta.shape, stride=meta.stride
             )
+            # Torch may return a strided view, and pieces are flat
             local = local_of(stock.redistribute(placements=step.placements)).contiguous()
         now = step
     if now.placements != target.placements:
@@ -224,7 +225,7 @@ def _reduce_others(
                     got=have,
                     where=f"mesh axis {axis} of {source.placements}",
                 )
-            local = local.clone()
+            local = local.clone()  # the all-reduce is in place, and the caller keeps its tensor
             yield all_reduce_in_place(local, _op_of(have), source.mesh.get_group(axis))
             _divide_average(local, have, source.mesh.size(axis))
             now = _with(now, axis, Replicate())
@@ -296,6 +297,7 @@ def _reduce_scatter(
     """This rank's piece of the reduced tensor, 1-D."""
     rank = dist.get_rank(group)
     slices = local.reshape(-1).split(list(piece_numels))
+    # `reduce_scatter_into` computes sums and averages only
     if _is_worth_padding(piece_numels) and _op_of(have) == dist.ReduceOp.SUM:
         longest = max(piece_numels)
         padded = local.new_zeros(len(piece_numels), longest)
@@ -303,9 +305,9 @@ def _reduce_scatter(
             row[: part.numel()].copy_(part)
         shard = local.new_empty(longest)
         yield reduce_scatter_into(shard, padded.view(-1), dist.ReduceOp.SUM, group)
-        piece = shard[: piece_numels[rank]].clone()
+        piece = shard[: piece_numels[rank]].clone()  # a view would keep the padding in memory
     else:
-        copies = [part.clone() for part in slices]
+        copies = [part.clone() for part in slices]  # reduced in place
         yield from [
             reduce_in_place(copy, _op_of(have), group, owner)
             for owner, copy in enumerate(copies)

@@ -248,6 +248,7 @@ def axis_text(axis: str, num_ranks: int, placement: Placement) -> str:
     if not isinstance(placement, RaggedShard):
         return f"{'the same' if placement.is_replicate() else placement} {over}"
     units = placement.units
+    # There may be thousands of ranks
     ratio = ":".join(map(str, units if len(units) <= 8 else (*units[:4], "..", *units[-3:])))
     dims = f"dim {placement.dims[0]}" if len(placement.dims) == 1 else f"dims {placement.dims} as one"
     chunks = ""

@@ -256,14 +256,14 @@ class ElasticJob:
 
     def _end_epoch(self) -> None:
         """Leave the process group, so that no rank waits for this one, and end the manager's work in the background."""
-        close_gloo_connections()
+        close_gloo_connections()  # first: ending a group waits for its collectives, and they for lost ranks
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
         self.mesh = self._store = None
-        del manager
+        del manager  # it refers to process groups, which end with the last reference
         forget_meshes()
         gc.collect()  # groups without references keep their threads and files until then
 

@@ -255,9 +255,11 @@ class Presence:
     def __init__(self, host: str, secret: bytes | None = None) -> None:
         check_exposure(host, secret)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # All members may ask at once
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self._token, self._secret = secrets.token_hex(8), secret
         self.name = f"{host}:{self._listener.getsockname()[1]}/{self._token}"
+        # Daemon: it must not outlive a process that does not call `end`
         self._accepting = Thread(target=self._accept, name="elastic-presence", daemon=True)
         self._accepting.start()
 
@@ -313,7 +315,7 @@ def _received(connection: socket.socket, nbytes: int) -> bytes:
         time.monotonic() + ANSWER_S,
     )  # for all bytes together, in however many parts they come
     while len(data) < nbytes:
-        connection.settimeout(max(1e-3, deadline_s - time.monotonic()))
+        connection.settimeout(max(1e-3, deadline_s - time.monotonic()))  # 0 would make it non-blocking
         more = connection.recv(nbytes - len(data))
         if not more:
             break

@@ -187,7 +187,7 @@ def ours_within(
     (stand_in,) = (each for each in STAND_INS if each.name == "fully_shard")
     homes = tuple(
         name
-        for name, module in list(sys.modules.items())
+        for name, module in list(sys.modules.items())  # a copy: other threads may import
         if name.split(".")[0] == package
         and isinstance(module, ModuleType)
         and vars(module).get(stand_in.name) is stand_in.original

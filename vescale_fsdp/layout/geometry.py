@@ -120,6 +120,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
+# DCP and checkpoints ask several times for the boxes of each piece.
 @lru_cache(maxsize=4096)
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
     """Cut the flat range [start, stop) of a tensor into boxes, in flat order.

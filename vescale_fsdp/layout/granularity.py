@@ -201,6 +201,7 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
     elif isinstance(rule, Mapping):
         matches = (value for pattern, value in rule.items() if fnmatch.fnmatchcase(fqn, pattern))
         value = next(matches, Element())
+    # A class is callable too, but passed by mistake: `_granularity` says so
     elif callable(rule) and not isinstance(rule, (Granularity, type)):
         value = rule(fqn, param)
     return _granularity(value, f"parameter {fqn!r}")
@@ -264,6 +265,7 @@ def check_patterns(rule: GranularityRule, fqns: Sequence[str]) -> None:
     unmatched = [p for p in rule if not any(fnmatch.fnmatchcase(fqn, p) for fqn in fqns)]
     if not unmatched:
         return
+    # Below difflib's default, because wildcards make a pattern unlike the name that it means
     near = {pattern: difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) for pattern in unmatched}
     raise LayoutError(
         "A pattern of the granularity mapping matches no parameter.",
@@ -299,7 +301,7 @@ def parse_granularity(text: str) -> Granularity:
         if kind == "whole" and argument in ("", "tensor", "matrix"):
             return Whole("matrix" if argument == "matrix" else "tensor")
     except ValueError as error:
-        if isinstance(error, LayoutError):
+        if isinstance(error, LayoutError):  # a ValueError that says more than the one below
             raise
     raise LayoutError(
         "This text does not name a granularity.",
@@ -321,7 +323,7 @@ def parse_granularities(texts: Sequence[str]) -> dict[str, Granularity]:
     Raises:
         LayoutError: for a text without a granularity, or two that differ for the same pattern.
     """
-    rules = [text.rpartition("=") for text in texts]
+    rules = [text.rpartition("=") for text in texts]  # a granularity has no =, a pattern may have
     by_pattern: dict[str, Granularity] = {}
     # The first match wins, so the text for all tensors, without a pattern, comes last.
     for pattern, _, rule in sorted(rules, key=lambda rule: not rule[0]):

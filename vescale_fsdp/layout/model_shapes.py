@@ -101,7 +101,11 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
         with file.open("rb") as stream:
             try:
                 entries, _ = read_header(
-                    lambda _, nbytes: stream.read(nbytes), file.stat().st_size, file, whole=False
+                    # whole=False: headers are enough to plan
+                    lambda _, nbytes: stream.read(nbytes),
+                    file.stat().st_size,
+                    file,
+                    whole=False,
                 )
             except (ConversionError, CorruptCheckpointError) as error:
                 raise LayoutError(
@@ -115,6 +119,7 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key that compares runs of digits as numbers, so that layer 2 comes before layer 10."""
     parts = re.split(r"(\d+)", name)
+    # The first number keeps digits and text from being compared with each other.
     return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)
 
 

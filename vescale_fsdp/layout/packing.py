@@ -35,7 +35,7 @@ from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.group_layout import PieceRun, runs_between
 
 MAX_PERIOD = 8  # sizes in a repeated list; an expert has at most three matrices and three biases
-ANY_NUMBER = 1 << 62
+ANY_NUMBER = 1 << 62  # stands for no limit
 
 MAX_SCAN = 64  # up to this many multiples are all tried
 PRECISION = 1_000_000  # S is within one part in this many of the smallest that the search could find
@@ -328,7 +328,7 @@ def _possible(sizes: Sizes, low: int, align_numel: int) -> Iterator[tuple[int, i
 def _least_cut_once(numel: int, block_numel: int) -> int:
     """The smallest S with ``numel <= S // block * block + S``."""
     # For k whole blocks per shard, S is in [k*b, (k+1)*b) and at least numel - k*b.
-    blocks = max(0, -(-(numel + 1) // block_numel) // 2 - 1)
+    blocks = max(0, -(-(numel + 1) // block_numel) // 2 - 1)  # an estimate from below
     while numel - blocks * block_numel >= (blocks + 1) * block_numel:
         blocks += 1
     return max(blocks * block_numel, numel - blocks * block_numel)

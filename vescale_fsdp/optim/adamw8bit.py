@@ -96,7 +96,7 @@ def encode_dynamic(tiles: torch.Tensor, signed: bool) -> tuple[torch.Tensor, tor
     """
     scales = tiles.abs().amax((1, 3)).clip(_LEAST_SCALE)
     relative = tiles / scales[:, None, :, None]
-    # right: a value equal to threshold i gets code i + 1. int32: half the memory of the default int64.
+    # Right: a value equal to threshold i gets code i + 1. int32: half the memory of the default int64.
     codes = torch.bucketize(relative, _thresholds(signed, tiles.device), out_int32=True, right=True)
     return codes.to(torch.uint8), scales
 
@@ -185,7 +185,7 @@ class AdamW8bit(BatchedOptimizer):
                 got=group["state_bits"],
                 todo="correct state_bits of the param group",
             )
-        # on the host, as in torch's AdamW, so that reading it does not wait for a device
+        # On the host, as in torch's AdamW, so that reading it does not wait for a device
         state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         if not _is_8bit(tuple(param.shape), group["state_bits"], group["min_8bit_numel"]):
             return state | {name: torch.zeros_like(param, dtype=torch.float32) for name in _MOMENTS}

@@ -269,7 +269,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             ]
             counters = tuple((name, v.item() if isinstance(v, torch.Tensor) else v) for name, v in values)
             history = (storage, id(layout), self._histories.get(param), counters)
-            # up to the next aligned start
+            # Up to the next aligned start
             padding = -end[0] % layout.align_numel if layout is not None else 0
             if adjacent and (history != end[1] or start != end[0] + padding):
                 yield adjacent

@@ -135,7 +135,7 @@ class FSDPModule(_Base):
             state.requires_gradient_sync = requires_gradient_sync
             for group in state.groups:
                 group.comm.change(requires_all_reduce=requires_gradient_sync)
-                # for good: sums of micro-batches are in the reduction's dtype, as in FSDP2
+                # For good: sums of micro-batches are in the reduction's dtype, as in FSDP2
                 group.sums_grads |= not requires_gradient_sync
                 if SUMS_HALVES_AS_REDUCED:  # pipelines call this before every half of a backward
                     group.collect_grads()

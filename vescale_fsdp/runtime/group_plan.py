@@ -402,7 +402,7 @@ def param_dtype_of(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) 
             got=repr(wanted),
             where=fqn,
         )
-    # the policy's own value, None too, so that the parameter can join those without an override
+    # The policy's own value, None too, so that the parameter can join those without an override
     return policy.param_dtype if wanted is (policy.param_dtype or param.dtype) else param.dtype
 
 

@@ -76,6 +76,7 @@ class StateDescription:
     @cached_property
     def numbers_by_name(self) -> dict[str, int]:
         """The number of each tensor by its name; the first number, if ranks store a tensor in several ways."""
+        # Reversed, so that the first number of a name stays
         return {entry.name: number for number, entry in reversed(list(enumerate(self.entries)))}
 
     @cached_property

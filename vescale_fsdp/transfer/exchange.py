@@ -155,7 +155,7 @@ class Exchange:
         """Keep an error of the connection to another rank, since messages with other ranks must go on."""
         try:
             yield
-        except RuntimeError as lost:
+        except RuntimeError as lost:  # torch's error for lost connections and time-outs
             if self.errors.error is None:
                 self.errors.error = CheckpointError(
                     "A rank was lost during a transfer.",

@@ -55,7 +55,7 @@ _REFUSED = f"{_NAME} refused"  # key that is set when two ranks have different s
 _GREETING = b"here"
 _POLL_S = 0.02
 _READERS_S = 5.0  # how long rank 0, which may own the store, waits until other ranks have read an error
-_NONCE_BYTES = 32
+_NONCE_BYTES = 32  # as many as in the SHA-256 digest of all numbers
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -134,7 +134,7 @@ def joint_ranks(
     ranks = JointRanks(group, {own: first_rank + own for own in range(own)}, store, known)
     try:
         ranks.authenticate()
-    except BaseException:
+    except BaseException:  # Ctrl-C too: threads and connections would stay
         ranks.close()
         raise
     return ranks
@@ -219,7 +219,7 @@ def _wait_for_readers(store: dist.Store, rank: int, num_ranks: int) -> None:
     num_readers = store.add(f"{_REFUSED} read", 1)
     while rank == 0 and num_readers < num_ranks and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
-        num_readers = store.add(f"{_REFUSED} read", 0)
+        num_readers = store.add(f"{_REFUSED} read", 0)  # adding 0 reads the counter
 
 
 class JointRanks(GroupCoordinator):
@@ -280,6 +280,7 @@ class JointRanks(GroupCoordinator):
 
     def _swap(self, sent: dict[int, bytes]) -> dict[int, bytes]:
         """Send each other rank a message, and receive one of the same size from each."""
+        # Torch warns about read-only memory
         outgoing = {rank: torch.frombuffer(bytearray(data), dtype=torch.uint8) for rank, data in sent.items()}
         received = {rank: torch.empty_like(data) for rank, data in outgoing.items()}
         self.exchange([(outgoing[rank], rank) for rank in sent], [(received[rank], rank) for rank in sent])

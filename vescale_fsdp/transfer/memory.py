@@ -350,7 +350,7 @@ class Destination:
         """Make a target that may have some of the new weights unusable."""
         for local in self._locals.values() if self.is_mixed else ():
             if local.dtype == torch.bool:
-                local.fill_(True)
+                local.fill_(True)  # 0xFF is not a valid bool
             elif local.numel():
                 ones = torch.full((local.dtype.itemsize,), 0xFF, dtype=torch.uint8, device=local.device)
                 _as_carrier(local).copy_(ones.view(carrier_of(local.dtype)))

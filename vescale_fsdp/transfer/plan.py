@@ -377,6 +377,7 @@ def balanced_shares(wanted: Mapping[Ranks, int]) -> dict[Ranks, tuple[int, ...]]
 
 def _added_to_lowest(loads: Sequence[int], nbytes: int) -> tuple[int, ...]:
     """How many of ``nbytes`` to add to each load: the lowest loads are filled up to one level."""
+    # Ties by number: all ranks plan alike
     order = sorted(range(len(loads)), key=lambda number: (loads[number], number))
     added = [0] * len(loads)
     for count in range(1, len(order) + 1):

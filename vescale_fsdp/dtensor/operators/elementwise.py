@@ -80,6 +80,7 @@ def _on_pieces(
 def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copies and the family of zeros_like: a piece of the same size, contiguous."""
     tensor: RaggedDTensor = args[0]
+    # channels_last needs 4 dims, and a piece has one
     kwargs = {**kwargs, "memory_format": torch.contiguous_format} if "memory_format" in kwargs else kwargs
     return wrap_result(func, func(tensor._local_tensor, *args[1:], **kwargs), tensor)
 
@@ -267,5 +268,5 @@ def non_finite_check(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
             axes = {axis for axis, p in enumerate(t.placements) if not p.is_replicate()}
             cut_axes.setdefault(t.device_mesh, set()).update(axes)
     for mesh, axes in cut_axes.items():
-        for axis in sorted(axes):
+        for axis in sorted(axes):  # all ranks in the same order
             wait_for(all_reduce_in_place(found_inf, dist.ReduceOp.MAX, mesh.get_group(axis)))

@@ -61,7 +61,7 @@ def _call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     listed = [dims] if isinstance(dims, int) else list(dims or ())
     positive = tuple(sorted({d % tensor.ndim if -tensor.ndim <= d < tensor.ndim else d for d in listed}))
     if positive and (positive[0] < 0 or positive[-1] >= tensor.ndim):
-        raise IndexError(f"{func}: dims {listed} do not exist in shape {tuple(tensor.shape)}")
+        raise IndexError(f"{func}: dims {listed} do not exist in shape {tuple(tensor.shape)}")  # as torch
     tensor = summed(tensor)
     return _Call(func, tensor, positive or tuple(range(tensor.ndim)), keepdim, named)
 
@@ -129,6 +129,7 @@ def _on_rows(call: _Call) -> Any:
     tensor, first = call.tensor, call.dims[0]
     shifted = [dim - first + 1 for dim in call.dims]
     schema = {argument.name: argument for argument in call.func._schema.arguments}
+    # Of overloads, some take one dim and some a list
     takes_list = "List" in str(schema["dim"].type) or "[]" in str(schema["dim"].type)
     named = {
         **call.options,
@@ -169,6 +170,7 @@ def _over_cut_dims(call: _Call) -> DTensor:
     order = None if name in ("sum", "mean") else _order(call.options)
     local, start = tensor._local_tensor.reshape(-1), 0
     kept = [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
+    # An empty sum has torch's dtype of sums
     total = local.new_zeros(kept, dtype=local[:0].sum(dtype=dtype).dtype if order is None else dtype)
     for box in tensor.boxes:
         values = local[start : start + box.numel].view(box.sizes)
@@ -206,7 +208,7 @@ def _sum(call: _Call) -> DTensor:
     total = torch.nansum if name_of(call.func) == "nansum" else torch.sum
     local = total(call.tensor._local_tensor, dtype=call.options.get("dtype"))
     answers = _gather_answers(local, call.tensor)
-    return replicated(answers.sum(0, dtype=local.dtype), call.tensor)
+    return replicated(answers.sum(0, dtype=local.dtype), call.tensor)  # torch would widen integers again
 
 
 def _mean(call: _Call) -> DTensor:
@@ -268,15 +270,16 @@ def _arg_extreme(call: _Call, *, largest: bool) -> DTensor:
 def _spread(call: _Call, *, root: bool = False, with_mean: bool = False) -> Any:
     """Variance or standard deviation, optionally with the mean, from each rank's count, mean and squared distances."""
     local = call.tensor._local_tensor
-    wide = local.to(torch.float64)
+    wide = local.to(torch.float64)  # so that combining the ranks' squares loses no bits of the result
     count = torch.tensor(float(local.numel()), dtype=torch.float64, device=local.device)
-    mean = wide.mean() if local.numel() else count
+    mean = wide.mean() if local.numel() else count  # 0: the mean of an empty piece would be NaN
     answers = _gather_answers(torch.stack([count, mean, (wide - mean).square().sum()]), call.tensor)
     counts, means, squares = answers.unbind(-1)
     total = counts.sum()
     grand_mean = (counts * means).sum() / total
     distances = squares.sum() + (counts * (means - grand_mean).square()).sum()
     correction = call.options.get("correction", call.options.get("unbiased", 1))
+    # At least 0, as in torch: too large a correction gives inf or NaN, not a negative variance
     variance = distances / (total - (1.0 if correction is None else float(correction))).clamp_min(0.0)
     moments = (variance.sqrt() if root else variance, grand_mean)
     results = tuple(replicated(moment.to(call.tensor.dtype), call.tensor) for moment in moments)
