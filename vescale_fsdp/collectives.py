@@ -222,6 +222,7 @@ def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
     """
     rank, size, numel = group.rank(), group.size(), shard.numel()
     slices = full.view(size, numel)
+    # The other ranks' pieces share the buffer.
     room_numel = max(_ALIGN_NUMEL, _ROOM_BYTES // ((size - 1) * full.element_size()))
     room = full.new_empty(size - 1, min(room_numel, numel))  # the own slice is not received
     for start in range(0, numel, room_numel):
@@ -411,7 +412,7 @@ def break_group(group: dist.ProcessGroup) -> None:
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A small tensor of every rank, stacked: [num_ranks, *tensor.shape]. Waits for all ranks."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().contiguous().view(-1)  # collectives take 1-D contiguous buffers
     full = flat.new_empty(dist.get_world_size(group) * flat.numel())
     wait_for(all_gather_into(full, flat, group))
     return full.view(-1, *tensor.shape)

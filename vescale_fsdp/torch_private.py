@@ -1,11 +1,10 @@
 """The private names of torch that this package uses, each with the torch versions that have it and the reason.
 
 A tag such as "torch 2.11-2.13" gives the first supported version that has the name, and the last version for which the
-note was checked. It does not say that later versions lack the name: the tests also pass on 2.15 (docs/compatibility.md).
+note was checked. It does not say that later versions lack the name: tests also pass on 2.15 (docs/compatibility.md).
 
-Only this file and `torch_modes` import or reach names of torch with a leading underscore, which
-tests/house/test_layering.py checks. Three other places depend on private names, and may have to
-change for a new torch:
+Only this file and `torch_modes` import or reach names of torch with a leading underscore, as
+tests/house/test_layering.py checks. Three other places depend on private names, and may have to change for a new torch:
 
     dtensor/                                          private attributes of DTensor, such as ``_spec``
     integrations/stand_ins.py                         paths of FSDP2's private modules, as strings

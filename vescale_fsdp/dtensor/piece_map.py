@@ -212,7 +212,7 @@ def local_grad(param: torch.Tensor) -> torch.Tensor:
             todo="use torch.optim.SparseAdam for sparse embeddings, or sparse=False",
         )
     if not isinstance(grad, DTensor):
-        return grad.detach().reshape(-1)
+        return grad.detach().reshape(-1)  # autograd may give other strides than the parameter's
     if isinstance(param, DTensor) and grad.placements != param.placements:
         grad = redistribute(grad, param.placements)
     return local_of(grad).reshape(-1)

@@ -425,7 +425,7 @@ def distribute_tensor(
             if all(group_ranks[later] == src_data_rank for later in (*others[index + 1 :], axis)):
                 wait_for(broadcast_in_place(full, device_mesh.get_group(other), src_data_rank))
     inner = inner_box(spec)
-    part = full[inner.slices()].contiguous()
+    part = full[inner.slices()].contiguous()  # a box cut in later dims is strided
     if src_data_rank is None:
         start, stop = placement.piece(inner.sizes, device_mesh.get_local_rank(axis))
         # A copy: a view would keep the full tensor in memory

@@ -256,6 +256,7 @@ def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, ax
         return (yield from _gather(local, have.piece_numels(inner), group)).view(inner)
     if isinstance(want, RaggedShard) and have.is_replicate():
         start, stop = want.piece(inner, rank)
+        # A copy: a view would keep the whole tensor in memory.
         return local.reshape(-1)[start:stop].clone().view(local_shape(want, inner, rank))
     if isinstance(want, RaggedShard) and have.is_partial():
         piece = yield from _reduce_scatter(local, have, want.piece_numels(inner), group)
@@ -264,6 +265,7 @@ def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, ax
 
 
 def _is_worth_padding(piece_numels: Sequence[int]) -> bool:
+    # At most twice the traffic, see above
     return len(piece_numels) * max(piece_numels) <= 2 * sum(piece_numels)
 
 
@@ -286,7 +288,7 @@ def _gather(local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.Proc
     own = padded[rank * longest : (rank + 1) * longest]
     own[: flat.numel()].copy_(flat)
     yield all_gather_into(padded, own, group)
-    if min(piece_numels) == longest:
+    if min(piece_numels) == longest:  # no padding to remove
         return padded
     return torch.cat([row[:numel] for row, numel in zip(padded.view(-1, longest), piece_numels, strict=True)])
 

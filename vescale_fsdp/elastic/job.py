@@ -175,6 +175,7 @@ class ElasticJob:
                         num_failures = 0
                     if step >= num_steps:
                         return self._finish()
+                # Raised by torch if a connection is lost; other errors end the job
                 except RuntimeError as error:
                     num_failures += 1
                     if num_failures > self._max_retries:
@@ -198,7 +199,7 @@ class ElasticJob:
                 timeout=timedelta(seconds=self._timeout_s),
             )
         except RuntimeError:
-            _restart_group_names()
+            _restart_group_names()  # torch has counted the group that failed
             raise
         self.mesh = mesh = self._make_mesh(self.num_ranks)
         if self.training is None:
@@ -212,6 +213,7 @@ class ElasticJob:
         step, tier = (0, "start") if restored is None else (restored.step, restored.tier)
         if restored is None:
             self._build_on(mesh)  # again: the model may be trained, or zeros since its ranks changed
+            # Force: whatever the policy, a later epoch needs a step to restore.
             self._manager.save(0, self._state(), force=True)
         epoch = Epoch(quorum.epoch, quorum.members, step, tier, agreed_at_s, time.time())
         self.epochs.append(epoch)

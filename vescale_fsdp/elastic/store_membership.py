@@ -167,6 +167,7 @@ class StoreMembership:
                 if members is not None:
                     self._swap(number, current, _Round(members, is_closed=True))
                     continue
+            # Twice the time-out: after the first, the round closes without absent processes, if enough are here.
             if now_s > deadline_s + self._timeout_s:
                 raise LifecycleError(
                     "Too few processes came for an epoch.",
@@ -289,7 +290,7 @@ class Presence:
 def is_present(name: str, secret: bytes | None = None) -> bool:
     """Whether the process of this name lives, and its machine can be reached."""
     address, _, token = name.partition("/")
-    host, _, port = address.rpartition(":")
+    host, _, port = address.rpartition(":")  # IPv6 addresses have colons
     nonce = secrets.token_bytes(_NONCE_BYTES)
     expected = _answer_to(nonce, token, secret)
     try:

@@ -81,7 +81,7 @@ class TorchftMembership:
             quorum_retries=0,  # `wait` asks again
         )
         self._client: Any = ManagerClient(self._server.address(), connect_timeout=timeout)
-        self._epoch = -1
+        self._epoch = -1  # none yet
         self._epoch_store: BoundedStore | None = None  # torch keeps no reference to a store written in Python
         self._next: Any = None  # a new quorum that `has_changed` got, for `wait`
 
@@ -106,7 +106,7 @@ class TorchftMembership:
                 )
             quorum = self._ask(has_failed=self._epoch >= 0)
         self._epoch = quorum.quorum_id
-        host, _, port = quorum.store_address.rpartition(":")
+        host, _, port = quorum.store_address.rpartition(":")  # IPv6 addresses have colons
         store = within(
             self._timeout_s,
             lambda: dist.TCPStore(host, int(port), is_master=False),

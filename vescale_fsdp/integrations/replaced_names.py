@@ -33,7 +33,7 @@ class StandIn(NamedTuple):
                 yield getattr(sys.modules[module], class_name) if class_name else sys.modules[module]
 
 
-_lock = threading.RLock()
+_lock = threading.RLock()  # installations may begin and end in several threads
 _counts: Counter[StandIn] = Counter()
 
 

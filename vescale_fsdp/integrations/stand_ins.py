@@ -117,7 +117,7 @@ def fully_shard(module: Any, **kwargs: Any) -> Any:
         settings = ACTIVE[-1]  # not tested first: another thread may end the installation in between
     except IndexError:
         return _torch_fully_shard(module, **kwargs)
-    caller = str(sys._getframe(1).f_globals.get("__name__"))
+    caller = str(sys._getframe(1).f_globals.get("__name__"))  # the module that calls fully_shard
     stack = caller.partition(".")[0]
     if stack in TRIED and stack not in settings.checked:  # the stack was imported after the installation
         settings.checked.add(stack)

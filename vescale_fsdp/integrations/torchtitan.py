@@ -218,6 +218,7 @@ class VescaleCheckpoints(TitanCheckpointManager):
 
     def _load_hf(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
         names = SourceOptions(rules=self._hf_rules)
+        # strict=False: the report is judged below, where missing buffers are accepted.
         report = load(checkpoint_id, state_dict, source=names, dtype="state", strict=False)
         buffers = {name for part in self.states[MODEL].model for name, _ in part.named_buffers()}
         wrong = [f"{name}: {stored}, not {live}" for name, (stored, live) in report.mismatched.items()]

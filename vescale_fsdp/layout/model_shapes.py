@@ -87,7 +87,7 @@ def _of_entry(fqn: str, entry: Any, dtype: str) -> ParamShape:
 
 
 def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob("*.safetensors"))  # glob has no order
     if not files:
         raise LayoutError(
             "The folder contains no safetensors files.",
@@ -107,6 +107,7 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
                     file,
                     whole=False,
                 )
+            # One class for all bad input of a plan
             except (ConversionError, CorruptCheckpointError) as error:
                 raise LayoutError(
                     error.problem, expected=error.expected, got=error.got, where=error.where, todo=error.todo

@@ -170,6 +170,7 @@ def starts_of(placed: Iterable[PlacedSizes]) -> Iterator[int]:
 def _legal_start(start: int, numel: int, block: int, shard_numel: int, align_numel: int) -> int | None:
     """First aligned position from ``start`` (aligned) at which no block is cut, in an endless buffer."""
     room = shard_numel - start % shard_numel
+    # Whole blocks that keep the start aligned
     step = block if block % align_numel == 0 else math.lcm(block, align_numel)
     for _ in range(2):  # in this shard or the next; later shards are like the next
         if numel <= room:
@@ -188,6 +189,7 @@ def free_gaps(
     """The gaps of at least ``least_numel`` elements per rank that half-open, disjoint spans of the buffer leave."""
     gaps: list[Gap] = []
     cursor = 0
+    # The last span is the end of the buffer
     for start, stop in (*sorted(spans), (num_shards * shard_numel,) * 2):
         cursor = round_up(cursor, align_numel)
         if start - cursor >= least_numel:
@@ -222,7 +224,7 @@ def place_scattered(
     runs: list[PieceRun] = []
     remaining = [gap for gap in gaps if gap not in chosen]
     left = numel
-    for gap in sorted(chosen):
+    for gap in sorted(chosen):  # pieces are in rank order
         taken = _take(gap, left, block_numel)
         remaining.extend(_leave(gap, taken, align_numel))
         left -= sum(run.numel for run in taken)
@@ -277,7 +279,7 @@ def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
     # Definition order first: it is kept unless the other one is strictly better.
     defined = tuple(range(len(sizes)))
     by_block = tuple(sorted(defined, key=lambda index: (-sizes[index][1], -sizes[index][0])))
-    for order in dict.fromkeys((defined, by_block)):
+    for order in dict.fromkeys((defined, by_block)):  # once, if both orders are equal
         repeated = fold_repeats([sizes[index] for index in order], align_numel)
         place = partial(place_in_order, repeated, num_shards, align_numel=align_numel)
         smallest = _smallest_shard(sizes, place, low, bound, align_numel)
@@ -437,6 +439,7 @@ def _place_mixed(
     placed = place_in_order(repeated, num_shards, shard_numel, align_numel)
     if placed is None:
         return None
+    # The default is at least as large as any gap: nothing is scattered.
     least_numel = min((sizes[index][1] for index in scattered), default=num_shards * shard_numel)
     spans = [(start, stop) for start, stop, _ in placed]
     gaps = free_gaps(spans, num_shards, shard_numel, align_numel, least_numel)

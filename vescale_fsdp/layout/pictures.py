@@ -259,7 +259,7 @@ def _draw_tensors(canvas: Canvas, layout: GroupLayout, names: dict[str, str], to
 
 def _draw_bar(canvas: Canvas, layout: GroupLayout, slot: TensorSlot, y: float) -> None:
     scale = BODY_PX / slot.numel
-    holders = list(islice(layout.holders(slot), MAX_SEGMENTS + 1))
+    holders = list(islice(layout.holders(slot), MAX_SEGMENTS + 1))  # one more shows that there are too many
     if len(holders) > MAX_SEGMENTS:
         runs = layout.runs_of(slot)
         count, last = sum(run.num_ranks for run in runs), runs[-1].first_rank + runs[-1].num_ranks - 1

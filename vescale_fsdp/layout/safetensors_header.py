@@ -42,6 +42,7 @@ def read_header(
         CorruptCheckpointError: if it is not a safetensors file, or tensors do not tile its data exactly.
         ConversionError: for an element type that is not in the format.
     """
+    # -1 fails the check below.
     header_bytes = int.from_bytes(read(0, 8), "little") if file_bytes >= 8 else -1
     base = 8 + header_bytes
     # Checked before anything is allocated: the length may be any number.

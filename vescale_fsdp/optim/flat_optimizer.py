@@ -216,6 +216,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for number, run in enumerate(_runs_of(self._runs or (), only)):
             missing = [param for param in run.params if param.grad is None]
             if missing and len(missing) < len(run.params):
+                # New, and another one for each run
                 history = 1 + max(self._histories.values(), default=0) + number
                 self._histories.update(dict.fromkeys(missing, history))
                 self._runs = None
@@ -257,7 +258,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for param in params:
             local = local_tensor(param)
             by_address.append(((storage_id(local), int(local.storage_offset()), local.numel()), param))
-        by_address.sort(key=lambda pair: pair[0])
+        by_address.sort(key=lambda pair: pair[0])  # tensors have no order
         adjacent: list[torch.Tensor] = []
         end: tuple[int, Any] = (0, None)
         for (storage, start, numel), param in by_address:
@@ -324,6 +325,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         torch's ``get_optimizer_state_dict(full_state_dict=True)`` gathers the entries one by one on all ranks.
         """
         order = {param: number for number, param in enumerate(self._params())}
+        # Entries of other parameters come last.
         ordered = sorted(self.state.items(), key=lambda item: order.get(item[0], len(order)))
         self.state = defaultdict(dict, ordered)
 

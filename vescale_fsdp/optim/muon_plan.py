@@ -93,7 +93,7 @@ def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = Non
     return tuple(
         Matrix((index * rows + top) * cols, height, cols)
         for index in stack
-        for top, height in zip(tops, heights, strict=False)
+        for top, height in zip(tops, heights, strict=False)  # `tops` also has the end
         if height * cols
     )
 

@@ -219,7 +219,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             for param, _, where in self._params_with_keys(state_dict):
                 if param in loaded or param.requires_grad:
                     check_state(loaded.get(param, {}), self.state[param], where)
-        except CheckpointError:
+        except CheckpointError:  # a load that does not fit changes nothing
             self.param_groups = own_groups
             raise
         # Copies between placements are collectives, so all ranks need the same order; the loaded order may differ.

@@ -140,7 +140,7 @@ def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
     """
     numel = numel_of(shape)
     if isinstance(block, Tiles) and len(shape) >= 2:
-        line = max(1, shape[-1])
+        line = max(1, shape[-1])  # an empty last dim
         scales_shape = (-(-(numel // line) // block.rows), -(-line // block.cols))
         return BlockGrid(shape, line, block.rows, block.cols, scales_shape)
     if isinstance(block, (Flat, Tiles)):

@@ -205,7 +205,9 @@ class FSDPState:
                 if self.device.type != "cpu":
                     with profiled("FSDP::inputs_to_device", ""):
                         args, kwargs = map_tensors(
-                            lambda tensor: tensor.to(self.device, non_blocking=True), (args, kwargs)
+                            # Inputs may be in pinned memory
+                            lambda tensor: tensor.to(self.device, non_blocking=True),
+                            (args, kwargs),
                         )
         with profiled("FSDP::pre_forward ", self.shown):
             dtype = self.mp_policy.param_dtype

@@ -391,7 +391,7 @@ def param_dtype_of(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) 
     Raises:
         ValueError: if ``param_dtype_override_fn`` returns another dtype than ``param_dtype`` or its own.
     """
-    override = vars(policy).get(_OVERRIDE)
+    override = vars(policy).get(_OVERRIDE)  # torch before 2.15 has no such field
     wanted = override(param) if override is not None else None
     if wanted is None:
         return policy.param_dtype

@@ -77,7 +77,7 @@ class SelfGatheringGroup(ParamGroup):
     @property
     def _shard_mesh(self) -> DeviceMesh:
         mesh = self.data.mesh
-        return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
+        return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]  # the last axis shards
 
     def allocate_full(self) -> None:
         """No-op: sizes are known only once the hooks have made the tensors to send."""

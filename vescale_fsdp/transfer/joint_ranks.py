@@ -189,8 +189,8 @@ def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, sec
         for other in [other for other in missing if store.check([key(other)])]:
             try:
                 unsign(secret or b"", key(other), store.get(key(other)))
-            except PlacementError:
-                refused = f"ranks {min(rank, other)} and {max(rank, other)}"
+            except PlacementError:  # a signature by another secret
+                refused = f"ranks {min(rank, other)} and {max(rank, other)}"  # the same text on both
                 store.set(_REFUSED, refused)
             missing.discard(other)
         if refused:
@@ -268,6 +268,7 @@ class JointRanks(GroupCoordinator):
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         drawn = secrets.token_bytes(_NONCE_BYTES)
         numbers = {**self._swap(dict.fromkeys(others, drawn)), self.rank: drawn}
+        # In one order on all ranks
         self._session = hashlib.sha256(b"".join(numbers[rank] for rank in sorted(numbers))).hexdigest()
         proofs = {rank: sign(self._secret, self._proof_name(self.rank, rank), b"") for rank in others}
         answers = self._swap(proofs)

@@ -336,7 +336,7 @@ class SourceTensor:
         if self.grid is not None and self.is_scales:
             regions = scale_regions(regions[0], self.stored_shape, self.grid)
         starts = accumulate((region.numel for region in regions), initial=0)
-        self._regions[coordinates] = list(zip(regions, starts, strict=False))
+        self._regions[coordinates] = list(zip(regions, starts, strict=False))  # `starts` also has the end
         return self._regions[coordinates]
 
     def touching(self, box: Box) -> Iterator[Shape]:

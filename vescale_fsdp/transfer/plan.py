@@ -336,6 +336,7 @@ def plan_transfer(
 
 def equal_shares(nbytes: int, count: int) -> tuple[int, ...]:
     """Bytes that each of ``count`` ranks sends, equal to within one byte."""
+    # Differences of roundings add up to all bytes
     return tuple(nbytes * (number + 1) // count - nbytes * number // count for number in range(count))
 
 
@@ -386,6 +387,6 @@ def _added_to_lowest(loads: Sequence[int], nbytes: int) -> tuple[int, ...]:
         if count == len(order) or total <= loads[order[count]] * count:
             level, rest = divmod(total, count)
             for index, number in enumerate(lowest):
-                added[number] = level + (index < rest) - loads[number]
+                added[number] = level + (index < rest) - loads[number]  # the rest, a byte each
             break
     return tuple(added)

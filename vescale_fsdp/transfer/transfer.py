@@ -296,7 +296,7 @@ class Transfer:
 
     def _agreed_version(self, version: int | None, error: BaseException | None) -> int:
         """The version of the source, from the first collective: the same on all ranks."""
-        last = -1 if self._version is None else self._version
+        last = -1 if self._version is None else self._version  # so that the first version is 0
         # The maximum over ranks of both numbers gives the largest and the smallest version that any rank passes.
         given = [-_NO_VERSION, -_NO_VERSION] if version is None else [version, -version]
         most, minus_least, last = self._coordinator.raise_together(

@@ -208,7 +208,7 @@ def operator_table() -> str:
         name, _, overload = rest.partition(".")
         if namespace != "aten":
             continue
-        func = getattr(getattr(aten, name), overload or "default")
+        func = getattr(getattr(aten, name), overload or "default")  # torch's name of an unnamed overload
         names.setdefault(rule_of(func), set()).add(name)
     lines = [
         "# Operators on ragged tensors",

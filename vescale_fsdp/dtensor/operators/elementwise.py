@@ -112,6 +112,7 @@ def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
 def flat_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view, or several as from ``split``, each of one run of the tensor's flat order."""
     tensor: RaggedDTensor = args[0]
+    # Without values: only the view's offset, shape and strides are used.
     views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
     if isinstance(views, (list, tuple)):
         return type(views)(_view_of(func, tensor, view) for view in views)
@@ -143,6 +144,7 @@ def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Ten
     axis, placement = ragged_axis(tensor.placements)
     cut = RaggedShard.from_piece_numels(view.shape, placement.piece_lengths(tensor.shape).within(start, stop))
     own = piece_of(tensor._spec)
+    # The view may begin or end in other ranks' pieces.
     first, last = (min(max(edge, own.start), own.stop) - own.start for edge in (start, stop))
     return RaggedDTensor.wrap(
         tensor._local_tensor.view(-1)[first:last],

@@ -59,6 +59,7 @@ def _call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     dims = named.pop("dim", defaults.get("dim"))
     keepdim = bool(named.pop("keepdim", False))
     listed = [dims] if isinstance(dims, int) else list(dims or ())
+    # Dims out of range are kept for the error below.
     positive = tuple(sorted({d % tensor.ndim if -tensor.ndim <= d < tensor.ndim else d for d in listed}))
     if positive and (positive[0] < 0 or positive[-1] >= tensor.ndim):
         raise IndexError(f"{func}: dims {listed} do not exist in shape {tuple(tensor.shape)}")  # as torch
@@ -121,7 +122,7 @@ def _are_whole_from(tensor: RaggedDTensor, dim: int) -> bool:
     if inner[dim:] != tuple(tensor.shape[dim:]):
         return False
     run = numel_of(inner[dim:])
-    return run > 0 and all(numel % run == 0 for numel in numels.distinct)
+    return run > 0 and all(numel % run == 0 for numel in numels.distinct)  # an empty run cannot divide
 
 
 def _on_rows(call: _Call) -> Any:
@@ -158,6 +159,7 @@ def _from_rows(call: _Call, rows: torch.Tensor) -> RaggedDTensor:
     )
     spec = make_spec(tensor.device_mesh, replaced(tensor.placements, axis, ragged), shape, rows.dtype)
     ref = tensor.layout_ref if shape == tuple(tensor.shape) else None
+    # Results may be strided, pieces are not
     return RaggedDTensor.wrap(rows.contiguous().view(-1), spec, layout_ref=ref)
 
 
@@ -264,6 +266,7 @@ def _arg_extreme(call: _Call, *, largest: bool) -> DTensor:
     values, indices = _gather_answers(value, tensor), _gather_answers(index, tensor)
     best = values.max() if largest else values.min()
     hits = (values == best) | (values.isnan() & best.isnan())
+    # An empty piece's neutral value may equal the best, but it has no index.
     return replicated(indices[hits & (indices != no_index)].min(), tensor)
 
 

@@ -252,6 +252,7 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
     if index is not None:
         for rank, entry in zip(logs, columns[index], strict=True):
             sides.setdefault(entry, []).append(rank)
+    # No entry differs
     (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
     # At most 16 ranks are shown per entry, and 5 entries: a mesh may have thousands of ranks.
     return LifecycleError(
@@ -309,7 +310,7 @@ class _Thread:
         while True:
             try:
                 item = self._steps.get(timeout=BOUND_S / _ALARMS_PER_BOUND)
-            except queue.Empty:
+            except queue.Empty:  # no step has ended for a while: read the alarm
                 if not self._look():
                     return
                 continue
