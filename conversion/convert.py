@@ -1,4 +1,4 @@
-"""The function behind every ``to-...`` command: reads a source and writes it in another format.
+"""`convert`, the function of every ``to-...`` command: reads a source and writes it in another format.
 
 Modules that only some conversions need (casts, key rules, adapters) are imported by the step that needs them, since
 importing them all takes longer than a small conversion.
@@ -50,7 +50,7 @@ _WITH_SETTINGS = ("hf", "bin", "shards", "deepspeed", "ranks")
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion did, or would do.
+    """The result of a conversion, or of a dry run.
 
     Examples:
         >>> import torch
@@ -68,7 +68,7 @@ class ConvertReport:
     outcome: Outcome
     tied: dict[str, str]  # name left out -> name under which its bytes are stored
     casts: dict[str, tuple[str, str]]  # name -> (type before, type after)
-    uncast: tuple[str, ...]  # codes and scales of quantised weights, which keep their types
+    uncast: tuple[str, ...]  # codes and scales of quantized weights, which keep their types
     left_assets: tuple[str, ...]  # files next to the settings that are not copied
     warnings: tuple[str, ...]
     dry_run: bool
@@ -126,14 +126,14 @@ def convert(
         source: an opened checkpoint.
         target: local path or fsspec URL.
         kind: ``"native"``, ``"dcp"``, ``"zarr"``, ``"hf"``, ``"adapter"`` or ``"torch"``.
-        options: defaults throughout if None.
+        options: None for the defaults.
         progress: called with bytes written since the last call, from several threads.
         announce: called once, before the first byte, with the number of bytes of tensors.
 
     Raises:
         ConversionError: if the target is refused, the state cannot be expressed in the format, or the class that a
-            Hugging Face folder's config.json names does not take the result. No file has its final name then.
-        CorruptCheckpointError: if the source turns out damaged.
+            Hugging Face folder's config.json names does not load the result. Then no file has its final name.
+        CorruptCheckpointError: if the source is damaged.
 
     Examples:
         >>> import torch
@@ -149,7 +149,7 @@ def convert(
         checks: list[ClassCheck] = []
 
         def require(check: ClassCheck | None) -> None:
-            """Refuse a result that its model class does not take; the last check goes into the report."""
+            """Refuse a result that its model class does not load; keep the last check for the report."""
             if check is not None:
                 check.require(target, is_required=options.require_check)
                 checks[:] = [check]
@@ -179,7 +179,7 @@ def convert(
 
 
 def _limits_of(options: ConvertOptions, source: Source, state: CarriedState) -> CopyLimits:
-    """Memory and threads; chunks that are decoded whole count towards the budget."""
+    """Memory and threads; chunks that are decoded whole count toward the budget."""
     limits = options.limits
     if options.merge is not None:
         limits = replace(limits, threads=1)  # merging needs memory for a whole matrix
@@ -203,7 +203,7 @@ def _overflows(state: CarriedState) -> list[str]:
 def plan_conversion(
     source: Source, target: str, kind: str, options: ConvertOptions, is_equal: Compare | None = None
 ) -> ConvertReport:
-    """What `convert` would write, from metadata; arguments as there.
+    """Plan what `convert` writes, from metadata. The arguments are those of `convert`.
 
     Args:
         is_equal: compares two tensors that config.json ties; by default their bytes are read.
@@ -272,7 +272,7 @@ def _config(assets: Assets, source: Source) -> dict[str, Any]:
 
 
 def _state_for(kind: str, source: Source, options: ConvertOptions) -> CarriedState:
-    """The entries of a source that a target takes, under the names that they have there."""
+    """The entries of the source that the target stores, under the names of the target."""
     if kind == "adapter":
         from vescale_fsdp.conversion.formats.peft import adapter_state
 
@@ -288,7 +288,7 @@ def _state_for(kind: str, source: Source, options: ConvertOptions) -> CarriedSta
 def _dequantized(
     state: CarriedState, options: ConvertOptions, assets: Assets, source: Source
 ) -> CarriedState:
-    """Quantised weights as floats, and a config.json that says so."""
+    """Dequantize weights if requested, and update config.json."""
     if options.dequantize is None:
         return state
     from vescale_fsdp.checkpoint.moves.casting import float_type
@@ -304,14 +304,14 @@ def _dequantized(
 def _merged(
     state: CarriedState, kind: str, options: ConvertOptions, assets: Assets, source: Source
 ) -> CarriedState:
-    """The weights with an adapter merged into them."""
+    """Merge an adapter into the weights if requested."""
     if options.merge is None:
         return state
     from vescale_fsdp.conversion.formats.detect import open_source
     from vescale_fsdp.conversion.formats.peft import PeftConfig, require_adapter
     from vescale_fsdp.conversion.merge_adapter import merged_state
 
-    if source.kind == "hf":  # an adapter has the names that the model has in memory
+    if source.kind == "hf":  # names of adapters are those of the model in memory
         state = _with_rules(state, kind, replace(options, rules_to="ours"), assets, source)
     require_adapter(options.merge)
     adapter = open_source(options.merge, kind="adapter")
@@ -322,7 +322,7 @@ def _merged(
 def _with_rules(
     state: CarriedState, kind: str, options: ConvertOptions, assets: Assets, source: Source
 ) -> CarriedState:
-    """Names, shapes and values as key rules change them."""
+    """Apply key rules if requested."""
     if options.rules is None:
         return state
     from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
@@ -340,11 +340,11 @@ def _with_rules(
 def _with_ties(
     state: CarriedState, kind: str, source: Source, assets: Assets, is_equal: Compare | None
 ) -> tuple[CarriedState, dict[str, str], Sequence[str]]:
-    """Tied weights as the target stores them.
+    """Leave out tied weights, or store them, as the target requires.
 
     Returns:
-        The state; the names that are left out, with the name that each is tied to; warnings where config.json ties
-        weights that differ.
+        The state; the names that are left out, with the name that each is tied to; warnings if config.json ties weights
+        that differ.
     """
     if kind == "adapter" or (kind == "hf" and assets.config is None):
         return state, {}, ()
@@ -374,7 +374,7 @@ def _with_ties(
 def _newly_quantized(
     state: CarriedState, options: ConvertOptions, assets: Assets, source: Source
 ) -> CarriedState:
-    """Weights as codes and scales, and a config.json that says so."""
+    """Quantize weights if requested, and update config.json."""
     if not options.quantize:
         return state
     from vescale_fsdp.conversion.quantization import newly_quantized
@@ -387,7 +387,7 @@ def _newly_quantized(
 def _quantized_names(
     state: CarriedState, options: ConvertOptions, kind: str, assets: Assets, source: Source
 ) -> frozenset[str]:
-    """Names of codes and scales, which casts leave as they are; empty where it does not matter."""
+    """Names of codes and scales, which casts do not change; empty if no later step uses the names."""
     has_config = assets.config is not None
     if not options.dtype and not (kind == "hf" and has_config):
         return frozenset()
@@ -398,7 +398,7 @@ def _quantized_names(
 def _with_casts(
     state: CarriedState, kind: str, options: ConvertOptions, assets: Assets, quantized: frozenset[str]
 ) -> tuple[CarriedState, dict[str, tuple[str, str]]]:
-    """Floats cast as requested, and a config.json that says so.
+    """Cast floats if requested, and update config.json.
 
     Returns:
         The state, and the types of each cast tensor before and after.
@@ -456,7 +456,7 @@ def _check_growth(state: CarriedState, source: Source, *, keeps_repeats: bool) -
     sizes = {name: written_bytes(view) for name, view in state.views.items()}
     total = sum(sizes.values())
     if not is_inflated(total, 0):
-        return  # small enough whatever is stored: the stored bytes need not be counted
+        return  # small enough, however few bytes are stored
     inputs = {(id(each), name): each for view in state.views.values() for each, name in view.sources()}
     stored = {key: each.tensors[key[1]].stored_nbytes for key, each in inputs.items()}
     if not is_inflated(total, sum(stored.values())):

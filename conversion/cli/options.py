@@ -64,7 +64,7 @@ class Size(click.ParamType[int]):
 
 
 class FiniteRange(click.FloatRange):
-    """Finite numbers: nan and infinity are no tolerances."""
+    """A range of finite numbers, for tolerances."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -161,13 +161,13 @@ WRITING_OPTIONS = with_options(
     click.option(
         "--dequantize",
         metavar="TYPE",
-        help="Convert quantised weights (fp8, mxfp4, bitsandbytes, compressed-tensors) to this float type.",
+        help="Convert quantized weights (fp8, mxfp4, bitsandbytes, compressed-tensors) to this float type.",
     ),
     click.option(
         "--quantize",
         multiple=True,
         metavar="[PATTERN=]SCHEME",
-        help="Quantise weights to fp8-128x128 or mxfp4; PATTERN=keep leaves some as they are (repeatable).",
+        help="Quantize weights to fp8-128x128 or mxfp4; PATTERN=keep leaves some as they are (repeatable).",
     ),
     click.option("--rules", cls=RulesOption, type=Location(), metavar="NAME|FILE"),
     click.option(

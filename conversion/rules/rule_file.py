@@ -26,9 +26,9 @@ and used in both directions: every operation has an inverse.
     shape = ["num_experts"]
     dtype = "float32"
 
-``{l}`` matches a whole number, and ``*``, in drops and refusals only, any text. A rule with ``optional = true`` may
-match nothing. ``tie = "NAME"`` makes our tensor from hf's NAME if hf leaves out the tied weight. Keys without a rule
-are an error unless the file says ``keep_others = true``.
+``{l}`` matches a whole number. ``*``, which only drops and refusals may contain, matches any text. A rule with
+``optional = true`` may match nothing. With ``tie = "NAME"``, our tensor is made from hf's NAME if hf omits the tied
+weight. Keys without a rule are an error, unless the file contains ``keep_others = true``.
 
 A file may extend a shipped one: ``extends = "torchtitan-llama"`` adds the rules of that file, except rules whose hf
 names have a rule in this file, and [rename] changes our names in that file.
@@ -69,7 +69,7 @@ class Pattern:
         parts = _CAPTURE.split(self.text)
         seen: set[str] = set()
         regex = ""
-        for index, part in enumerate(parts):  # texts and names of captures in turn
+        for index, part in enumerate(parts):  # texts and names of captures alternate
             if index % 2 == 0:
                 regex += ".*".join(map(re.escape, part.split("*")))
             else:
@@ -122,7 +122,7 @@ class Drop:
 
     Args:
         pattern: of the keys.
-        least: capture -> an expression for its least value.
+        least: capture -> an expression for its minimum.
         warn: a description of the keys, for a warning; None for no warning.
     """
 

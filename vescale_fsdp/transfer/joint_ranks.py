@@ -1,4 +1,4 @@
-"""Joint ranks: the ranks of several jobs that share no process group, connected through a store, by TCP or a file.
+"""Joint ranks: one process group over the ranks of several jobs, connected through a TCP or file store.
 
     trainer, 4 ranks      joint_ranks("tcp://node0:29600", first_rank=0, num_ranks=6)
     engine, 2 ranks       joint_ranks("tcp://node0:29600", first_rank=4, num_ranks=6)
@@ -6,12 +6,12 @@
 The result is passed instead of a process group: ``describe_states(..., ranks=...)``, ``Transfer(plan, ranks=...)``.
 
     store        each rank enters a greeting, waits for the greetings of all other ranks, and checks their signatures
-    connections  gloo connects every two ranks
+    connections  gloo connects all pairs of ranks
     proof        each rank sends each other rank a signature of random numbers that all ranks have drawn
 
 Jobs exchange JSON and raw tensors, never pickles. With a secret, entries of the store and JSON messages are signed.
 The signature of a message covers the random numbers and a counter, so that no message can be replayed. Tensors are
-neither signed nor encrypted: SECURITY.md.
+neither signed nor encrypted (see SECURITY.md).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def joint_ranks(
 
     Args:
         rendezvous: ``tcp://host:port`` with the host of rank 0 of all jobs; ``file:///path``, a file on shared storage
-            that does not exist yet; or a store of torch. Each call needs a new one.
+            that does not exist yet; or a torch store. Each call needs a new rendezvous.
         first_rank: number of the job's rank 0 among the ranks of all jobs; the job's other ranks follow.
         num_ranks: number of ranks in all jobs.
         timeout_s: how long ranks wait for each other, here and later.
@@ -113,11 +113,11 @@ def joint_ranks(
     bounded = BoundedStore(_open_store(rendezvous, tcp, rank, num_ranks, timeout), timeout_s)
     store = bounded if known is None else SignedStore(bounded, known)
     if rank == 0:
-        store.set(_NAME, secrets.token_hex(8))  # unique: no process may have another group of this name
+        store.set(_NAME, secrets.token_hex(8))  # random: names of groups must be unique in each process
     _greet(bounded, rank, num_ranks, timeout_s, known)
     name = store.get(_NAME).decode()
-    # torch looks up a rank's number in a group by its number in the default group. Ranks of other jobs are not in the
-    # default group, and get numbers that no rank of this job has.
+    # torch maps numbers of ranks in the default group to numbers in a group. Ranks of other jobs are not in the default
+    # group, so they get numbers that no rank of this job has.
     foreign = [*range(first_rank), *range(first_rank + own, num_ranks)]
     numbers = dict(enumerate([*range(first_rank, first_rank + own), *foreign]))
     try:
@@ -171,7 +171,7 @@ def _open_store(
 
 
 def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, secret: bytes | None) -> None:
-    """Wait until all ranks have arrived, all with the same secret or all without one.
+    """Wait until all ranks have arrived, and check that all have the same secret or none.
 
     Raises:
         PlacementError: on all ranks, as soon as one has read the greeting of a rank with another secret.
@@ -214,7 +214,7 @@ def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, sec
 
 
 def _wait_for_readers(store: dist.Store, rank: int, num_ranks: int) -> None:
-    """Rank 0 waits until other ranks have read why ranks were refused: the store may end with its process."""
+    """Make rank 0, whose process may own the store, wait until all ranks have read which secrets differ."""
     deadline_s = time.monotonic() + _READERS_S
     num_readers = store.add(f"{_REFUSED} read", 1)
     while rank == 0 and num_readers < num_ranks and time.monotonic() < deadline_s:
@@ -246,7 +246,7 @@ class JointRanks(GroupCoordinator):
             self._store = None
             dist.destroy_process_group(self.group)
             del self.group
-            gc.collect()  # a group closes its threads and files with the last reference
+            gc.collect()  # threads and files of a group are closed when its last reference is gone
 
     def __enter__(self) -> JointRanks:
         return self
@@ -301,14 +301,13 @@ class JointRanks(GroupCoordinator):
         return f"message {self._num_documents} of {rank} in {self._session}"
 
     def _gathered(self, item: T, doing: str) -> list[T]:
-        return cast(
-            "list[T]", self._documents(cast("Json", item), doing)
-        )  # JSON: never a pickle between jobs
+        # As JSON: unpickling would let another job run code in this process.
+        return cast("list[T]", self._documents(cast("Json", item), doing))
 
 
 @contextmanager
 def _listening_on(interface: str) -> Iterator[None]:
-    """Make gloo's groups listen on an interface, which torch reads from the environment only."""
+    """Make gloo's groups listen on an interface; torch reads it only from the environment."""
     before = os.environ.get(_INTERFACE)
     os.environ[_INTERFACE] = interface
     try:
