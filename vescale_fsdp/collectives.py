@@ -48,7 +48,7 @@ def new_group(
         assert world is not None
         counts = _num_groups.setdefault(world, Counter())
         counts[tuple(members)] += 1
-        # Short, however many ranks there are
+        # Short, however many ranks there are.
         digest = xxhash.xxh3_128_hexdigest(",".join(map(str, members)).encode())
         name = f"vescale_fsdp {digest} {counts[tuple(members)]}"
         numbers = {rank: number for number, rank in enumerate(members)}

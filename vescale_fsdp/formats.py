@@ -54,12 +54,12 @@ FORMATS = {
         f"{_CONVERSION}.formats.table:open_zarr",
         takes=(),
     ),
-    # Of one item, or of a step with a folder per item
+    # Of one item, or of a step with a folder per item.
     "orbax": Format(r"([^/]+/)?_METADATA", f"{_CONVERSION}.formats.orbax:open_orbax", takes=()),
     # `conversion.formats.detect` skips this row if the folder contains a model too.
     "adapter": Format(r"adapter_model\.safetensors", f"{_CONVERSION}.formats.peft:open_adapter", takes=()),
     "shards": Format(
-        # One file per rank: transformers 5, torch's HuggingFaceStorageWriter
+        # One file per rank: transformers 5, torch's HuggingFaceStorageWriter.
         r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors",
         f"{_CHECKPOINT}.huggingface.read:open_shards",
         takes=(),

@@ -37,7 +37,7 @@ class _LazyPackage(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Importing a submodule binds it here: `checkpoint.save`, a module, must not replace the function
+        # Importing a submodule binds it here: `checkpoint.save`, a module, must not replace the function.
         if not (name in self.__exports__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

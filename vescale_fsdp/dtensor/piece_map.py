@@ -165,7 +165,7 @@ def zeros_sharded_with(
     mesh = param.device_mesh
     placements: list[Placement] = [Replicate()] * mesh.ndim
     if pieces.cut_over is None:
-        # No check: it would broadcast zeros that all ranks have
+        # No check: it would broadcast zeros that all ranks have.
         return DTensor.from_local(local.view(shape), mesh, placements, run_check=False)
     placements[pieces.cut_over[1]] = RaggedShard.from_piece_numels(shape, piece_numels)
     return RaggedDTensor.from_local(local, mesh, placements, shape=shape)

@@ -428,7 +428,7 @@ def distribute_tensor(
     part = full[inner.slices()].contiguous()  # a box cut in later dims is strided
     if src_data_rank is None:
         start, stop = placement.piece(inner.sizes, device_mesh.get_local_rank(axis))
-        # A copy: a view would keep the full tensor in memory
+        # A copy: a view would keep the full tensor in memory.
         local = part.view(-1)[start:stop].clone().view(_shape_of_piece(spec))
     else:
         owner = tuple(int(rank == src_data_rank) for rank in range(placement.num_shards))
@@ -518,7 +518,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
         ctx.spec = spec
-        # A fresh tensor on the same memory, as in torch's from_local
+        # A fresh tensor on the same memory, as in torch's from_local.
         return RaggedDTensor.wrap(local.view_as(local), spec, requires_grad=local.requires_grad)
 
     @staticmethod
@@ -534,7 +534,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:  # type: ignore[override]
-        # Pieces must be contiguous
+        # Pieces must be contiguous.
         return wrap_like(grad.contiguous(), spec_with(ctx.spec, dtype=grad.dtype)), None
 
 

@@ -159,7 +159,7 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Ste
             stock = DTensor.from_local(
                 local, now.mesh, now.placements, run_check=False, shape=meta.shape, stride=meta.stride
             )
-            # Torch may return a strided view, and pieces are flat
+            # Torch may return a strided view, and pieces are flat.
             local = local_of(stock.redistribute(placements=step.placements)).contiguous()
         now = step
     if now.placements != target.placements:
@@ -265,7 +265,7 @@ def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, ax
 
 
 def _is_worth_padding(piece_numels: Sequence[int]) -> bool:
-    # At most twice the traffic, see above
+    # At most twice the traffic, see above.
     return len(piece_numels) * max(piece_numels) <= 2 * sum(piece_numels)
 
 

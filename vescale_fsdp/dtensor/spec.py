@@ -69,7 +69,7 @@ def ranks_by_group_rank(mesh: DeviceMesh) -> torch.Tensor:
     with outside_fake_mode():
         ranks = mesh.mesh
         for axis in range(mesh.ndim):
-            # The ranks' order along the axis: one column per line
+            # The ranks' order along the axis: one column per line.
             order = ranks.argsort(dim=axis).movedim(axis, 0).reshape(ranks.shape[axis], -1)
             if not torch.equal(order, order[:, :1].expand_as(order)):
                 raise PlacementError(
@@ -249,7 +249,7 @@ def axis_text(axis: str, num_ranks: int, placement: Placement) -> str:
     if not isinstance(placement, RaggedShard):
         return f"{'the same' if placement.is_replicate() else placement} {over}"
     units = placement.units
-    # There may be thousands of ranks
+    # There may be thousands of ranks.
     ratio = ":".join(map(str, units if len(units) <= 8 else (*units[:4], "..", *units[-3:])))
     dims = f"dim {placement.dims[0]}" if len(placement.dims) == 1 else f"dims {placement.dims} as one"
     chunks = ""

@@ -39,7 +39,7 @@ def close_gloo_connections() -> int:
                 for connection in set(copies) - listening:
                     num_closed += 1
                     with suppress(OSError):  # the other side has closed it already
-                        # Closing this copy would not end the connection
+                        # Closing this copy would not end the connection.
                         connection.shutdown(socket.SHUT_RDWR)
     return num_closed
 

@@ -175,7 +175,7 @@ class ElasticJob:
                         num_failures = 0
                     if step >= num_steps:
                         return self._finish()
-                # Raised by torch if a connection is lost; other errors end the job
+                # Raised by torch if a connection is lost; other errors end the job.
                 except RuntimeError as error:
                     num_failures += 1
                     if num_failures > self._max_retries:

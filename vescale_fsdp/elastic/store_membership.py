@@ -260,11 +260,11 @@ class Presence:
     def __init__(self, host: str, secret: bytes | None = None) -> None:
         check_exposure(host, secret)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # All members may ask at once
+        # All members may ask at once.
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self._token, self._secret = secrets.token_hex(8), secret
         self.name = f"{host}:{self._listener.getsockname()[1]}/{self._token}"
-        # Daemon: it must not outlive a process that does not call `end`
+        # Daemon: it must not outlive a process that does not call `end`.
         self._accepting = Thread(target=self._accept, name="elastic-presence", daemon=True)
         self._accepting.start()
 

@@ -124,7 +124,7 @@ class VescaleStrategy(ModelParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         shards = {"state_dict": checkpoint.pop("state_dict")}
-        # Absent with save_weights_only
+        # Absent with save_weights_only.
         for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
             shards[f"optimizer_{index}"] = state
         _save(self, filepath, shards, checkpoint)
@@ -314,7 +314,7 @@ def _load(
 ) -> dict[str, Any]:
     """Load a model and its optimizers; returns the other values of the checkpoint."""
     state: dict[str, Any] = {**dict([model]), **optimizers}
-    # Other values have no live object: read below
+    # Other values have no live object: read below.
     load(path, state, strict=strict, include=[f"{name}.*" for name in state])
     values = read_values(path, lambda name: name not in state and not name.startswith("optimizer_"))
     for name, data in values.pop(_PICKLED, {}).items():

@@ -79,7 +79,7 @@ class PatternRule:
         if not self._names:
             return {}
         return {
-            # Below difflib's default, because wildcards make a pattern unlike the name that it means
+            # Below difflib's default, because wildcards make a pattern unlike the name that it means.
             pattern: difflib.get_close_matches(pattern, self._names, n=3, cutoff=0.3)
             for pattern in self._mapping
             if pattern not in self._matched

@@ -222,7 +222,7 @@ class VescaleCheckpoints(TitanCheckpointManager):
         report = load(checkpoint_id, state_dict, source=names, dtype="state", strict=False)
         buffers = {name for part in self.states[MODEL].model for name, _ in part.named_buffers()}
         wrong = [f"{name}: {stored}, not {live}" for name, (stored, live) in report.mismatched.items()]
-        # Hugging Face files have no buffers
+        # Hugging Face files have no buffers.
         missing = [f"without {name}" for name in report.missing if name not in buffers]
         with coordinator_for().together(f"loading {checkpoint_id}", "matching parameters were loaded"):
             if wrong or missing:

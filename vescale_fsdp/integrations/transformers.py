@@ -40,7 +40,7 @@ class _PieceOperation:
         if tensor_idx is not None or shape != self._shape:
             return source[...].to(device=device, dtype=dtype)
         parts = [source[box.slices()].reshape(-1) for box in self._boxes]
-        # An empty slice keeps the dtype
+        # An empty slice keeps the dtype.
         piece = torch.cat(parts) if parts else source[tuple(slice(0, 0) for _ in shape)].reshape(-1)
         return piece.to(device=device, dtype=dtype)
 

@@ -201,7 +201,7 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
     elif isinstance(rule, Mapping):
         matches = (value for pattern, value in rule.items() if fnmatch.fnmatchcase(fqn, pattern))
         value = next(matches, Element())
-    # A class is callable too, but passed by mistake: `_granularity` says so
+    # A class is callable too, but passed by mistake: `_granularity` says so.
     elif callable(rule) and not isinstance(rule, (Granularity, type)):
         value = rule(fqn, param)
     return _granularity(value, f"parameter {fqn!r}")
@@ -265,7 +265,7 @@ def check_patterns(rule: GranularityRule, fqns: Sequence[str]) -> None:
     unmatched = [p for p in rule if not any(fnmatch.fnmatchcase(fqn, p) for fqn in fqns)]
     if not unmatched:
         return
-    # Below difflib's default, because wildcards make a pattern unlike the name that it means
+    # Below difflib's default, because wildcards make a pattern unlike the name that it means.
     near = {pattern: difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) for pattern in unmatched}
     raise LayoutError(
         "A pattern of the granularity mapping matches no parameter.",

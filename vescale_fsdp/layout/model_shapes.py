@@ -107,7 +107,7 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
                     file,
                     whole=False,
                 )
-            # One class for all bad input of a plan
+            # One class for all bad input of a plan.
             except (ConversionError, CorruptCheckpointError) as error:
                 raise LayoutError(
                     error.problem, expected=error.expected, got=error.got, where=error.where, todo=error.todo

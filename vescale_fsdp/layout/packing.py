@@ -170,7 +170,7 @@ def starts_of(placed: Iterable[PlacedSizes]) -> Iterator[int]:
 def _legal_start(start: int, numel: int, block: int, shard_numel: int, align_numel: int) -> int | None:
     """First aligned position from ``start`` (aligned) at which no block is cut, in an endless buffer."""
     room = shard_numel - start % shard_numel
-    # Whole blocks that keep the start aligned
+    # Whole blocks that keep the start aligned.
     step = block if block % align_numel == 0 else math.lcm(block, align_numel)
     for _ in range(2):  # in this shard or the next; later shards are like the next
         if numel <= room:
@@ -189,7 +189,7 @@ def free_gaps(
     """The gaps of at least ``least_numel`` elements per rank that half-open, disjoint spans of the buffer leave."""
     gaps: list[Gap] = []
     cursor = 0
-    # The last span is the end of the buffer
+    # The last span is the end of the buffer.
     for start, stop in (*sorted(spans), (num_shards * shard_numel,) * 2):
         cursor = round_up(cursor, align_numel)
         if start - cursor >= least_numel:

@@ -46,7 +46,7 @@ class Canvas:
         fill = "url(#padding)" if fill == PADDING else fill
         edge = f" stroke='{stroke}' stroke-width='0.8'" if stroke else ""
         self._shapes.append(
-            # At least 0.6: a narrower band would be invisible
+            # At least 0.6: a narrower band would be invisible.
             f"<rect x='{x:.2f}' y='{y:.2f}' width='{max(width, 0.6):.2f}' height='{height:.2f}' "
             f"fill='{fill}'{edge}>{_title(tip)}</rect>"
         )

@@ -57,7 +57,7 @@ class RaggedShard(Placement):
         # torch's Placement is a C++ class, whose methods crash the process without this call.
         super().__init__()
         object.__setattr__(self, "dims", tuple(self.dims))
-        # By __dict__, because the class is frozen
+        # By __dict__, because the class is frozen.
         self.__dict__["units"] = RunLengths.of(self.__dict__.pop("local_units"))
         if self.dims != tuple(range(len(self.dims))):
             raise PlacementError(
@@ -141,7 +141,7 @@ class RaggedShard(Placement):
             return cls.of_runs((0,), RunLengths(((1, 1), (len(numels) - 1, 0))))  # units may not all be 0
         unit_numel = math.gcd(*numels.distinct)
         depth = next(
-            # At least dim 0: dims=() means one owner
+            # At least dim 0: dims=() means one owner.
             d
             for d in range(min(1, len(shape)), len(shape) + 1)
             if unit_numel % numel_of(shape[d:]) == 0

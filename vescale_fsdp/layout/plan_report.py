@@ -196,7 +196,7 @@ class PlanReport:
         pictures = {"padding": self.padding_picture()}
         one_dtype = len({group.dtype for group in self.groups}) == 1
         for group in self.groups:
-            # For a file name: (root) becomes root
+            # For a file name: (root) becomes root.
             stem = re.sub(r"[^\w.-]", "", group.name) + ("" if one_dtype else f"-{group.dtype}")
             for num_shards, layouts in zip(self.shards, group.layouts, strict=True):
                 title = f"{group.name} over {num_shards:,} shards"

@@ -57,7 +57,7 @@ def read_header(
         got = f"{type(error).__name__}: {error!s:.200}"
         raise _corrupt("a header of names, types, shapes and offsets", got, where) from error
     end = base
-    # By size too: an empty tensor starts where the next one does
+    # By size too: an empty tensor starts where the next one does.
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start_bytes, item[1].nbytes)):
         if entry.start_bytes != end:
             expected, got = f"bytes from {end - base}", f"bytes from {entry.start_bytes - base}"

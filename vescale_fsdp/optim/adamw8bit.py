@@ -185,7 +185,7 @@ class AdamW8bit(BatchedOptimizer):
                 got=group["state_bits"],
                 todo="correct state_bits of the param group",
             )
-        # On the host, as in torch's AdamW, so that reading it does not wait for a device
+        # On the host, as in torch's AdamW, so that reading it does not wait for a device.
         state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         if not _is_8bit(tuple(param.shape), group["state_bits"], group["min_8bit_numel"]):
             return state | {name: torch.zeros_like(param, dtype=torch.float32) for name in _MOMENTS}

@@ -216,7 +216,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for number, run in enumerate(_runs_of(self._runs or (), only)):
             missing = [param for param in run.params if param.grad is None]
             if missing and len(missing) < len(run.params):
-                # New, and another one for each run
+                # New, and another one for each run.
                 history = 1 + max(self._histories.values(), default=0) + number
                 self._histories.update(dict.fromkeys(missing, history))
                 self._runs = None
@@ -270,7 +270,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             ]
             counters = tuple((name, v.item() if isinstance(v, torch.Tensor) else v) for name, v in values)
             history = (storage, id(layout), self._histories.get(param), counters)
-            # Up to the next aligned start
+            # Up to the next aligned start.
             padding = -end[0] % layout.align_numel if layout is not None else 0
             if adjacent and (history != end[1] or start != end[0] + padding):
                 yield adjacent

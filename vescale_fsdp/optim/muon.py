@@ -352,7 +352,7 @@ def _stacks(
 def _decay(jobs: Sequence[ParamJob]) -> None:
     factors = [1 - float(job.group["lr"]) * job.group["weight_decay"] for job in jobs]
     kinds = [(job.param.dtype, job.param.device, factor) for job, factor in zip(jobs, factors, strict=True)]
-    # Sizes of 0: nothing is allocated, so a batch may be of any size
+    # Sizes of 0: nothing is allocated, so a batch may be of any size.
     for alike in batches_of(zip(kinds, (0 for _ in jobs), range(len(jobs)), strict=True), 0):
         locals_ = [local_tensor(jobs[index].param) for index in alike]
         if launches(locals_[0].device):

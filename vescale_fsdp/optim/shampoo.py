@@ -150,7 +150,7 @@ class Shampoo(BatchedOptimizer):
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self.state[param] for param in params]
-        # The step is on the host, so nothing waits
+        # The step is on the host, so nothing waits.
         step, beta1 = int(states[0]["step"].item()), group["betas"][0]
         locals_ = [local_tensor(param) for param in params]
         numels = [local.numel() for local in locals_]

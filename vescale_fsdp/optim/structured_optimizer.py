@@ -282,7 +282,7 @@ class BatchedOptimizer(StructuredOptimizer):
         """A key that is equal for parameters of one batch."""
         if not launches(param.device):
             return id(param)  # on the CPU every parameter is a batch
-        # The bias corrections of a batch come from one step count
+        # The bias corrections of a batch come from one step count.
         return self._kind(param), float(self.state[param]["step"]), param.dtype, param.device
 
     def _kind(self, param: torch.Tensor) -> Hashable:
@@ -363,7 +363,7 @@ def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) 
         value = saved[name]
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         got_shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-        # Codes must match; `copy_` converts floats
+        # Codes must match; `copy_` converts floats.
         exact = isinstance(value, torch.Tensor) and not target.is_floating_point()
         if got_shape != tuple(target.shape) or (exact and value.dtype != target.dtype):
             raise CheckpointError(

@@ -205,7 +205,7 @@ class BlockCodec(ABC):
     def grid(self, shape: tuple[int, ...]) -> BlockGrid:
         """The blocks of a tensor of this shape."""
         line_numel = shape[-1] if shape else 1
-        # A block is at most one row wide
+        # A block is at most one row wide.
         return grid_of(shape, Tiles(self.rows, min(self.cols, max(line_numel, 1))))
 
     @abstractmethod

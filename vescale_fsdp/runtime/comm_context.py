@@ -282,7 +282,7 @@ class CommContext:
         self.watch(group.comm)
         group.grads.streams = self.streams
         group.grads.take_spare = self._take_spare
-        # Else its buffers are of an allocator that other groups do not use
+        # Else its buffers are of an allocator that other groups do not use.
         if group.comm.settings.custom_reduce_scatter is None and group.comm.memory is None:
             group.grads.spare = self._spare_grads.setdefault(group.layout, {})
 

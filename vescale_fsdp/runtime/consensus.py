@@ -180,5 +180,5 @@ def _first_difference(one: list[int], other: list[int]) -> int:
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return index
-    # Equal lists: an index past the end, which is above every real difference
+    # Equal lists: an index past the end, which is above every real difference.
     return min(len(one), len(other)) if len(one) != len(other) else max(len(one), len(other))

@@ -112,7 +112,7 @@ class FSDPState:
             note_sharded(module, self.fsdp2)
             # First of all pre-hooks, so that users' hooks see full parameters and cast inputs.
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            # Last of the hooks so far, so that users' hooks see full parameters
+            # Last of the hooks so far, so that users' hooks see full parameters.
             module.register_forward_hook(self._post_forward, prepend=False)
             module.register_state_dict_pre_hook(self._reshard_hook)
             module.register_load_state_dict_pre_hook(self._before_load)
@@ -193,7 +193,7 @@ class FSDPState:
         if not self.has_root:
             self.lazy_init()
         schedule = self.schedule
-        # In a backward, activation checkpointing recomputes the root: no new step begins
+        # In a backward, activation checkpointing recomputes the root: no new step begins.
         if self.is_root and not schedule.in_backward:
             with profiled("FSDP::root_pre_forward", ""):
                 schedule.begin_forward()
@@ -205,7 +205,7 @@ class FSDPState:
                 if self.device.type != "cpu":
                     with profiled("FSDP::inputs_to_device", ""):
                         args, kwargs = map_tensors(
-                            # Inputs may be in pinned memory
+                            # Inputs may be in pinned memory.
                             lambda tensor: tensor.to(self.device, non_blocking=True),
                             (args, kwargs),
                         )
@@ -261,7 +261,7 @@ class FSDPState:
 
     def end_method(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshard after a registered method."""
-        # A state_dict inside the method has set it to 0
+        # A state_dict inside the method has set it to 0.
         self._methods_running = max(0, self._methods_running - 1)
         return self._post_forward(module, args, output)
 

@@ -305,7 +305,7 @@ def _moved_buffers(
     copies = []
     for _, module in managed:
         for name, buffer in module._buffers.items():
-            # Meta buffers stay meta until `to_empty`, as meta parameters do
+            # Meta buffers stay meta until `to_empty`, as meta parameters do.
             if buffer is not None and not buffer.is_meta and buffer.device != device:
                 if buffer not in moved:
                     moved[buffer] = buffer.to(device)

@@ -402,7 +402,7 @@ def param_dtype_of(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) 
             got=repr(wanted),
             where=fqn,
         )
-    # The policy's own value, None too, so that the parameter can join those without an override
+    # The policy's own value, None too, so that the parameter can join those without an override.
     return policy.param_dtype if wanted is (policy.param_dtype or param.dtype) else param.dtype
 
 
@@ -438,7 +438,7 @@ class _Replaced:
     def name_of(self, param: torch.Tensor) -> str | None:
         """The name that a replaced parameter has in its unit; None for other parameters."""
         entry = self._alive.get(id(param))
-        # Python may have given the id of a freed parameter to this one
+        # Python may have given the id of a freed parameter to this one.
         return entry[1] if entry is not None and entry[0]() is param else None
 
 

@@ -288,7 +288,7 @@ class ParamGroup:
             return
         noted = self._noted.get(kind)
         if noted is None or noted[0] is not settings:
-            # The label without parentheses
+            # The label without parentheses.
             text = f"{kind} of {self.label[1:-1]} ({self.params[0].slot.fqn}, ..){settings.changes}"
             noted = self._noted[kind] = settings, text
         watch.note(noted[1])
@@ -401,7 +401,7 @@ class ParamGroup:
         for param in self.params:
             param.set_on_modules(param.sharded)
         if keep_part and self.comm.part_size is not None and self.full is not None:
-            # A copy: the buffer is freed next
+            # A copy: the buffer is freed next.
             self._part = self.full.flat.view(self.comm.part_size, -1)[self.comm.part_rank].clone()
         if frees:
             self.free_full()
@@ -499,7 +499,7 @@ class ParamGroup:
                 settings.zeros_unused
                 or fqn in used
                 or (
-                    # Adding other ranks' part, or zeros, is right in both cases, unless a hook is called for it
+                    # Adding other ranks' part, or zeros, is right in both cases, unless a hook is called for it.
                     param.sharded.grad is not None
                     and settings.on_delivery is None
                     and not post_accumulate_grad_hooks(param.sharded)
@@ -576,7 +576,7 @@ class ParamGroup:
         return host
 
     def _room_on_host(self, shard: torch.Tensor) -> torch.Tensor:
-        # New for each reduction: sharded gradients are views of it
+        # New for each reduction: sharded gradients are views of it.
         return torch.empty_like(shard, device="cpu", pin_memory=self._is_pinned)
 
     def drop_grads(self) -> None:

@@ -70,10 +70,10 @@ def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str
     """
     full = []
     for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
-        # A unit has one load hook, which changes no tensor
+        # A unit has one load hook, which changes no tensor.
         if not loads_what_it_is_given(owner, num_own_hooks=int(is_noted_sharded(owner))):
             continue
-        # The root's path is empty
+        # The root's path is empty.
         names = {name: f"{path}.{name}".removeprefix(".") for name in owner._parameters}
         full += [
             key

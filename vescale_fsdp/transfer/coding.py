@@ -188,7 +188,7 @@ class CodedTensor:
         cols = box.blocks(self._grid)[1]
         before = box.col - cols.start * self._grid.cols
         behind = len(cols) * self._grid.cols - before - box.cols
-        # Zeros raise no magnitude
+        # Zeros raise no magnitude.
         largest = F.pad(by_col, (before, behind)).view(slab.num_bands, len(cols), -1).amax(2)
         known = self.amax[slab.bands, cols.start : cols.stop]
         known.copy_(torch.maximum(known, largest))

@@ -318,7 +318,7 @@ def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints
     start = 0
     while start < len(counts):
         totals = np.cumsum(counts[start:])
-        # At least one row of the target
+        # At least one row of the target.
         stop = start + max(1, int(np.searchsorted(totals, _MAX_PAIRS, "right")))
         part = counts[start:stop]
         wanted_row = np.repeat(np.arange(start, stop), part)

@@ -82,7 +82,7 @@ class StateDescription:
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
         """Ranks that store anything, ascending."""
-        # Most tensors are on the same ranks
+        # Most tensors are on the same ranks.
         return tuple(sorted({rank for ranks in set(self.ranks) for rank in ranks.ranks}))
 
     @cached_property

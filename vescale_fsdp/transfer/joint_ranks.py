@@ -268,7 +268,7 @@ class JointRanks(GroupCoordinator):
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         drawn = secrets.token_bytes(_NONCE_BYTES)
         numbers = {**self._swap(dict.fromkeys(others, drawn)), self.rank: drawn}
-        # In one order on all ranks
+        # In one order on all ranks.
         self._session = hashlib.sha256(b"".join(numbers[rank] for rank in sorted(numbers))).hexdigest()
         proofs = {rank: sign(self._secret, self._proof_name(self.rank, rank), b"") for rank in others}
         answers = self._swap(proofs)
@@ -281,7 +281,7 @@ class JointRanks(GroupCoordinator):
 
     def _swap(self, sent: dict[int, bytes]) -> dict[int, bytes]:
         """Send each other rank a message, and receive one of the same size from each."""
-        # Torch warns about read-only memory
+        # Torch warns about read-only memory.
         outgoing = {rank: torch.frombuffer(bytearray(data), dtype=torch.uint8) for rank, data in sent.items()}
         received = {rank: torch.empty_like(data) for rank, data in outgoing.items()}
         self.exchange([(outgoing[rank], rank) for rank in sent], [(received[rank], rank) for rank in sent])

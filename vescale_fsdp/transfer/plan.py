@@ -336,7 +336,7 @@ def plan_transfer(
 
 def equal_shares(nbytes: int, count: int) -> tuple[int, ...]:
     """Bytes that each of ``count`` ranks sends, equal to within one byte."""
-    # Differences of roundings add up to all bytes
+    # Differences of roundings add up to all bytes.
     return tuple(nbytes * (number + 1) // count - nbytes * number // count for number in range(count))
 
 
@@ -378,7 +378,7 @@ def balanced_shares(wanted: Mapping[Ranks, int]) -> dict[Ranks, tuple[int, ...]]
 
 def _added_to_lowest(loads: Sequence[int], nbytes: int) -> tuple[int, ...]:
     """How many of ``nbytes`` to add to each load: the lowest loads are filled up to one level."""
-    # Ties by number: all ranks plan alike
+    # Ties by number: all ranks plan alike.
     order = sorted(range(len(loads)), key=lambda number: (loads[number], number))
     added = [0] * len(loads)
     for count in range(1, len(order) + 1):

@@ -159,7 +159,7 @@ class ShareStream:
 
     def between(self, low: int, high: int) -> Iterator[Share]:
         """Bytes [low, high) of the stream; both are multiples of `ALIGN_BYTES`, or the end."""
-        # The first share that ends after `low`
+        # The first share that ends after `low`.
         for number in range(bisect_right(self._stops, low), len(self.shares)):
             share = self.shares[number]
             start = self._stops[number] - share.nbytes

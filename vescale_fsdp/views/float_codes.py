@@ -93,7 +93,7 @@ class Fp8Encoding:
         shift = np.float32(2**14)
         small = (bits.view(np.float32) + shift).view(np.uint32) - shift.view(np.uint32)
         odd = (bits >> np.uint32(20)) & np.uint32(1)
-        # The exponent's bias is 127 in float32, and 7 in e4m3
+        # The exponent's bias is 127 in float32, and 7 in e4m3.
         large = ((bits + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32((127 - 7) << 3)
         codes = np.where(bits < np.uint32((127 - 6) << 23), small, large).astype(np.uint8)
         return np.where(bits > np.uint32(0x7F800000), np.uint8(0x7F), codes) | sign  # NaN
@@ -123,7 +123,7 @@ class Mxfp4Encoding:
         """Bytes of two values each, adjacent in the last dim."""
         sizes = np.abs(scaled)
         index = np.searchsorted(_E2M1_BOUNDS, sizes, side="left").astype(np.uint8)
-        # There are 7 midpoints, index 7 is past the last
+        # There are 7 midpoints, index 7 is past the last.
         is_tie = sizes == _E2M1_BOUNDS[np.minimum(index, 6)]
         index = np.minimum(index + (is_tie & (index & 1 == 1)), 7).astype(np.uint8)
         nibbles = index | (np.signbit(scaled).astype(np.uint8) << np.uint8(3))
@@ -160,7 +160,7 @@ def cast_into(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) ->
     overflows = 0
     # torch, if it is loaded, casts these two types to exactly the same bits; for float16 its NaNs differ.
     torch_casts = "torch" in sys.modules and {source.name, target.name} == {"bfloat16", "float32"}
-    # Torch warns about read-only arrays
+    # Torch warns about read-only arrays.
     cast = _by_torch if torch_casts and raw.flags.writeable else _by_numpy
     may_overflow = target.name in _NARROWER_THAN.get(source.name, ())
     # Values too large for the target become infinity, as in torch: numpy must not warn.

@@ -160,7 +160,7 @@ class Index(IndexMap):
             return (*values[: self.dim], value, *values[self.dim :])
 
         part = Box(with_dim(box.offsets, self.index), with_dim(box.sizes, 1))
-        # A dim of one item: its stride is not used
+        # A dim of one item: its stride is not used.
         yield InputPiece(0, part, 0, with_dim(contiguous_strides(box.sizes), 0))
 
 
@@ -267,7 +267,7 @@ class Interleave(IndexMap):
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
         for p in range(parts):
-            # Items of run p that go to [low, high)
+            # Items of run p that go to [low, high).
             first, last = -(-(low - p) // parts), -(-(high - p) // parts)
             if first < last:
                 inner = box.with_range(dim, base + p * run + first, last - first)

@@ -50,7 +50,7 @@ def name_of(func: torch._ops.OpOverload) -> str:
 
 def bind(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The passed arguments by their names in the operator's schema."""
-    # Not strict: trailing arguments may be left out
+    # Not strict: trailing arguments may be left out.
     return {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
 
 
@@ -97,7 +97,7 @@ def replicated(full: torch.Tensor, like: RaggedDTensor) -> DTensor:
     """A stock DTensor of a tensor that is the same on all ranks of the mesh of ``like``."""
     mesh = like.device_mesh
     spec = make_spec(mesh, [Replicate()] * mesh.ndim, full.shape, full.dtype)
-    # Contiguous, as `make_spec` describes it
+    # Contiguous, as `make_spec` describes it.
     return DTensor(full.contiguous(), spec, requires_grad=False)  # type: ignore[call-arg]
 
 

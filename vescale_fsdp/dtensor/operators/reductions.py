@@ -130,7 +130,7 @@ def _on_rows(call: _Call) -> Any:
     tensor, first = call.tensor, call.dims[0]
     shifted = [dim - first + 1 for dim in call.dims]
     schema = {argument.name: argument for argument in call.func._schema.arguments}
-    # Of overloads, some take one dim and some a list
+    # Of overloads, some take one dim and some a list.
     takes_list = "List" in str(schema["dim"].type) or "[]" in str(schema["dim"].type)
     named = {
         **call.options,
@@ -159,7 +159,7 @@ def _from_rows(call: _Call, rows: torch.Tensor) -> RaggedDTensor:
     )
     spec = make_spec(tensor.device_mesh, replaced(tensor.placements, axis, ragged), shape, rows.dtype)
     ref = tensor.layout_ref if shape == tuple(tensor.shape) else None
-    # Results may be strided, pieces are not
+    # Results may be strided, pieces are not.
     return RaggedDTensor.wrap(rows.contiguous().view(-1), spec, layout_ref=ref)
 
 
@@ -172,7 +172,7 @@ def _over_cut_dims(call: _Call) -> DTensor:
     order = None if name in ("sum", "mean") else _order(call.options)
     local, start = tensor._local_tensor.reshape(-1), 0
     kept = [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
-    # An empty sum has torch's dtype of sums
+    # An empty sum has torch's dtype of sums.
     total = local.new_zeros(kept, dtype=local[:0].sum(dtype=dtype).dtype if order is None else dtype)
     for box in tensor.boxes:
         values = local[start : start + box.numel].view(box.sizes)
@@ -282,7 +282,7 @@ def _spread(call: _Call, *, root: bool = False, with_mean: bool = False) -> Any:
     grand_mean = (counts * means).sum() / total
     distances = squares.sum() + (counts * (means - grand_mean).square()).sum()
     correction = call.options.get("correction", call.options.get("unbiased", 1))
-    # At least 0, as in torch: too large a correction gives inf or NaN, not a negative variance
+    # At least 0, as in torch: too large a correction gives inf or NaN, not a negative variance.
     variance = distances / (total - (1.0 if correction is None else float(correction))).clamp_min(0.0)
     moments = (variance.sqrt() if root else variance, grand_mean)
     results = tuple(replicated(moment.to(call.tensor.dtype), call.tensor) for moment in moments)

@@ -101,7 +101,7 @@ class DBuffer:
             return [self.view(slot)]
         size = self.layout.shard_numel
         return [
-            # No copy: pieces of a run are one shard apart
+            # No copy: pieces of a run are one shard apart.
             self.flat[run.first_rank * size + run.local_offset :].as_strided(
                 (run.num_ranks, run.piece_numel), (size, 1)
             )
@@ -137,7 +137,7 @@ class DBuffer:
         for slot, values in given:
             pieces = self.pieces(slot)
             targets += pieces
-            # Reshape: a gradient of autograd may have other strides than row-major
+            # Reshape: a gradient of autograd may have other strides than row-major.
             parts += [values] if not slot.is_scattered else _split(values.reshape(-1), pieces)
         return targets, parts
 

@@ -246,7 +246,7 @@ class GroupComm:
         self._part_group: dist.ProcessGroup | None = None  # the ``part_size`` ranks
         self.part_rank = 0  # this rank's index among them
         if part_size is not None:
-            # Else torch gives the new groups its default timeout
+            # Else torch gives the new groups its default timeout.
             with groups_with_timeout_of(self.shard_group), outside_fake_mode():
                 parts = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
             self._part_group, self.part_rank = parts.get_group(1), parts.get_local_rank(1)
@@ -326,7 +326,7 @@ class GroupComm:
 
     def sums_in_wider(self, device: torch.device) -> bool:
         """Whether a reduction supports a ``full`` of a narrower dtype than ``shard``. The same on all ranks."""
-        # A user's reduce-scatter gets two buffers of one dtype, as in FSDP2
+        # A user's reduce-scatter gets two buffers of one dtype, as in FSDP2.
         if not self.settings.narrow or self.settings.custom_reduce_scatter is not None:
             return False
         return sums_in_wider(self.reduce_group or self.shard_group, device.type)
@@ -339,7 +339,7 @@ class GroupComm:
     def finish_division(self, shard: torch.Tensor) -> None:
         """Divide a summed shard, in place, where the collective did not average."""
         if not self._averages(shard.dtype):
-            # Without the part divided before the sum
+            # Without the part divided before the sum.
             shard.div_(self._total_factor() / self._divide_before(shard.dtype))
 
     # -- division -------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ class OrderWatch:
     def compare(self, step: int, entries: list[str]) -> bool:
         """Compare the log of a step with the one of the first rank that ended it."""
         digest = xxhash.xxh3_64_hexdigest("\n".join(entries).encode())
-        # Sets only a key that does not exist, and returns the first rank's value
+        # Sets only a key that does not exist, and returns the first rank's value.
         first = self._store.compare_set(f"{self._key} {step}", "", f"{digest} {self._rank}").decode()
         if first.split()[0] != digest:
             self._differs = True
@@ -252,7 +252,7 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
     if index is not None:
         for rank, entry in zip(logs, columns[index], strict=True):
             sides.setdefault(entry, []).append(rank)
-    # No entry differs
+    # No entry differs.
     (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
     # At most 16 ranks are shown per entry, and 5 entries: a mesh may have thousands of ranks.
     return LifecycleError(
@@ -290,7 +290,7 @@ class _Thread:
         with self._lock:
             self._watches.add(watch)
             if self._thread is None or not self._thread.is_alive():  # not alive in a forked child process
-                # A daemon: Python waits for other threads before `atexit` runs `stop`
+                # A daemon: Python waits for other threads before `atexit` runs `stop`.
                 self._thread = threading.Thread(target=self._run, name="vescale_fsdp order", daemon=True)
                 self._thread.start()
 
