@@ -54,7 +54,7 @@ FORMATS = {
         f"{_CONVERSION}.formats.table:open_zarr",
         takes=(),
     ),
-    # Of one item, or of a step with a folder per item.
+    # The file of one item, or of a step with a folder per item.
     "orbax": Format(r"([^/]+/)?_METADATA", f"{_CONVERSION}.formats.orbax:open_orbax", takes=()),
     # `conversion.formats.detect` skips this row if the folder contains a model too.
     "adapter": Format(r"adapter_model\.safetensors", f"{_CONVERSION}.formats.peft:open_adapter", takes=()),

@@ -147,7 +147,7 @@ def plan_by_rows(
         rows, numel = tensor.shape[0], tensor.numel
         chunk = chunk_of(rows, num_shards, 0).numel
         row_numel = numel // rows if rows else 0
-        # Lcm: blocks are whole rows, too.
+        # The LCM, because blocks must be whole rows, too.
         block = max(1, min(math.lcm(tensor.block_numel, max(1, row_numel)), numel))
         if chunk < rows and (chunk * row_numel) % block:
             raise LayoutError(

@@ -216,7 +216,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for number, run in enumerate(_runs_of(self._runs or (), only)):
             missing = [param for param in run.params if param.grad is None]
             if missing and len(missing) < len(run.params):
-                # New, and another one for each run.
+                # A new number for each run of this step.
                 history = 1 + max(self._histories.values(), default=0) + number
                 self._histories.update(dict.fromkeys(missing, history))
                 self._runs = None

@@ -135,7 +135,7 @@ class FSDPModule(_Base):
             state.requires_gradient_sync = requires_gradient_sync
             for group in state.groups:
                 group.comm.change(requires_all_reduce=requires_gradient_sync)
-                # For good: sums of micro-batches are in the reduction's dtype, as in FSDP2.
+                # From now on, micro-batches are summed in the reduction's dtype, as in FSDP2.
                 group.sums_grads |= not requires_gradient_sync
                 if SUMS_HALVES_AS_REDUCED:  # pipelines call this before every half of a backward
                     group.collect_grads()
@@ -294,7 +294,7 @@ class FSDPModule(_Base):
             TypeError: unless an int is given.
             ValueError: if it is below 1.
         """
-        # True is an int.
+        # True is an int, but not a number of reductions.
         is_int = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
         if not is_int or max_input_buffers < 1:
             raise ArgumentError(

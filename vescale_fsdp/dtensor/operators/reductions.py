@@ -130,7 +130,7 @@ def _on_rows(call: _Call) -> Any:
     tensor, first = call.tensor, call.dims[0]
     shifted = [dim - first + 1 for dim in call.dims]
     schema = {argument.name: argument for argument in call.func._schema.arguments}
-    # Of overloads, some take one dim and some a list.
+    # Some overloads take one dim, others a list of dims.
     takes_list = "List" in str(schema["dim"].type) or "[]" in str(schema["dim"].type)
     named = {
         **call.options,
