@@ -261,6 +261,7 @@ def _sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessG
     half the bytes of a reduction in fp32. The receive buffer has a bounded size.
     """
     size, numel = group.size(), shard.numel()
+    # A quarter of the buffer, so that small groups need little; at least 8 MiB, so that messages stay large.
     received_bytes = min(_RECEIVED_BYTES, max(_RECEIVED_BYTES // 8, full.numel() * full.element_size() // 4))
     piece_numel = received_bytes // (size * full.element_size())
     piece_numel = max(_ALIGN_NUMEL, piece_numel - piece_numel % _ALIGN_NUMEL)

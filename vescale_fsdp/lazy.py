@@ -33,7 +33,7 @@ class _LazyPackage(ModuleType):
         if name not in self.__exports__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = getattr(import_module(self.__exports__[name]), name)
-        super().__setattr__(name, value)
+        super().__setattr__(name, value)  # the next access does not come here
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:

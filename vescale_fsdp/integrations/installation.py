@@ -58,7 +58,7 @@ class Installation:
             _installed.remove(self)  # atomic: of two threads that end it, one gets further
         except ValueError:
             return
-        ACTIVE.remove(self._settings)
+        ACTIVE.remove(self._settings)  # first: names that are replaced a moment longer call torch's
         restore(self._stand_ins)
         rule = self._settings.granularity
         unmatched = rule.unmatched() if isinstance(rule, PatternRule) else {}

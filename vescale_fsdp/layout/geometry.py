@@ -212,7 +212,7 @@ class RunLengths(Sequence[int]):
                 joined[-1] = (joined[-1][0] + count, value)
             elif count:
                 joined.append((count, value))
-        object.__setattr__(self, "runs", tuple(joined))
+        object.__setattr__(self, "runs", tuple(joined))  # the class is frozen
 
     @classmethod
     def of(cls, values: Iterable[int]) -> RunLengths:

@@ -146,6 +146,7 @@ class TensorSlot:
             )
         sizes |= {f"shape[{dim}]": size for dim, size in enumerate(self.shape)}
         _check_integers(sizes, f"slot {self.fqn!r}")
+        # The class is frozen
         object.__setattr__(self, "numel", numel_of(self.shape))
 
     @property

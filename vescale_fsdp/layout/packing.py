@@ -93,7 +93,7 @@ def fold_repeats(sizes: Sequence[Size], align_numel: int) -> list[RepeatedSizes]
         best = RepeatedSizes((sizes[index],), 1)
         for period in range(1, MAX_PERIOD + 1):
             part = tuple(sizes[index : index + period])
-            if any(numel % align_numel for numel, _ in part):
+            if any(numel % align_numel for numel, _ in part):  # folded sizes follow each other without gaps
                 break
             repeats = 1
             while tuple(sizes[index + repeats * period : index + (repeats + 1) * period]) == part:

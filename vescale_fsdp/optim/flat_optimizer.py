@@ -132,7 +132,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, kind: type[torch.optim.Optimizer], params: Any, **options: Any) -> None:
-        if kind not in ELEMENT_WISE:
+        if kind not in ELEMENT_WISE:  # not issubclass: a subclass may mix elements
             raise UnsupportedOpError(
                 "FlatOptimizer does not support this optimizer: its updates need whole matrices, or are not known to "
                 "be element-wise.",

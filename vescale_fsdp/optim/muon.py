@@ -186,7 +186,7 @@ class Muon(StructuredOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their state is made at once."""
         super().add_param_group(param_group)
-        self._plans.clear()
+        self._plans.clear()  # its keys are indices of parameters
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -167,6 +167,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             What the closure returned, or None.
         """
         loss = evaluated(closure)
+        # Plainly: state must not depend on the caller's autocast or inference mode.
         plainly(self._step_groups)([g for g in self.param_groups if g["algorithm"] == self.algorithm])
         return loss
 

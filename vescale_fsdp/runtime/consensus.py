@@ -69,6 +69,7 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
     for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.ndim, ranks_in(mesh))):
         first = f"mesh {ranks_in(mesh)}" if failure is None else str(failure)
         with outside_modes():  # a forward under torch.func or inference mode must not change these tensors
+            # Lines by kind: models and policies come before the layouts that follow from them.
             differing = _compare(mesh, [first, *chain(*zip(*by_mesh[mesh], strict=True))], differing)
     if failure is not None:
         raise failure

@@ -208,6 +208,7 @@ def _spmd_axes(mesh: DeviceMesh, dims: Any) -> SpmdAxes:
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """A 1-D mesh of the named axes, in this order."""
+    # A slice has its process group already; flattening makes one.
     return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
 
 

@@ -144,7 +144,7 @@ class FSDPModule(_Base):
     def no_sync(self) -> Iterator[None]:
         """Backwards inside the context sum gradients without communication; the next one outside reduces the sums."""
         states = list(self._states())
-        before = [(state, state.requires_gradient_sync) for state in states]
+        before = [(state, state.requires_gradient_sync) for state in states]  # units may differ
         reduced = [(group, group.comm.settings.requires_all_reduce) for group in self._groups(True)]
         self.set_requires_gradient_sync(False)
         try:

@@ -159,7 +159,7 @@ def fully_shard(
         vars(owner)["_is_fsdp_managed_module"] = vars(owner)["_fsdp_use_orig_params"] = True
     FSDPState(modules, groups, mp_policy, reshard, device)  # stored on the modules
     for each, sharded_class in zip(modules, classes, strict=True):
-        each.__class__ = sharded_class
+        each.__class__ = sharded_class  # in place: the caller refers to this object
     return module
 
 

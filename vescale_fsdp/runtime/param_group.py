@@ -211,7 +211,7 @@ class ParamGroup:
         piece = self.layout.piece(slot, self.comm.rank)
         local_slice = slice(piece.local_offset, piece.local_offset + piece.numel)
         local = self.shard[local_slice]
-        if not param.is_meta and not local.is_meta:
+        if not param.is_meta and not local.is_meta:  # meta parameters get their values later
             local.copy_(self._values_of(param).reshape(-1)[piece.range.start : piece.range.stop])
         # A layout describes a whole tensor. If tensor parallelism cuts the parameter as well, there is no such layout.
         layout_ref = (self.layout, slot.fqn) if slot.shape == tuple(param.shape) else None

@@ -384,7 +384,7 @@ def _added_to_lowest(loads: Sequence[int], nbytes: int) -> tuple[int, ...]:
     for count in range(1, len(order) + 1):
         lowest = order[:count]
         total = sum(loads[number] for number in lowest) + nbytes
-        if count == len(order) or total <= loads[order[count]] * count:
+        if count == len(order) or total <= loads[order[count]] * count:  # the level stays below the next load
             level, rest = divmod(total, count)
             for index, number in enumerate(lowest):
                 added[number] = level + (index < rest) - loads[number]  # the rest, a byte each

@@ -300,7 +300,7 @@ class Transfer:
         most, minus_least, last = self._coordinator.raise_together(
             error, "starting a transfer", _UNTOUCHED, self._alike, [*given, last]
         )
-        if most == -_NO_VERSION:
+        if most == -_NO_VERSION:  # no rank passes a version
             return last + 1
         if most != -minus_least:
             raise CheckpointError(

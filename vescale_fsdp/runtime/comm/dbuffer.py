@@ -112,7 +112,7 @@ class DBuffer:
         """The parts of the buffer outside all tensors, 1-D views in order."""
         if self._padding is None:
             size = self.layout.shard_numel
-            filled = sorted(
+            filled = sorted(  # slots are in definition order, not in buffer order
                 [(slot.offset, slot.numel) for slot in self.layout.slots if not slot.is_scattered]
                 + [
                     (rank * size + run.local_offset, run.piece_numel)
