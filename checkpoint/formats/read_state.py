@@ -149,6 +149,7 @@ class CheckpointTensor:
         """
         wanted = whole_region(self.shape) if box is None else Region(box, FlatRange(0, box.numel))
         self._check(wanted.box, out)
+        # Whatever the default device is.
         result = out if out is not None else torch.empty(wanted.box.sizes, dtype=self.dtype, device="cpu")
         self.reader.fill([(self.index, wanted, result)], verify=verify)
         return result

@@ -271,7 +271,7 @@ class Copier:
                 *(stretches(plan) if plan.stretch_bytes else jobs_by_source(plan, self.limits.buffer_bytes))
             ]
             file = _WorkingFile(plan, self.create(plan), len(jobs))
-            if not jobs:
+            if not jobs:  # no job will be the last one
                 self._finish(file)
             for job in jobs:
                 yield file, job

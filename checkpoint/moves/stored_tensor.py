@@ -38,7 +38,7 @@ class TensorInfo:
             nbytes = numel * self.dtype.itemsize
             if nbytes >= 2**63:
                 raise ValueError("more bytes than there are")
-            object.__setattr__(self, "numel", numel)
+            object.__setattr__(self, "numel", numel)  # the class is frozen
             object.__setattr__(self, "nbytes", nbytes)
         except ValueError as error:
             raise CorruptCheckpointError(

@@ -87,7 +87,7 @@ class SourceView(TensorView):
         found = self.source.info(self.source_name)
         if found.name != self.name:
             found = TensorInfo(self.name, found.shape, found.dtype)
-        object.__setattr__(self, "info", found)
+        object.__setattr__(self, "info", found)  # the class is frozen
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         self.source.read_into(self.source_name, box, out)

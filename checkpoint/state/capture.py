@@ -106,6 +106,7 @@ def encode(value: Any, name: str, sink: TreeSink, depth: int = 0) -> Json:
             return dict(nodes)
         return {"$": "dict", "v": [[_encode_key(key, name, depth + 1), node] for key, node in nodes]}
     if kind is float:
+        # JSON has no NaN and no infinities.
         return value if math.isfinite(value) else {"$": "float", "v": str(value)}
     if isinstance(value, PerRank):
         return sink.per_rank(name, value)

@@ -155,7 +155,7 @@ def _clear_stale(path: Path) -> None:
     clock = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     try:
         text = _read(path)
-        _write_new(clock, "")
+        _write_new(clock, "")  # its time is by the clock of the file system
         age_s = clock.stat().st_mtime - path.stat().st_mtime
     except FileNotFoundError:
         return

@@ -125,6 +125,7 @@ def open_source(
     url = url.rstrip("/") if len(url) > 1 else url  # the root of the file system is a slash alone
     folder = open_store(url)
     files = folder.list_files()
+    # With a kind and no step, the path is taken for the checkpoint itself.
     steps = steps_in(files) if kind is None or step is not None else {}
     # With a file `latest`, DeepSpeed's reader chooses the step.
     if isinstance(step, int) or (steps and "latest" not in files):

@@ -136,7 +136,7 @@ def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
     if not is_by_parameter:
         states = {}
         entries.warnings.append(_BY_RANGES)
-    masters = states.pop(_MASTER, {})
+    masters = states.pop(_MASTER, {})  # not state: they become the model's weights
     for name, tensor in model.items():
         stacks.add(entries, lambda layer: ("model", _canonical(layer)), name, masters.get(name, tensor))
     for kind, tensors in states.items():

@@ -394,7 +394,7 @@ class RaggedReader(StorageReader):
                     data = io.BytesIO()
                     # Planners expect the bytes of a torch.save, as DCP's own writers store values.
                     torch.save(stored, data)
-                    data.seek(0)
+                    data.seek(0)  # planners read from the current place
                     planner.load_bytes(item, data)
                     continue
                 tensor = planner.resolve_tensor(item).detach()
