@@ -234,7 +234,7 @@ class Saver:
                 agreed.free_bytes,
                 self.meter,
             )
-            compared = begin_comparison(  # it ends while files are written
+            compared = begin_comparison(  # runs while files are written
                 plan,
                 taken.locals_by_name,
                 self.coordinator,

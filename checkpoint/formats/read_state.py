@@ -322,7 +322,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         for name, (tree, tensors) in found.items():
             try:
                 values[name] = decode(tree, functools.partial(leaf_of, tensors), where)
-            # Of `decode`, for a damaged tree.
+            # What `decode` raises for a damaged tree.
             except (LookupError, TypeError, ValueError, RecursionError) as error:
                 raise CorruptCheckpointError(
                     "A per-rank value is not what was written.",

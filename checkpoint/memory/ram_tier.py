@@ -327,7 +327,7 @@ class RamTier:
                         f"{len(set(nodes))} nodes with different memory file systems",
                         stacklevel=5,
                     )
-        self._seen = weakref.ref(coordinator)  # an elastic job frees the coordinators of lost ranks
+        self._seen = weakref.ref(coordinator)  # must not keep the group of lost ranks alive
 
     @property
     def num_copies(self) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TensorView(ABC):
     """A tensor that can be read box by box."""
 
-    __slots__ = ()
+    __slots__ = ()  # else subclasses with slots would have a dict as well
 
     @property
     @abstractmethod

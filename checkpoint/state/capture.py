@@ -142,7 +142,7 @@ def _too_deep(name: str) -> CheckpointError:
 
 
 def _encode_tuple(value: tuple[Any, ...], name: str, sink: TreeSink, depth: int) -> Json:
-    if type(value) is not tuple:
+    if type(value) is not tuple:  # a named tuple, or one of torch's
         try:
             remade(value, list(value))
         except Exception as error:  # any error of the class: a load could not create the tuple either

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 @contextmanager
 def gc_paused() -> Iterator[None]:
     """No collection inside; plans make many small objects and no cycles."""
-    was_enabled = gc.isenabled()
+    was_enabled = gc.isenabled()  # a caller may have disabled it
     gc.disable()
     try:
         yield

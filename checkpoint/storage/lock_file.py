@@ -29,7 +29,7 @@ NO_LINKS = (
     errno.EMLINK,
     errno.EINVAL,
 )
-_LEASE_S = 120.0  # so long an owner that died on another host blocks others
+_LEASE_S = 120.0  # how long an owner that died on another host blocks others
 _RENEWALS = 8  # per lease; some of them may fail
 _LIMIT_BYTES = 1 << 12  # 4 KiB
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC

@@ -54,7 +54,7 @@ _PASSING = {
     "urllib3.exceptions.HTTPError",
 }
 _WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")  # a save makes no bucket
-_PASSING_CODES = re.compile(
+_PASSING_CODES = re.compile(  # of S3, for requests that may be sent again
     "SlowDown|RequestTimeout|RequestTimeTooSkewed|InternalError|ServiceUnavailable|Throttling"
 )
 PART_BYTES = 16 << 20  # 16 MiB; smaller files are one request

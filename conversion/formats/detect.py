@@ -38,6 +38,7 @@ _TRAINED = (
     "bin",
     "ranks",
 )  # formats whose folders may contain files of a trainer (`side_files`)
+# Such as step-10, global_step5, checkpoint-500 and 500.
 _STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
 _LISTED_STEPS = 8  # maximum number of steps that an error lists
 # Files that identify a checkpoint in a subfolder.

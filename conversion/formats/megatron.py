@@ -31,6 +31,7 @@ from vescale_fsdp.layout.geometry import Box
 
 _STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # a number after it: one layer alone
 _COMMON_FILE = "common.pt"
+# Chained_0: one of several optimizers.
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+)\.(.+))?")
 _MASTER = "fp32_param"
 _NORMS = {  # names of Megatron's local layers -> names of Transformer Engine's
