@@ -2,7 +2,7 @@
 
     q.weight (fp8)  + q.weight_scale_inv | q.weight_scale     blocks, rows, or one scale: DeepSeek, compressed-tensors
     w (fp8)         + w_scale_inv | w_scale                   stacked experts
-    w_blocks        + w_scales                                mxfp4: gpt-oss, whose weight is the transpose
+    w_blocks        + w_scales                                mxfp4: gpt-oss; the weight is the transpose
     q.weight (int8) + q.SCB (+ q.weight_format)               bitsandbytes, 8 bits
     q.weight (u8)   + q.weight.absmax, .quant_map, ...        bitsandbytes, nf4 and fp4, nested scales too; the bytes
                                                               may be stored as bfloat16 (FSDP-QLoRA) or another dtype
@@ -111,7 +111,7 @@ def dequantized(state: CarriedState, config: Mapping[str, Any], dtype: DType) ->
         raise ConversionError(
             "There is nothing to dequantize.",
             expected="weights of fp8, mxfp4, int8 or nf4, with their scales",
-            got=f"{len(model)} tensors, none of them codes",
+            got=f"{len(model)} tensors without codes",
             todo="leave out --dequantize; --dtype casts ordinary floats",
         )
     floats = _Dequantization(model, _block_of(config), dtype)
@@ -132,7 +132,7 @@ def dequantized(state: CarriedState, config: Mapping[str, Any], dtype: DType) ->
 
 
 def _block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The size of a block that config.json names, or implies as transformers does; None if it says nothing."""
+    """The size of a block that config.json names, or implies as in transformers; None if it does neither."""
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     sizes = [quantization.get("weight_block_size")]
     groups = quantization.get("config_groups") or {}
@@ -199,7 +199,7 @@ class _Dequantization:
         self.used.update(used)
 
     def _in_blocks(self, codes: TensorView, kind: str, scales: TensorView) -> TensorView:
-        """Values of codes whose last two dims have a scale per block, row, or tensor."""
+        """Dequantize codes with one scale per block of the last two dims, per row, or per tensor."""
         shape, of_scales = codes.info.shape, scales.info.shape
         if scales.info.numel == 1:
             of_scales = (1,) * len(shape)

@@ -206,7 +206,7 @@ WRITING_OPTIONS = with_options(
     click.option(
         "--threads", type=click.IntRange(1), default=4, show_default=True, help="Threads that read and write."
     ),
-    click.option("--overwrite", is_flag=True, help="Replace what is in OUT."),
+    click.option("--overwrite", is_flag=True, help="Replace the files in OUT."),
     click.option("--resume", is_flag=True, help="Continue an interrupted run that had the same options."),
     click.option(
         "--part",

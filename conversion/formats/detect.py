@@ -31,13 +31,8 @@ from vescale_fsdp.lazy import lazy_function
 
 _log = logging.getLogger(__name__)
 _with_side_files = lazy_function("vescale_fsdp.conversion.formats.side_files", "with_side_files")
-_TRAINED = (
-    "dcp",
-    "shards",
-    "hf",
-    "bin",
-    "ranks",
-)  # formats whose folders may contain files of a trainer (`side_files`)
+# Formats whose folders may contain files of a trainer (`side_files`).
+_TRAINED = ("dcp", "shards", "hf", "bin", "ranks")
 # Such as step-10, global_step5, checkpoint-500 and 500.
 _STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
 _LISTED_STEPS = 8  # maximum number of steps that an error lists

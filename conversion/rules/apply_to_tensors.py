@@ -52,7 +52,7 @@ class Applied:
     warnings: tuple[str, ...] = ()
 
     def made_from(self, names: Collection[str]) -> Iterator[tuple[str, str]]:
-        """(new parameter, the first of its origins), for the parameters whose first origin is one of the names."""
+        """Pairs (new parameter, its first origin), for first origins in ``names``."""
         for origin, fqns in self.by_first_origin.items():
             if origin in names:
                 yield from ((fqn, origin) for fqn in fqns)
