@@ -132,8 +132,8 @@ class Stager:
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in kinds]
         starts = [0, *accumulate(round_up(nbytes, _ALIGN_BYTES) for nbytes in sizes)]
         if self._buffer.numel() < starts[-1]:
-            self._kinds, self._views = [], []
-            # The old buffer is freed before the larger one is allocated.
+            self._kinds, self._views = [], []  # views keep the old buffer alive
+            # Freed before the larger one is allocated.
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._buffer = self._allocate(starts[-1])
         return [
@@ -271,7 +271,7 @@ class AsyncSaver:
             savers = [saver(storage, overwrite=overwrite, format=format)]
             savers += [saver(folder, overwrite=True, format=form) for folder, form in copies]
             taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of), savers, optimizer)
-            metadata = plain_json(metadata)
+            metadata = plain_json(metadata)  # a copy: the trainer may change its own
         except BaseException as caught:  # noqa: BLE001  the worker raises it on all ranks
             error = caught
 
@@ -303,6 +303,7 @@ class AsyncSaver:
             where = savers[0].storage.where
         else:
             where = path.where if isinstance(path, Storage) else os.fspath(path)
+        # After an error too: the other ranks wait for this one to report it.
         self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=exit_timeout_s)
         if error is not None and not isinstance(error, Exception):
             self._last.is_read = True  # raised here: an exit need not report it

@@ -318,8 +318,9 @@ class Loader:
                     matched = checkpoint.allocate(matched, state, include, on_failure)
                     targets = self._targets(checkpoint, reads, matched, overwriting)
                 stripes = reads.stripes() if once else []
-                if self.supply is None and not once:
+                if self.supply is None and not once:  # else ranks first compare what they need
                     self._check_files(checkpoint, reads, matched)
+            # Outside of the blocks: a rank that fails in one would miss this collective.
             checkpoint.fetch(reads, matched)
             wanted = self.coordinator.everyone(stripes) if once else []
             if self.supply is not None or once:

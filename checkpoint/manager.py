@@ -221,7 +221,7 @@ class CheckpointManager:
         """Remove leftovers before the first save; an error is only a warning."""
         if self._is_swept:
             return
-        self._is_swept = True
+        self._is_swept = True  # once, also if it fails
         with self._coordinator.together(f"cleaning {self._root.where}"):
             if self._coordinator.rank == 0:
                 try:

@@ -183,6 +183,7 @@ class StepSearch:
         with self._coordinator.together(doing, "nothing was overwritten"):
             self._warn()
             time.sleep(self._pause_s)
+            # A step that is named may be an abandoned one.
             numbers = committed_steps(self._root, abandoned=self._wanted is not None)
             on_disk = [StoredStep(number, False) for number in numbers]
             if self._ram is not None:

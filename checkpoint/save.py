@@ -237,7 +237,7 @@ class Saver:
                 agreed.free_bytes,
                 self.meter,
             )
-            compared = begin_comparison(
+            compared = begin_comparison(  # runs while files are written
                 plan,
                 taken.locals_by_name,
                 self.coordinator,

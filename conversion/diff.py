@@ -105,7 +105,7 @@ def diff(
     if not compares_all:
         left, right = ({k: v for k, v in side.items() if k[0] == "model"} for side in (left, right))
     differences: list[Difference] = []
-    for key in sorted({*left, *right}, key=lambda key: (key[0], natural_key(key[1]))):
+    for key in sorted({*left, *right}, key=lambda key: (key[0], natural_key(key[1]))):  # the model first
         if key not in right:
             differences.append(Difference(key[1], "only_a", f"only in {a.url}"))
         elif key not in left:

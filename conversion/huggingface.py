@@ -84,7 +84,7 @@ class HuggingFace(Form):
     require_check: bool = False
 
     def __post_init__(self) -> None:
-        CastRules.parse(self._casts)
+        CastRules.parse(self._casts)  # raises now, not in the first save
         if self.budget_bytes < MIN_BUDGET_BYTES or self.max_shard_bytes < 1:
             raise ConversionError(
                 "A limit is too small.",

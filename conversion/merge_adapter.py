@@ -201,6 +201,7 @@ class _Merge:
             ConversionError: if the base lacks one of the names.
         """
         first = {name.partition(".")[0] for name in names}
+        # All names under one module, and none as it is.
         if len(first) == 1 and not any(name in self.base for name in names):
             self.root = f"{first.pop()}."
         missing = [name for name in names if name.removeprefix(self.root) not in self.base]

@@ -149,6 +149,7 @@ class CheckpointTensor:
         """
         wanted = whole_region(self.shape) if box is None else Region(box, FlatRange(0, box.numel))
         self._check(wanted.box, out)
+        # Whatever the default device is.
         result = out if out is not None else torch.empty(wanted.box.sizes, dtype=self.dtype, device="cpu")
         self.reader.fill([(self.index, wanted, result)], verify=verify)
         return result
@@ -321,7 +322,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         for name, (tree, tensors) in found.items():
             try:
                 values[name] = decode(tree, functools.partial(leaf_of, tensors), where)
-            # Of `decode`, for a damaged tree.
+            # What `decode` raises for a damaged tree.
             except (LookupError, TypeError, ValueError, RecursionError) as error:
                 raise CorruptCheckpointError(
                     "A per-rank value is not what was written.",

@@ -203,7 +203,7 @@ class ViewedCheckpoint(Loadable):
             return matched
         buffers = buffers if self._init is not None else {}
         on_failure.callback(allocate(live, names, buffers))
-        for owner in dict.fromkeys(buffers.values()):
+        for owner in dict.fromkeys(buffers.values()):  # each module once
             assert self._init is not None
             self._init(owner)
         again = self._match(state, include)
@@ -364,7 +364,7 @@ class _ViewReads(Reads):
         kept.raise_kept()
         if None not in seen_by_rank:  # else a rank has failed, and all ranks are about to raise
             checks.verify_with(_share_of(self._coordinator.rank, [each or [] for each in seen_by_rank]))
-        self._source.require_unchanged()
+        self._source.require_unchanged()  # most formats have no checksums that would show it
 
     def _fill(self) -> None:
         total = sum(filling.region.numel * filling.target.itemsize for filling in self._fillings)

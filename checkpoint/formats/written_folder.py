@@ -76,9 +76,10 @@ class WrittenFolder:
         """Before any rank writes: remove files of a killed attempt; an old folder in an object store gets invalid."""
         if not self.final.in_order:
             for name in self.working.list_folder(""):
-                if name not in LOCK_NAMES:
+                if name not in LOCK_NAMES:  # this save has locked the folder
                     self.working.remove(name)
         if self.marker:
+            # First: our readers must not find the folder without either.
             self.working.commit(self.marker, b"", replace=True)
         self.working.remove(self.decisive)
 

@@ -167,7 +167,7 @@ Layouts = Sequence[GroupLayout]  # the manifest's table, to which cuts refer by 
 class Cut(ABC):
     """How one sharding axis divides the region that is left after earlier cuts."""
 
-    __slots__ = ()
+    __slots__ = ()  # else subclasses with slots would have a dict as well
 
     @abstractmethod
     def narrow(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> Region:

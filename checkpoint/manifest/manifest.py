@@ -129,6 +129,7 @@ class Manifest:
             return region
         if self.is_undivided(index, region):
             start = region.span.start
+            # The others store nothing.
             return region if replica == 0 else Region(region.box, FlatRange(start, start))
         return region.part(replica, replicas)
 

@@ -183,7 +183,7 @@ class RamTier:
         Raises:
             CheckpointError: for an error in the state, which would stop a save to disk as well.
         """
-        self._finish_copies(coordinator)
+        self._finish_copies(coordinator)  # memory holds one step more than `keep_last` at most
         try:
             self._write(coordinator, step, state, metadata, save_id, check_replicas)
         except Exception as error:
@@ -333,7 +333,7 @@ class RamTier:
                         f"{len(set(nodes))} nodes with different memory file systems",
                         stacklevel=5,
                     )
-        self._seen = weakref.ref(coordinator)  # an elastic job frees the coordinators of lost ranks
+        self._seen = weakref.ref(coordinator)  # must not keep the group of lost ranks alive
 
     @property
     def num_copies(self) -> int:
@@ -381,9 +381,9 @@ class RamTier:
         """Verify the files of a step on all nodes, and make missing copies."""
         storage = self.step_storage(step)
         doing = f"renewing the copies of {storage.where}"
-        if not self._missing_copies(coordinator, storage, manifest):
+        if not self._missing_copies(coordinator, storage, manifest):  # the usual case: nothing is read
             return
-        self.drop_damaged(coordinator, storage, manifest)
+        self.drop_damaged(coordinator, storage, manifest)  # a damaged file counts as missing
         moves = self._missing_copies(coordinator, storage, manifest)
         move_files(coordinator, storage, moves, doing)
         with coordinator.together(doing):

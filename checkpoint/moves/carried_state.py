@@ -368,6 +368,7 @@ def _renamed(text: str, old: str, new: str) -> str:
 
 
 def _matches(name: str, patterns: Sequence[str], *, default: bool = False) -> bool:
+    # Fnmatchcase: fnmatch ignores case on some systems.
     return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else default
 
 

@@ -125,7 +125,7 @@ class _WorkingFile:
     def __init__(self, plan: FilePlan, out: FileWriter, num_jobs: int) -> None:
         self.plan, self.out = plan, out
         self._left = num_jobs
-        self._lock = threading.Lock()  # for what follows, and the number of jobs left
+        self._lock = threading.Lock()  # protects the next two, and the number of jobs left
         self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # content -> (byte offset, crc, bytes)
         self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3) of each write
 
@@ -273,7 +273,7 @@ class Copier:
                 *(stretches(plan) if plan.stretch_bytes else jobs_by_source(plan, self.limits.buffer_bytes))
             ]
             file = _WorkingFile(plan, self.create(plan), len(jobs))
-            if not jobs:
+            if not jobs:  # no job will be the last one
                 self._finish(file)
             for job in jobs:
                 yield file, job

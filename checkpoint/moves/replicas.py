@@ -39,7 +39,7 @@ _BYTES_PER_ELEMENT = 32 << 10
 _LEAST_ELEMENTS = 32  # of a sample; smaller tensors are compared whole
 _CHUNK_BYTES = 16 << 20  # 16 MiB: for "all", tensors are copied to the host in pieces of this size
 _NUM_WORDS = 4  # words of 32 bits in a sum: a difference goes unnoticed once in 2**128
-_MOD = 1 << 32  # of the words
+_MOD = 1 << 32  # the words have 32 bits
 _MAX_NAMED = 8  # tensors whose ranks an error names
 
 
@@ -190,7 +190,7 @@ class _Replicas:
         hasher = RunningDigest()
         if self._samples:
             dtypes = [tensor.dtype for tensor in tensors]
-            for dtype in dict.fromkeys(dtypes):
+            for dtype in dict.fromkeys(dtypes):  # in one order on all ranks
                 alike = [tensor for tensor, own in zip(tensors, dtypes, strict=True) if own is dtype]
                 hasher.update(_sample(alike, self._phase).data)
         else:

@@ -39,8 +39,8 @@ class TensorInfo:
             numel = math.prod(tensor_shape(self.shape))
             nbytes = numel * self.dtype.itemsize
             if nbytes >= 2**63:
-                raise ValueError("too many bytes")
-            object.__setattr__(self, "numel", numel)
+                raise ValueError("more bytes than there are")
+            object.__setattr__(self, "numel", numel)  # the class is frozen
             object.__setattr__(self, "nbytes", nbytes)
         except ValueError as error:
             raise CorruptCheckpointError(

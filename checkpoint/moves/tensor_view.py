@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TensorView(ABC):
     """A tensor that can be read box by box."""
 
-    __slots__ = ()
+    __slots__ = ()  # else subclasses with slots would have a dict as well
 
     @property
     @abstractmethod
@@ -84,10 +84,10 @@ class SourceView(TensorView):
     info: TensorInfo = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        info = self.source.info(self.source_name)
-        if info.name != self.name:
-            info = TensorInfo(self.name, info.shape, info.dtype)
-        object.__setattr__(self, "info", info)
+        found = self.source.info(self.source_name)
+        if found.name != self.name:
+            found = TensorInfo(self.name, found.shape, found.dtype)
+        object.__setattr__(self, "info", found)  # the class is frozen
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         self.source.read_into(self.source_name, box, out)

@@ -246,7 +246,7 @@ class VerifiedReads:
         with self._lock:
             return [
                 SeenPieces(file, seen.checked.start, tuple(seen.pieces))
-                for file, ranges in sorted(self._ranges.items())
+                for file, ranges in sorted(self._ranges.items())  # in one order on all ranks
                 for seen in ranges
                 if seen.pieces and not seen.is_verified
             ]

@@ -114,7 +114,7 @@ def check_exit_timeout(exit_timeout_s: float) -> None:
     Raises:
         ValueError: for negative numbers and NaN.
     """
-    if not exit_timeout_s >= 0:
+    if not exit_timeout_s >= 0:  # also refuses NaN
         raise ArgumentError("exit_timeout_s is not a time.", expected=">= 0", got=exit_timeout_s)
 
 

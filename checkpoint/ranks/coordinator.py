@@ -328,7 +328,7 @@ class GroupCoordinator(Coordinator):
             store.delete_key(f"{done} read")
 
     def new_name(self) -> str:
-        return f"{self._max([secrets.randbits(62)])[0]:016x}"
+        return f"{self._max([secrets.randbits(62)])[0]:016x}"  # the largest that any rank has drawn
 
     def _max(self, values: list[int], first_doing: str | None = None) -> list[int]:
         """The largest of each value over all ranks.
@@ -388,6 +388,7 @@ class GroupCoordinator(Coordinator):
         owners: dict[tuple[int, ...], list[int]] = {}
         for rank, row in enumerate(rows):
             owners.setdefault(tuple(row.tolist()), []).append(rank)
+        # A rank without memory would miss the broadcasts.
         with self.together("allocating other ranks' structures"):
             documents = [
                 # torch warns of read-only bytes.

@@ -114,7 +114,7 @@ def exchange(
         for turn, data in turns:
             if data[size_of(turn)]:
                 take(turn, bytes_of(turn, data))
-            free.append(data)
+            free.append(data)  # also of a turn that its sender could not read
 
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
         ahead: deque[Future[torch.Tensor]] = deque(pool.submit(filled, turn) for turn in islice(own, threads))
@@ -136,7 +136,7 @@ def exchange(
                     received += nbytes - 1
                 current.append((turn, data))
             finish = coordinator.begin_exchange(outgoing, incoming)
-            take_all(before)
+            take_all(before)  # while this wave is sent
             finish()
             before = current
         take_all(before)

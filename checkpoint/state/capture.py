@@ -106,6 +106,7 @@ def encode(value: Any, name: str, sink: TreeSink, depth: int = 0) -> Json:
             return dict(nodes)
         return {"$": "dict", "v": [[_encode_key(key, name, depth + 1), node] for key, node in nodes]}
     if kind is float:
+        # JSON has no NaN and no infinities.
         return value if math.isfinite(value) else {"$": "float", "v": str(value)}
     if isinstance(value, PerRank):
         return sink.per_rank(name, value)
@@ -141,7 +142,7 @@ def _too_deep(name: str) -> CheckpointError:
 
 
 def _encode_tuple(value: tuple[Any, ...], name: str, sink: TreeSink, depth: int) -> Json:
-    if type(value) is not tuple:
+    if type(value) is not tuple:  # a named tuple, or one of torch's
         try:
             remade(value, list(value))
         except Exception as error:  # the class may raise any error; a load could not create the tuple either

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Context manager without garbage collection, for code that creates many small objects and no cycles."""
-    was_enabled = gc.isenabled()
+    """No collection inside; plans make many small objects and no cycles."""
+    was_enabled = gc.isenabled()  # a caller may have disabled it
     gc.disable()
     try:
         yield

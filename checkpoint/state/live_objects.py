@@ -385,7 +385,7 @@ def _move(model: nn.Module, names: set[str], device: torch.device) -> None:
     apply_to_tensors(model, lambda t: torch.empty_like(t, device=device) if id(t) in chosen else t)
     first: dict[int, torch.Tensor] = {}
     for (name, old), (_, new) in zip(before, _tensors(model), strict=True):
-        kept = first.setdefault(id(old), new)
+        kept = first.setdefault(id(old), new)  # `apply_to_tensors` gives each tied name a tensor of its own
         if kept is not new:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, kept)

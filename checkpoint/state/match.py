@@ -483,6 +483,7 @@ class _Matcher:
             }
 
         if isinstance(named.optimizer, ChecksStateDict):
+            # Now, before anything is overwritten.
             named.optimizer.check_state_dict(whole(lambda finish: finish()))
 
         def finish() -> Any:

@@ -108,7 +108,7 @@ class _Combined(SavePolicy):
 
     def __init__(self, *policies: SavePolicy) -> None:
         _check(bool(policies), f"{type(self).__name__} combines policies.", "at least one", policies)
-        object.__setattr__(self, "policies", tuple(map(check_policy, policies)))
+        object.__setattr__(self, "policies", tuple(map(check_policy, policies)))  # the class is frozen
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.policies))})"

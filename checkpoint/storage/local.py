@@ -62,7 +62,7 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
-_NETWORK_FILE_SYSTEM = re.compile(
+_NETWORK_FILE_SYSTEM = re.compile(  # types in /proc/self/mounts
     r"nfs4?|lustre|gpfs|beegfs|ceph|cifs|smb3|9p|wekafs|pvfs2|glusterfs|afs"
     r"|fuse\.(glusterfs|juicefs|ceph|sshfs|s3fs|gcsfuse|weka)"
 )

@@ -29,7 +29,7 @@ NO_LINKS = (
     errno.EMLINK,
     errno.EINVAL,
 )
-_LEASE_S = 120.0  # so long an owner that died on another host blocks others
+_LEASE_S = 120.0  # how long an owner that died on another host blocks others
 _RENEWALS = 8  # per lease; some of them may fail
 _LIMIT_BYTES = 1 << 12  # 4 KiB
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
@@ -155,7 +155,7 @@ def _clear_stale(path: Path) -> None:
     clock = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     try:
         text = _read(path)
-        _write_new(clock, "")
+        _write_new(clock, "")  # its time is by the clock of the file system
         age_s = clock.stat().st_mtime - path.stat().st_mtime
     except FileNotFoundError:
         return

@@ -287,7 +287,7 @@ class Output:
         try:
             for name, pieces in closing.items():  # work that may fail comes before the first final name
                 staged[name] = self.store.stage(name, pieces, str(index))
-            self._remove_old(leftovers=True)
+            self._remove_old(leftovers=True)  # an old index must not describe the new files
             for name in self._files.sizes:
                 self.store.rename(self.store.working_name(name), name)
             for name, file in staged.items():

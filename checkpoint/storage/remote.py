@@ -54,7 +54,7 @@ _PASSING = {
     "urllib3.exceptions.HTTPError",
 }
 _WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")  # a save makes no bucket
-_PASSING_CODES = re.compile(
+_PASSING_CODES = re.compile(  # of S3, for requests that may be sent again
     "SlowDown|RequestTimeout|RequestTimeTooSkewed|InternalError|ServiceUnavailable|Throttling"
 )
 PART_BYTES = 16 << 20  # 16 MiB; smaller files are one request
@@ -345,7 +345,7 @@ class RemoteStorage(Storage):
         return _RemoteWriter(file, lambda: self.remove(name))
 
     def open_file(self, name: str) -> FileReader:
-        self.filesystem.invalidate_cache()
+        self.filesystem.invalidate_cache()  # it may have the size of an older object
         size = _size_of_object(self.ask("info", self._path(name)), self._path(name))
         return _RemoteReader(self, self._path(name), size)
 
@@ -374,7 +374,7 @@ class RemoteStorage(Storage):
         self.retrying(lambda: self.filesystem.pipe_file(self._path(name), data, mode=mode))
 
     def exists(self, name: str) -> bool:
-        self.filesystem.invalidate_cache()
+        self.filesystem.invalidate_cache()  # other processes write and remove objects
         return bool(self.ask("exists", self._path(name)))
 
     def list_folder(self, name: str) -> list[str]:

@@ -92,7 +92,7 @@ def _fail(message: str, code: int = 1) -> int:
 
 def _print_error(message: str) -> None:
     """With ``--json``, print the error as JSON too."""
-    if "--json" in sys.argv[1:]:
+    if "--json" in sys.argv[1:]:  # the command line may not have been parsed
         click.echo(json.dumps({"error": message}))
 
 

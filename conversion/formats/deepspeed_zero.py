@@ -155,6 +155,7 @@ class ZeroFiles:
                     where=where,
                     todo=_TO_UNIVERSAL,
                 )
+        # Without ZeRO-3 there is one file, and no rank in its name.
         model = {int(m[1] or 0): m[0] for m in model_files if not int(m[2])}
         optim = {int(m[1]): m[0] for m in optim_files if not int(m[2])} if not parameters else {}
         is_stage3 = any(name.startswith("zero_pp_rank") for name in model.values())

@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 _with_side_files = lazy_function("vescale_fsdp.conversion.formats.side_files", "with_side_files")
 # Formats whose folders may contain files of a trainer (`side_files`).
 _TRAINED = ("dcp", "shards", "hf", "bin", "ranks")
+# Such as step-10, global_step5, checkpoint-500 and 500.
 _STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
 _LISTED_STEPS = 8  # maximum number of steps that an error lists
 # Files that identify a checkpoint in a subfolder.
@@ -120,6 +121,7 @@ def open_source(
     url = url.rstrip("/") if len(url) > 1 else url  # the root of the file system is a slash alone
     folder = open_store(url)
     files = folder.list_files()
+    # With a kind and no step, the path is taken for the checkpoint itself.
     steps = steps_in(files) if kind is None or step is not None else {}
     # With a file `latest`, DeepSpeed's reader chooses the step.
     if isinstance(step, int) or (steps and "latest" not in files):

@@ -31,6 +31,7 @@ from vescale_fsdp.layout.geometry import Box
 
 _STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # a number after it: one layer alone
 _COMMON_FILE = "common.pt"
+# Chained_0: one of several optimizers.
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+)\.(.+))?")
 _MASTER = "fp32_param"
 _NORMS = {  # names of Megatron's local layers -> names of Transformer Engine's
@@ -136,7 +137,7 @@ def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
     if not is_by_parameter:
         states = {}
         entries.warnings.append(_BY_RANGES)
-    masters = states.pop(_MASTER, {})
+    masters = states.pop(_MASTER, {})  # not state: they become the model's weights
     for name, tensor in model.items():
         stacks.add(entries, lambda layer: ("model", _canonical(layer)), name, masters.get(name, tensor))
     for kind, tensors in states.items():

@@ -180,7 +180,7 @@ def holders_of(tensor: StoredTensor, files: FileNumbers) -> list[list[int]]:
     runs: list[list[int]] = []
     items: list[list[int]] = []  # [file's number, items]; successive boxes in one file are joined
     for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.box.offsets):
-        number = files.of(chunk.file) if chunk.file else -1
+        number = files.of(chunk.file) if chunk.file else -1  # -1: zeros that are stored nowhere
         if items and items[-1][0] == number:
             items[-1][1] += chunk.box.numel
         else:

@@ -68,7 +68,7 @@ def state_with_rules(
     result = _Entries()
     for fqn, view in applied.views.items():
         result.add_view((*container, fqn), view, some(applied.origins.get(fqn, ("[[zeros]]",))))
-    names = dict(zip(result.views, applied.views, strict=True))
+    names = dict(zip(result.views, applied.views, strict=True))  # both in the order in which they were added
     entries = _find_entries(state, own, model)
     if on_disagreement == "refuse":
         _check_agreement(state, own, entries, applied)

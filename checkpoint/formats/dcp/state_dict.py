@@ -76,7 +76,7 @@ def _materialise(model: nn.Module, template: dict[str, Any], state: dict[str, An
                 value = value.detach().to(home_device(template), template[fqn].dtype, copy=True)
             values[name] = value
     if values:
-        # Assign: a tensor on meta cannot be copied into.
+        # `assign`, since a tensor on the meta device cannot be copied into.
         model.load_state_dict(values, strict=False, assign=True)
 
 

@@ -74,7 +74,7 @@ class _DcpRanks:
     def __init__(self, process_group: dist.ProcessGroup | None, no_dist: bool) -> None:
         self._process_group = process_group
         self._alone = self._no_dist = no_dist
-        self.coordinator()  # a collective: all ranks make their storage at this point, and the gloo group now
+        self.coordinator()  # makes the gloo group here, where all ranks make their storage
 
     def coordinator(self) -> Coordinator:
         """The coordinator of the storage's ranks."""
@@ -394,7 +394,7 @@ class RaggedReader(StorageReader):
                     data = io.BytesIO()
                     # Planners expect the bytes of a torch.save, as DCP's own writers store values.
                     torch.save(stored, data)
-                    data.seek(0)
+                    data.seek(0)  # planners read from the current place
                     planner.load_bytes(item, data)
                     continue
                 tensor = planner.resolve_tensor(item).detach()

@@ -152,6 +152,7 @@ def ask_child(
     request: dict[str, Any] = {"class": class_name, "config": config, "path": path}
     if tensors is not None:
         request["tensors"] = tensors
+    # No downloads and no GPU: the answer needs neither.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)} | _OFFLINE
     try:
         done = subprocess.run(

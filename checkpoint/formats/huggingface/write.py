@@ -284,7 +284,7 @@ class JointFiles:
                 while self._jobs:
                     self._errors.attempt(self._jobs.pop(0).result)
         finally:
-            for out in self._open.values():
+            for out in self._open.values():  # still open after an error only
                 out.abort()
         self._errors.raise_kept()
 

@@ -72,6 +72,7 @@ def _node(value: Any, name: str, tensor_node: Callable[[str, _TensorLeaf], Json]
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
+        # JSON has no NaN and no infinities.
         return value if math.isfinite(value) else {"$": "float", "v": str(value)}
     if kind is bytes:
         return {"$": "bytes", "v": base64.b64encode(value).decode()}

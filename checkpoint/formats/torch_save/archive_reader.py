@@ -246,7 +246,7 @@ def _zip64_values(extra: bytes) -> list[int]:
         tag, size = struct.unpack_from("<HH", extra, position)
         if tag == ZIP64_TAG:
             body = extra[position + 4 : position + 4 + size]
-            # Iter_unpack takes whole values.
+            # `iter_unpack` takes whole values only.
             return [v for (v,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
         position += 4 + size
     return []

@@ -352,7 +352,7 @@ def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Sour
 # accelerate's names, and verl's, which have the world size too.
 _RANK_FILE = re.compile(r"(.+?)(?:_world_size_(\d+))?_rank_?(\d+)\.(?:bin|pt|pth)")
 _STATES = ("model", "optimizer")
-_CONTAINERS = {
+_CONTAINERS = {  # accelerate's and verl's names -> the state
     "pytorch_model_fsdp": "model",
     "optim": "optimizer",
     "optimizer_0": "optimizer",

@@ -431,7 +431,7 @@ def _directory_entry(record: _PlannedRecord, crc: int) -> bytes:
 def _end(count: int, nbytes: int, start: int) -> bytes:
     """The end of an archive whose directory has ``count`` records in the ``nbytes`` bytes from ``start`` on."""
     wide = b""
-    if count >= 0xFFFF or nbytes >= MAX_32 or start >= MAX_32:
+    if count >= 0xFFFF or nbytes >= MAX_32 or start >= MAX_32:  # more than the short record's fields hold
         wide = END64.pack(
             END64_SIGNATURE,
             END64.size - 12,  # bytes after this field

@@ -53,7 +53,7 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
     tree, names = native_tree(state, lambda name: -state.views[name].info.dtype.itemsize)
     views = [state.views[name] for _, name in names]
     entries = tuple(
-        Entry(stored, view.info.dtype.required_torch_name, view.info.shape, 0, ())
+        Entry(stored, view.info.dtype.required_torch_name, view.info.shape, 0, ())  # no cuts: one rank
         for (stored, _), view in zip(names, views, strict=True)
     )
     whole = native_manifest("zarr", Structure(tree, entries, ((),), ()), views, 1)
