@@ -149,7 +149,7 @@ class ZeroFiles:
             spread += [f"{what} ({file})" for file in files for form, what in _SPREAD if form.fullmatch(file)]
             if spread:
                 raise ConversionError(
-                    "This DeepSpeed checkpoint is spread over more than data-parallel ranks.",
+                    "This DeepSpeed checkpoint uses more than data parallelism.",
                     expected="files of mp_rank_00 alone",
                     got=spread[0],
                     where=where,
