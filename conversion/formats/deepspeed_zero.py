@@ -431,7 +431,7 @@ class ZeroShards:
     def _check_size(self, stored: int, needed: int, *, align: int) -> None:
         """Refuse masters whose size differs from ``needed`` by more than padding to a multiple of ``align``."""
         if stored < needed or -(-stored // align) != -(-needed // align):
-            todo = "copy all files again: model files and ranks' files of the same save"
+            todo = "copy all files again: model files and ranks' files, all from one save"
             raise self.first.opened.damaged(f"masters of {needed} elements", f"{stored}", todo)
 
     def _check_addresses(self) -> None:
