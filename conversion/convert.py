@@ -158,6 +158,7 @@ def convert(
             report.plan.when_written(read)
             require(check_written(report.plan, read, find_quantized))
 
+        # The class itself is asked about the written files, which a dry run does not have.
         require(check_planned(report.plan, find_quantized, asks="always" if options.dry_run else "doubt"))
         outcome = run_plan(
             replace(report.plan, when_written=check_files),
@@ -218,7 +219,7 @@ def plan_conversion(
     state = _merged(state, kind, options, assets, source)
     state = _with_rules(state, kind, options, assets, source)
     warnings = [*source.warnings, *state.warnings]
-    described = sorted(source.file_metadata.keys() - {"format"})
+    described = sorted(source.file_metadata.keys() - {"format"})  # every file gets that one anyway
     changes_tensors = any((options.dequantize, options.quantize, options.rules, options.merge))
     if described and (kind != "hf" or changes_tensors):
         state = replace(state, file_metadata={})

@@ -1,4 +1,9 @@
-"""The arguments and options of ``vescale-convert``."""
+"""The arguments and options of ``vescale-convert``.
+
+The Python name of an option of the ``to-..`` commands, such as ``max_shard_bytes`` for ``--max-shard-size``, is a field
+of `ConvertOptions`. Exceptions are the options of the source, ``as_json`` and ``quiet``, which are arguments of
+`commands._convert`, and ``adapter``, which selects a target.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +106,7 @@ def with_options(*options: Decorator) -> Decorator:
     """Several options as one decorator; help lists them in this order."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
+        for option in reversed(options):  # the decorator applied last is listed first
             command = option(command)
         return command
 

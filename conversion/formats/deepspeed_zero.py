@@ -360,6 +360,7 @@ class RankShards:
         return {
             kind: value
             for kind, value in state.items()
+            # Not isinstance: a bool is an int too.
             if type(value) in (int, float) or (isinstance(value, TensorRef) and value.shape == ())
         }
 

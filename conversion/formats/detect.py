@@ -117,7 +117,7 @@ def open_source(
         ('torch', ['model.w'], 24)
     """
     url = os.fspath(url)
-    url = url.rstrip("/") if len(url) > 1 else url
+    url = url.rstrip("/") if len(url) > 1 else url  # the root of the file system is a slash alone
     folder = open_store(url)
     files = folder.list_files()
     steps = steps_in(files) if kind is None or step is not None else {}

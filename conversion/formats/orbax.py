@@ -45,6 +45,7 @@ def open_orbax(store: Storage) -> Source:
             where=store.where,
             todo="save it again with PyTreeCheckpointHandler(use_ocdbt=False)",
         )
+    # In the folder itself, or one item below.
     trees = sorted(file for file in files if file.rpartition("/")[2] == TREE_FILE and file.count("/") < 2)
     items = [tree.removesuffix(TREE_FILE) for tree in trees]
     entries, arrays = Entries(), Arrays(store, files)

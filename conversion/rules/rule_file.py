@@ -73,6 +73,7 @@ class Pattern:
             if index % 2 == 0:
                 regex += ".*".join(map(re.escape, part.split("*")))
             else:
+                # No leading zeros: `fill` must give the same name back.
                 regex += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]*)"
                 seen.add(part)
         return re.compile(regex)
