@@ -105,9 +105,9 @@ class HuggingFace(Form):
         config = Assets(url).config
         if config is None:
             raise ConversionError(
-                f"The settings lack {CONFIG_FILE}.",
+                f"{CONFIG_FILE} is missing in the assets.",
                 expected=f"a folder with {CONFIG_FILE}, without which no loader reads the weights",
-                got="none there",
+                got="no such file",
                 where=url,
                 todo="check the path given as assets=",
             )

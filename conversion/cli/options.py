@@ -19,7 +19,7 @@ from vescale_fsdp.conversion.formats.table import OPTIMIZER_FORMS
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.formats import FORMATS
 
-_MAX_RANK_DIGITS = 7  # planning time grows with the number of digits
+_MAX_RANK_DIGITS = 7  # bounds the time of planning, which grows with the number of digits
 
 
 def part_of(text: str) -> tuple[int, int]:

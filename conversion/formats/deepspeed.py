@@ -181,7 +181,7 @@ class _Reader:
             problem = "The fp32 masters of this checkpoint are missing."
             got, todo = "no *_optim_states.pt", "copy the *_optim_states.pt too"
         else:
-            problem = "This DeepSpeed checkpoint does not say which parameters its masters are."
+            problem = "This DeepSpeed checkpoint does not name the parameters of its masters."
             got, todo = "no shapes: it was saved without ZeRO", "save it with ZeRO-1"
         raise ConversionError(
             problem,

@@ -149,7 +149,7 @@ class ZeroFiles:
             spread += [f"{what} ({file})" for file in files for form, what in _SPREAD if form.fullmatch(file)]
             if spread:
                 raise ConversionError(
-                    "This DeepSpeed checkpoint is spread over more than data-parallel ranks.",
+                    "This DeepSpeed checkpoint uses more than data parallelism.",
                     expected="files of mp_rank_00 alone",
                     got=spread[0],
                     where=where,
@@ -433,7 +433,7 @@ class ZeroShards:
     def _check_size(self, stored: int, needed: int, *, align: int) -> None:
         """Refuse masters whose size differs from ``needed`` by more than padding to a multiple of ``align``."""
         if stored < needed or -(-stored // align) != -(-needed // align):
-            todo = "copy all files again: model files and ranks' files of the same save"
+            todo = "copy all files again: model files and ranks' files, all from one save"
             raise self.first.opened.damaged(f"masters of {needed} elements", f"{stored}", todo)
 
     def _check_addresses(self) -> None:

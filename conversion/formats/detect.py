@@ -141,7 +141,7 @@ def open_source(
     except RecursionError as error:
         raise CorruptCheckpointError(
             "The checkpoint cannot be read.",
-            expected="a state of some levels",
+            expected="a state of limited depth",
             got="a state that is nested too deeply, or contains itself",
             where=url,
             todo="save it again as dicts and lists of tensors, or use another copy",

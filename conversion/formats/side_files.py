@@ -112,7 +112,10 @@ def _entries_of(store: Storage, file: str, container: Path, trust: bool) -> Entr
         state = dict(parse_json(store.read(file)))
     except (TypeError, ValueError) as error:
         raise ConversionError(
-            "Its text cannot be read.", expected="a JSON object", got=error, todo="copy the file again"
+            "The trainer state cannot be read.",
+            expected="a JSON object",
+            got=error,
+            todo="copy the file again",
         ) from error
     for key, value in state.items():
         entries.add_value((*container, str(key)), value)

@@ -153,7 +153,7 @@ function holderBar(tensor) {
   const parts = tensor.held.map(([file, count, size]) => {
     const width = (560 * count * size) / all, left = x;
     x += width;
-    const names = file < 0 ? "stored nowhere: zeros" : count > 1 ? `${fileName(file)} to ${fileName(file + count - 1)}, ${size} items each` : `${fileName(file)}, ${size} items`;
+    const names = file < 0 ? "no file (zeros)" : count > 1 ? `${fileName(file)} to ${fileName(file + count - 1)}, ${size} items each` : `${fileName(file)}, ${size} items`;
     const block = `<rect x="${left}" y="0" width="${Math.max(1, width)}" height="18" fill="${colour(file)}"><title></title></rect>`;
     const ticks = count > 1 && count < 200 ? Array.from({ length: count - 1 }, (_, i) => `<line x1="${left + ((i + 1) * width) / count}" x2="${left + ((i + 1) * width) / count}" y1="0" y2="18" stroke="var(--paper)"/>`).join("") : "";
     return [block + ticks, names];

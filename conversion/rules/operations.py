@@ -171,7 +171,7 @@ class _Concat(Operation):
     def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
         if len(bundle) != len(self.sizes):
             raise ConversionError(
-                "A rule that joins tensors has another number of sizes than of names.",
+                "A rule that joins tensors has a different number of sizes than names.",
                 expected=f"{len(self.sizes)} sizes for {len(self.sizes)} names",
                 got=f"{len(bundle)} names",
                 todo="write one size for each name of the rule",

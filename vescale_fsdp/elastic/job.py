@@ -159,7 +159,7 @@ class ElasticJob:
             num_steps: number of steps of the whole job.
 
         Raises:
-            LifecycleError: if too few processes come for an epoch.
+            LifecycleError: if too few processes join an epoch.
             RuntimeError: the last one, after more than ``max_retries`` in a row without a finished step.
         """
         num_failures = 0

@@ -53,7 +53,7 @@ class Membership(Protocol):
         """Wait for the next epoch; returns when its members agree.
 
         Raises:
-            LifecycleError: if too few processes come in time.
+            LifecycleError: if too few processes join in time.
         """
 
     def has_changed(self) -> bool:

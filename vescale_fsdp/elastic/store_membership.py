@@ -169,7 +169,7 @@ class StoreMembership:
             # Twice the time-out: after the first, the round closes without absent processes, if enough are here.
             if now_s > deadline_s + self._timeout_s:
                 raise LifecycleError(
-                    "Too few processes came for an epoch.",
+                    "Too few processes joined an epoch.",
                     expected=f"at least {self._min_members if self._last else self._num_first} within "
                     f"{self._timeout_s:g} s",
                     got=f"{len(current.entered)} in round {number}: {', '.join(current.entered[:8])}",

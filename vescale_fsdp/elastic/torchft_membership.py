@@ -97,7 +97,7 @@ class TorchftMembership:
         ):
             if time.monotonic() > deadline_s:
                 raise LifecycleError(
-                    "Too few processes came for an epoch.",
+                    "Too few processes joined an epoch.",
                     expected=f"{self._num_first} within {self._timeout_s:g} s",
                     got="none" if quorum is None else f"{len(quorum.replica_ids)}: {quorum.replica_ids[:8]}",
                     where=f"process {self.name}",

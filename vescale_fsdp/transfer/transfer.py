@@ -210,7 +210,7 @@ class Transfer:
     def _claim(self, version: int | None) -> None:
         if version is not None and not 0 <= version < _NO_VERSION:
             raise ArgumentError(
-                "A version is a number of steps.", expected="an int of at least 0", got=repr(version)
+                "The version of a transfer is not valid.", expected="an int of at least 0", got=repr(version)
             )
         if not self._busy.acquire(blocking=False):
             raise LifecycleError(

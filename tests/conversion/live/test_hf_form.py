@@ -96,7 +96,7 @@ def _misuse(folder: Path) -> None:
     mine = HuggingFace(assets=assets, dtype="bfloat16" if rank else ())
     refused(state, mine, "disagree", "`format.dtype`", "bfloat16")
     refused(state, HuggingFace(assets=folder / "nowhere"), "no settings files", "nowhere")
-    refused(state, HuggingFace(assets=assets / "tokenizer"), "lack config.json")
+    refused(state, HuggingFace(assets=assets / "tokenizer"), "config.json is missing")
     refused(state, HuggingFace(assets=assets, rules=str(folder / "none.toml")), "none.toml")
     more = {**state, "step": 3, "rng": PerRank(rank)}
     refused(more, plain, "cannot contain all", "step", "rng", "model_prefix")
