@@ -337,10 +337,10 @@ class Loader:
                     target.finish()
                 matched.finish()
                 reads.close()  # inside the block, so that all ranks raise if it fails
-            on_failure.pop_all()
+            on_failure.pop_all()  # a success: nothing goes back to the meta device
         if self.coordinator.rank == 0:
             seconds = time.monotonic() - start_s
-            rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9
+            rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9  # coarse clocks may not have moved
             text = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s"
             _log.info(text, checkpoint.where, reads.num_bytes_read, seconds, rate)
             for doubt in checkpoint.warnings:
@@ -393,7 +393,7 @@ class Loader:
         """Distinguish a checkpoint that is removed while it is read from damage and from other errors."""
         try:
             yield
-        except (CorruptCheckpointError, OSError) as error:
+        except (CorruptCheckpointError, OSError) as error:  # what reads of removed files raise
             if not checkpoint.is_gone():
                 raise
             raise NoCheckpointError(
@@ -421,6 +421,7 @@ class Loader:
                 continue  # other ranks have all of it
             _check_writable(read.name, local)
             region = describer.region(described, self.coordinator.rank)
+            # Empty tensors may all have address 0.
             memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
             if memory in wanted:
                 checkpoint.require_equal(wanted[memory][0], read, region)
@@ -476,7 +477,7 @@ def _check_writable(name: str, tensor: torch.Tensor) -> None:
     """Refuse tensors whose elements share memory, as `expand` and `unfold` make them."""
     reach = 0  # items from the first to the last one along all dims of smaller strides
     overlap = False
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):  # from the smallest stride up
         overlap = overlap or (size > 1 and step <= reach)
         reach += step * (size - 1)
     if overlap and tensor.numel():
@@ -527,16 +528,16 @@ class Overwriting:
         """
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C leaves tensors half loaded too
             names = [filled.name for filled in self._filled if filled.target.is_overwritten]
-            if not names and num_ranks == 1:
+            if not names and num_ranks == 1:  # nothing has changed, and no other rank can differ
                 raise
             for filled in self._filled:
                 # No forward checks other tensors before it uses them.
                 if isinstance(filled.tensor, RaggedDTensor):
                     mark_half_loaded(local_of(filled.tensor), filled.name)
             if not isinstance(error, Exception):
-                error.add_note(_format_overwritten(names))
+                error.add_note(_format_overwritten(names))  # Ctrl-C keeps its class
                 raise
             raise partial_load(error, names) from error
         for filled in self._filled:

@@ -40,7 +40,7 @@ from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, some
 
 _FIRST_PAUSE_S = 0.01
-_LAST_PAUSE_S = 0.5
+_LAST_PAUSE_S = 0.5  # pauses double up to this
 _MIN_READS = 3  # of steps that vanish before patience can be over
 
 
@@ -303,6 +303,7 @@ def _newest(views: Sequence[_View]) -> StoredStep | None:
 
     def order(step: StoredStep) -> tuple[int, bool, bool, str]:
         parts = [view.parts[step] for view in views if step in view.parts]
+        # The attempt: all ranks choose alike.
         return step.number, step.in_memory, step.in_memory and is_whole(parts), step.attempt
 
     return max({step for view in views for step in view.steps}, key=order, default=None)
@@ -356,7 +357,7 @@ def restore_newest(
                 report = load(candidate)
             except LostPartError as error:
                 search.skip_lost(step, error)
-            except NoCheckpointError:
+            except NoCheckpointError:  # removed or replaced meanwhile, which is no damage
                 search.try_again()
             except CorruptCheckpointError as error:
                 if not search.repair(candidate, error):
@@ -371,7 +372,7 @@ def restore_newest(
                 moves = supply.moves if supply is not None else ()
                 return Restored(step.number, search.skipped, report, step.tier, moves)
         search.check_none()
-    except PartialLoadError:
+    except PartialLoadError:  # names its tensors already
         raise
     except Exception as error:
         if not overwritten:

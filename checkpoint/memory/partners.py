@@ -97,7 +97,7 @@ def partners_in_rings(rings: Sequence[Sequence[int]], nodes: Sequence[str], repl
 
 def _least_busy(ranks: Iterable[int], load: Counter[int]) -> int:
     """The rank with the least load, which is then increased by one."""
-    rank = min(ranks, key=lambda rank: (load[rank], rank))
+    rank = min(ranks, key=lambda rank: (load[rank], rank))  # ties are decided alike on all ranks
     load[rank] += 1
     return rank
 
@@ -134,6 +134,7 @@ def plan_moves(
     return [
         FileMove(name, _least_busy(holders[name], sent), _least_busy(ranks, received))
         for ranks in ranks_by_node(nodes)
+        # All ranks must plan the same.
         for name in sorted(set().union(*(wanted[rank] for rank in ranks)) - present[ranks[0]])
     ]
 

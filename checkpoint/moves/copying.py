@@ -128,7 +128,7 @@ class _WorkingFile:
     def __init__(self, plan: FilePlan, out: FileWriter, num_jobs: int) -> None:
         self.plan, self.out = plan, out
         self._left = num_jobs
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for what follows, and the number of jobs left
         self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # content -> (byte offset, crc, bytes)
         self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3 of what was written there)
 
@@ -195,6 +195,7 @@ class _WorkingFile:
     def _crc_of(self, index: int) -> int:
         kind = self.plan.tensor(index).crc
         assert kind is not None
+        # By offset: threads finish in any order.
         return kind.join((crc, nbytes) for _, crc, nbytes in sorted(self._crcs.get(index, ())))
 
     @property
@@ -251,7 +252,7 @@ class Copier:
             try:  # disks are not retried, so this is the place that unpacks the errors of the source
                 in_threads(self.limits.usable_threads, self._work, self._jobs(plans))
             except SourceError as carried:
-                raise carried.error from carried.error.__cause__
+                raise carried.error from carried.error.__cause__  # `from` keeps the first cause
 
     def _finish(self, file: _WorkingFile, known: int = 0) -> None:
         """Write fixed and computed bytes from content ``known`` on, verify the tensors of the file, and close it."""

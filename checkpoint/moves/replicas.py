@@ -39,7 +39,7 @@ _BYTES_PER_ELEMENT = 32 << 10
 _LEAST_ELEMENTS = 32  # of a sample; smaller tensors are compared whole
 _CHUNK_BYTES = 16 << 20  # 16 MiB: for "all", tensors are copied to the host in pieces of this size
 _NUM_WORDS = 4  # words of 32 bits in a sum: a difference goes unnoticed once in 2**128
-_MOD = 1 << 32
+_MOD = 1 << 32  # of the words
 _MAX_NAMED = 8  # tensors whose ranks an error names
 
 
@@ -306,6 +306,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A whole tensor in contiguous pieces; tensors with gaps are copied some rows at a time."""
     if tensor.is_contiguous():
         flat = tensor.view(-1)
+        # Host memory is hashed where it is.
         size = flat.numel() if tensor.device.type == "cpu" else _CHUNK_BYTES // tensor.itemsize
         yield from map(dense, flat.split(size))
     else:
@@ -335,6 +336,7 @@ def _raise_difference(replicas: _Replicas, coordinator: Coordinator) -> None:
     raise CheckpointError(
         "Replicas of a tensor differ between ranks.",
         expected="the same values on all ranks that have the same part of a tensor",
+        # Not strict: only the first tensors are described.
         got="; ".join(f"{name}: {text}" for name, text in zip(names, differences, strict=False)),
         where=some(names, _MAX_NAMED),
         todo="nothing was committed. Give all replicas the same values (the same seed before sharding, a broadcast, an "

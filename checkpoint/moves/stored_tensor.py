@@ -18,7 +18,7 @@ from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
 
 UNCHECKED_BYTES = 4 << 30  # 4 GiB: so much is read and written, however little of it is stored
 MOST_GROWTH = 32  # more than any decoding of codes: 4 bits to 64 are 16
-_MAX_GRID_CELLS = 4_000_000  # of the coordinate grid on which overlapping boxes are looked for
+_MAX_GRID_CELLS = 4_000_000  # of the coordinate grid on which overlapping boxes are looked for; 32 MB
 
 
 @dataclass(frozen=True, slots=True)  # of everything here a checkpoint has a hundred thousand
@@ -89,6 +89,7 @@ class StoredChunk:
         """Bytes that its items are made of."""
         if not self.file:
             return self.nbytes
+        # Fewer than the items where a stride of 0 repeats them.
         spanned = 1 + sum((n - 1) * s for n, s in zip(self.box.sizes, self.steps, strict=True))
         items_nbytes = min(self.box.numel, spanned) * itemsize
         return min(items_nbytes, self.nbytes or items_nbytes)  # some formats find the length when they read
@@ -182,7 +183,7 @@ def _first_overlap(shape: tuple[int, ...], boxes: list[Box]) -> tuple[Box, Box] 
         if start is None:
             return _overlap_on_grid(boxes)
         intervals.append((start, start + box.numel, box))
-    intervals.sort(key=lambda interval: interval[0])
+    intervals.sort(key=lambda interval: interval[0])  # boxes themselves have no order
     clash = (pair for pair in pairwise(intervals) if pair[1][0] < pair[0][1])
     return next(((left[2], right[2]) for left, right in clash), None)
 

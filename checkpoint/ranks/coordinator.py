@@ -44,10 +44,10 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 _NOTHING: Alike = {}
 
-_FAILURE, _DAMAGE, _ABSENCE, _STORAGE, _FOREIGN, _INTERRUPT = 1, 2, 3, 4, 5, 6
+_FAILURE, _DAMAGE, _ABSENCE, _STORAGE, _FOREIGN, _INTERRUPT = 1, 2, 3, 4, 5, 6  # in rising severity
 _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
 _WORST = "_worst"  # attribute of errors that have ended a block on all ranks
-_DOCUMENT_BYTES = 64 << 20  # 64 MiB
+_DOCUMENT_BYTES = 64 << 20  # 64 MiB; bounds what a rank allocates for the others
 COMMIT, ABORT = "commit", "abort"
 _READERS_S = 5.0  # a rank that has not read a decision by then is lost, or has lost the store
 _POLL_S = 0.001
@@ -142,6 +142,7 @@ class Coordinator:
             error,
             "describing the state",
             alike=alike,
+            # Negated: the largest of -free is the least free.
             numbers=[blob_bytes, has_resharded, save_id, -free, *both_ways(words)],
             is_first=True,
         )
@@ -296,6 +297,7 @@ class GroupCoordinator(Coordinator):
         store = store_of(self.group)
         doing = f"rank {self.rank}, {name}"
         try:
+            # "": no word yet.
             entered = within(self._timeout_s, lambda: store.compare_set(name, "", word), doing)
         except RuntimeError as lost:
             raise CheckpointError(
@@ -307,6 +309,7 @@ class GroupCoordinator(Coordinator):
             ) from lost
         decision = entered.decode()
         with suppress(RuntimeError):  # the decision is final, even if the store is lost now
+            # Twice the time that rank 0 waits in it.
             within(2 * _READERS_S, lambda: self._wait_for_readers(store, name, decision, done), doing)
         return decision
 
@@ -317,7 +320,7 @@ class GroupCoordinator(Coordinator):
             while decision == COMMIT and num_read < self.world_size and time.monotonic() < deadline_s:
                 # The store may be in this process, which may end after the decision.
                 time.sleep(_POLL_S)
-                num_read = store.add(f"{name} read", 0)
+                num_read = store.add(f"{name} read", 0)  # reads the counter
             store.delete_key(done)
             store.delete_key(f"{done} read")
 
@@ -343,6 +346,7 @@ class GroupCoordinator(Coordinator):
             CheckpointError: on all ranks, if they make different calls.
         """
         assert len(values) <= _MEETING_WORDS
+        # It and its negative fit in 64 bits with a sign.
         call = checksum_of(doing.partition(" ")[0].encode()) >> 2
         padding = [0] * (_MEETING_WORDS - len(values))
         high, low, *largest = self._max([call, -call, *values, *padding], doing)
@@ -368,7 +372,7 @@ class GroupCoordinator(Coordinator):
         if self._roll_call is None:
             work.wait()
         elif first_doing is None:
-            self._roll_call.skip()
+            self._roll_call.skip()  # counts the meeting: its number is part of the next keys
             work.wait()
         else:
             self._roll_call.meet(work, first_doing)
@@ -383,6 +387,7 @@ class GroupCoordinator(Coordinator):
             owners.setdefault(tuple(row.tolist()), []).append(rank)
         with self.together("allocating other ranks' structures"):
             documents = [
+                # torch warns of read-only bytes.
                 torch.frombuffer(bytearray(structure.document), dtype=torch.uint8)
                 if self.rank == ranks[0]
                 else torch.empty(length, dtype=torch.uint8, device="cpu")
@@ -503,7 +508,7 @@ class GroupCoordinator(Coordinator):
         return finish
 
     def everyone(self, item: T) -> list[T]:
-        digest = checksum_of(repr(item).encode()) >> 2
+        digest = checksum_of(repr(item).encode()) >> 2  # it and its negative fit in 64 bits with a sign
         high, low = self._max([digest, -digest])
         if high == -low:
             return [item] * self.world_size
@@ -630,7 +635,7 @@ def words_of(alike: Alike | bytes) -> list[int]:
     """Four numbers of a digest, equal for equal arguments in any order of keys."""
     if not isinstance(alike, bytes):
         alike = digest_of(json.dumps(alike, sort_keys=True, default=repr).encode())
-    return list(struct.unpack("<4I", alike))
+    return list(struct.unpack("<4I", alike))  # of 32 bits each: as int64, they can be negated
 
 
 def both_ways(words: list[int]) -> list[int]:

@@ -97,6 +97,7 @@ def exchange(
         try:
             return free.pop()
         except IndexError:  # asked for by the reading threads too: a look at the length may be outdated
+            # + 1: whether the turn could be read.
             return torch.empty(most_bytes + 1, dtype=torch.uint8, device="cpu")
 
     def bytes_of(turn: T, data: torch.Tensor) -> memoryview:
@@ -124,6 +125,7 @@ def exchange(
                 nbytes = size_of(turn) + 1
                 if turn.sender == rank:
                     data = ahead.popleft().result()
+                    # In place of the one taken.
                     ahead.extend(pool.submit(filled, following) for following in islice(own, 1))
                     outgoing += [(data[:nbytes], receiver) for receiver in turn.receivers]
                 else:
@@ -185,6 +187,7 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
             for number in range(max(end.num_pieces for end in own))
         ]
         try:
+            # One thread: `_End` opens its file without a lock.
             received = exchange(coordinator, waves, _Piece.size, _Piece.read, _Piece.take, threads=1)
         finally:
             for end in ends.values():

@@ -139,7 +139,7 @@ class RollCall:
         """The error that names ranks that have not come; None if that is not known."""
         try:
             missing = self._missing(key)
-        except RuntimeError:
+        except RuntimeError:  # the store is gone as well
             return None
         if not 0 < len(missing) < self._world_size:
             return None

@@ -37,9 +37,9 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 _RANK_BITS = 20  # a step and a rank are packed in a signed number of 64 bits
-_LARGEST_STEP = 2**42
+_LARGEST_STEP = 2**42  # with the bits of the rank below the sign bit
 _HEAD = 3  # numbers before the words that must be the same on all ranks
-_ALIKE = 9  # words of the step, of force and of the metric
+_ALIKE = 9  # words of the step, of force and of the metric; 4, 1 and 4
 _RAISED, _NO_BOOL = 1, 2  # how a policy failed
 _READ_NO_METRICS = (EverySteps, EveryMinutes, BeforeDeadline, OnSignal)
 
@@ -146,6 +146,7 @@ class SaveSchedule:
     def refuse(self) -> None:
         """Announce an invalid step, so that other ranks fail instead of waiting."""
         self._read_metrics()
+        # -1: no rank has that step.
         self._pending = self._start(-1, None, False, dict.fromkeys(self._leaves, False))
 
     def saved(self, decision: Decision) -> None:
@@ -239,7 +240,7 @@ class SaveSchedule:
         all_wait: bool = False,
     ) -> _Announcement:
         rank = self._coordinator.rank
-        number = min(step, _LARGEST_STEP)
+        number = min(step, _LARGEST_STEP)  # only for the message; `alike` compares the step itself
         steps = [(number << _RANK_BITS) + rank, (-number << _RANK_BITS) + rank]  # the newest and the oldest
         alike = [*words_of({"step": step}), int(force), *words_of({"metric": metric})]
         # Of each policy a rank that answered True, and one that answered False.
@@ -309,7 +310,7 @@ def _unlike(step: int, alike: list[int], newest: int, oldest: int) -> Checkpoint
     """The error for ranks with different arguments."""
     half = len(alike) // 2
     first = next(word for word in range(half) if alike[word] != -alike[half + word])
-    name = "step" if first < 4 else "force" if first == 4 else "metric"
+    name = "step" if first < 4 else "force" if first == 4 else "metric"  # in the order of `alike` in `_start`
     ends = [(-(oldest >> _RANK_BITS), oldest), (newest >> _RANK_BITS, newest)]
     shown = "; ".join(f"step {number} on ranks [{rank % (1 << _RANK_BITS)}]" for number, rank in ends)
     return CheckpointError(
@@ -362,7 +363,7 @@ class SignalWatch:
             before(number, frame)
         elif before == signal.SIG_DFL and not is_ours:
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # once more, now with the default effect
 
     def close(self) -> None:
         """Restore the earlier handlers, except where another one was set since."""
