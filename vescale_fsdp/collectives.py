@@ -48,6 +48,7 @@ def new_group(
         assert world is not None
         counts = _num_groups.setdefault(world, Counter())
         counts[tuple(members)] += 1
+        # Short, however many ranks there are.
         digest = xxhash.xxh3_128_hexdigest(",".join(map(str, members)).encode())
         name = f"vescale_fsdp {digest} {counts[tuple(members)]}"
         numbers = {rank: number for number, rank in enumerate(members)}
@@ -208,6 +209,7 @@ def _backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
 
 def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Device type -> name of the backend."""
+    # The text is like "cpu:gloo,cuda:nccl"
     return dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
 
 
@@ -220,8 +222,9 @@ def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
     """
     rank, size, numel = group.rank(), group.size(), shard.numel()
     slices = full.view(size, numel)
+    # The other ranks' pieces share the buffer.
     room_numel = max(_ALIGN_NUMEL, _ROOM_BYTES // ((size - 1) * full.element_size()))
-    room = full.new_empty(size - 1, min(room_numel, numel))
+    room = full.new_empty(size - 1, min(room_numel, numel))  # the own slice is not received
     for start in range(0, numel, room_numel):
         piece = slice(start, min(start + room_numel, numel))
         others = room[:, : piece.stop - piece.start].unbind()
@@ -259,6 +262,7 @@ def _sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessG
     half the bytes of a reduction in fp32. The receive buffer has a bounded size.
     """
     size, numel = group.size(), shard.numel()
+    # A quarter of the buffer, so that small groups need little; at least 8 MiB, so that messages stay large.
     received_bytes = min(_RECEIVED_BYTES, max(_RECEIVED_BYTES // 8, full.numel() * full.element_size() // 4))
     piece_numel = received_bytes // (size * full.element_size())
     piece_numel = max(_ALIGN_NUMEL, piece_numel - piece_numel % _ALIGN_NUMEL)
@@ -403,14 +407,14 @@ def break_group(group: dist.ProcessGroup) -> None:
         with suppress(RuntimeError):  # raised by the time-out, or because connections are closed already
             work = dist.irecv(room, group=group, group_src=(group.rank() + 1) % group.size(), tag=_BREAK_TAG)
             assert work is not None
-            work.wait(timedelta(milliseconds=1))
+            work.wait(timedelta(milliseconds=1))  # the shortest time-out: no message comes
     if backends - {"gloo"}:
         group.abort()
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A small tensor of every rank, stacked: [num_ranks, *tensor.shape]. Waits for all ranks."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().contiguous().view(-1)  # collectives take 1-D contiguous buffers
     full = flat.new_empty(dist.get_world_size(group) * flat.numel())
     wait_for(all_gather_into(full, flat, group))
     return full.view(-1, *tensor.shape)

@@ -49,12 +49,17 @@ FORMATS = {
     ),
     "dcp": Format(r"\.metadata", f"{_CHECKPOINT}.dcp.source:open_dcp", takes=("trust_pickle",)),
     "zarr": Format(
-        r"zarr\.json|\.z(group|array|metadata)", f"{_CONVERSION}.formats.table:open_zarr", takes=()
+        # zarr 3, then zarr 2
+        r"zarr\.json|\.z(group|array|metadata)",
+        f"{_CONVERSION}.formats.table:open_zarr",
+        takes=(),
     ),
+    # The file of one item, or of a step with a folder per item.
     "orbax": Format(r"([^/]+/)?_METADATA", f"{_CONVERSION}.formats.orbax:open_orbax", takes=()),
     # `conversion.formats.detect` skips this row if the folder contains a model too.
     "adapter": Format(r"adapter_model\.safetensors", f"{_CONVERSION}.formats.peft:open_adapter", takes=()),
     "shards": Format(
+        # One file per rank: transformers 5, torch's HuggingFaceStorageWriter.
         r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors",
         f"{_CHECKPOINT}.huggingface.read:open_shards",
         takes=(),
@@ -63,7 +68,7 @@ FORMATS = {
         r"[^/]*\.safetensors(\.index\.json)?", f"{_CHECKPOINT}.huggingface.read:open_hf_folder", takes=()
     ),
     "bin": Format(
-        r"(diffusion_)?pytorch_model(_fsdp)?\.bin(\.index\.json)?",
+        r"(diffusion_)?pytorch_model(_fsdp)?\.bin(\.index\.json)?",  # diffusers, accelerate
         f"{_CHECKPOINT}.huggingface.read:open_bin_folder",
         takes=("trust_pickle",),
     ),
@@ -76,7 +81,10 @@ FORMATS = {
         takes=(),
     ),
     "ranks": Format(
-        r"[^/]+_rank_?\d+\.(bin|pt|pth)", f"{_CHECKPOINT}.torch_save.read:open_ranks", takes=("trust_pickle",)
+        # accelerate (_rank0) and verl (_rank_0)
+        r"[^/]+_rank_?\d+\.(bin|pt|pth)",
+        f"{_CHECKPOINT}.torch_save.read:open_ranks",
+        takes=("trust_pickle",),
     ),
     "safetensors": Format(
         r".*\.safetensors", f"{_CHECKPOINT}.huggingface.read:open_safetensors", is_file=True, takes=("file",)

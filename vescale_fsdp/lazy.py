@@ -33,7 +33,7 @@ class _LazyPackage(ModuleType):
         if name not in self.__exports__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = getattr(import_module(self.__exports__[name]), name)
-        super().__setattr__(name, value)
+        super().__setattr__(name, value)  # the next access does not come here
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -62,7 +62,7 @@ def lazily_export(
         assert module.__spec__ is not None and module.__file__ is not None
         # The loader can also read the stub in a zip file. `ast` is not used, because its import takes 5 ms per start.
         stub = module.__spec__.loader.get_data(f"{module.__file__}i").decode()  # type: ignore[union-attr]
-        for statement in stub.split("\nfrom ")[1:]:
+        for statement in stub.split("\nfrom ")[1:]:  # the first part is the stub's docstring
             source, items = statement.split("\n\n")[0].split(" import ")
             exports |= {item.split()[0]: source for item in items.strip("(\n )").split(",") if item.strip()}
     vars(module).update(__exports__={**exports, **_split(unlisted or {})}, __all__=sorted(exports))

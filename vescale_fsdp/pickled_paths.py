@@ -52,6 +52,7 @@ class _OldPaths(Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        # Some old modules are packages.
         return ModuleSpec(fullname, self, is_package=True) if fullname in CLASSES else None
 
     def create_module(self, spec: ModuleSpec) -> None:

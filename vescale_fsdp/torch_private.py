@@ -1,7 +1,14 @@
 """The private names of torch that this package uses, each with the torch versions that have it and the reason.
 
-Only this file and `torch_modes` use names of torch with a leading underscore (tests/house/test_layering.py checks it).
-When a new torch release moves one, these are the only files to change.
+A tag such as "torch 2.11-2.13" gives the first supported version that has the name, and the last version for which the
+note was checked. It does not say that later versions lack the name: tests also pass on 2.15 (docs/compatibility.md).
+
+Only this file and `torch_modes` import or reach names of torch with a leading underscore, as
+tests/house/test_layering.py checks. Three other places depend on private names, and may have to change for a new torch:
+
+    dtensor/                                          private attributes of DTensor, such as ``_spec``
+    integrations/stand_ins.py                         paths of FSDP2's private modules, as strings
+    checkpoint/formats/torch_save/pickle_reader.py    paths of private classes and functions in pickles, as strings
 """
 
 from __future__ import annotations
@@ -121,6 +128,7 @@ DataParallelMeshDims: Any = newer_class(
 # FSDP2 of torch 2.15 reduces gradients in the dtype in which parameters are stored, unless a policy sets
 # ``reduce_dtype``; older versions use the compute dtype. The weight-gradient half of a pipeline's backward
 # accumulates in that dtype too.
+# By numbers, because TorchVersion takes a pre-release of 2.15 to be older than 2.15.
 REDUCES_AS_STORED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 SUMS_HALVES_AS_REDUCED = REDUCES_AS_STORED
 
@@ -152,7 +160,7 @@ def dispatch_to_subclass(cls: _Dispatching) -> None:
     torch 2.11 handles subclasses of DTensor in DTensor's C++ path and never calls the subclass (pytorch issue 177716,
     fixed in 2.12). A rule registered for (operator, class) takes precedence, so it is registered for every operator.
     """
-    if torch.__version__ >= "2.12":
+    if torch.__version__ >= "2.12":  # a TorchVersion, which compares numbers, not text
         return
     libraries: dict[str, torch.library.Library] = {}
     for name in operator_names():

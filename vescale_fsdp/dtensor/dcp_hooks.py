@@ -120,6 +120,7 @@ def _writer_in_use() -> StorageWriter | None:
 
 
 def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:
+    # Other writers have no such attribute.
     if writer is None or vars(writer).get("serialization_format") is not SerializationFormat.SAFETENSORS:
         return
     _, placement = ragged_axis(spec.placements)

@@ -32,7 +32,7 @@ def mark_whole(tensor: torch.Tensor) -> None:
     if spans is None:
         return
     start, stop = _span(tensor)
-    for span in [span for span in spans if start <= span[0] and span[1] <= stop]:
+    for span in [span for span in spans if start <= span[0] and span[1] <= stop]:  # a list: the loop deletes
         del spans[span]
     if not spans:
         del _marks[tensor.untyped_storage()]

@@ -102,7 +102,7 @@ def pieces_of(tensor: torch.Tensor) -> PieceMap | None:
     axis, placement = sharded[0], tensor.placements[sharded[0]]
     if type(placement) is RaggedShard:  # a StridedRaggedShard has one run per chunk
         numels = placement.piece_lengths(shape)
-    elif type(placement) is Shard and placement.dim == 0:
+    elif type(placement) is Shard and placement.dim == 0:  # strided shards own several runs
         numels = _chunks(shape[0], mesh.size(axis)).map(lambda rows: rows * numel_of(shape[1:]))
     else:
         return None
@@ -165,6 +165,7 @@ def zeros_sharded_with(
     mesh = param.device_mesh
     placements: list[Placement] = [Replicate()] * mesh.ndim
     if pieces.cut_over is None:
+        # No check: it would broadcast zeros that all ranks have.
         return DTensor.from_local(local.view(shape), mesh, placements, run_check=False)
     placements[pieces.cut_over[1]] = RaggedShard.from_piece_numels(shape, piece_numels)
     return RaggedDTensor.from_local(local, mesh, placements, shape=shape)
@@ -183,7 +184,7 @@ def local_tensor(tensor: torch.Tensor, what: str = "parameter") -> torch.Tensor:
     Raises:
         LayoutError: if the elements are not contiguous in memory.
     """
-    local = local_of(tensor).detach()
+    local = local_of(tensor).detach()  # written without autograd
     if not local.is_contiguous():
         raise LayoutError(
             f"A {what} is not contiguous in memory.",
@@ -211,7 +212,7 @@ def local_grad(param: torch.Tensor) -> torch.Tensor:
             todo="use torch.optim.SparseAdam for sparse embeddings, or sparse=False",
         )
     if not isinstance(grad, DTensor):
-        return grad.detach().reshape(-1)
+        return grad.detach().reshape(-1)  # autograd may give other strides than the parameter's
     if isinstance(param, DTensor) and grad.placements != param.placements:
         grad = redistribute(grad, param.placements)
     return local_of(grad).reshape(-1)

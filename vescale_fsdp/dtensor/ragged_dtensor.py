@@ -419,16 +419,17 @@ def distribute_tensor(
     full = tensor.detach()
     if src_data_rank is not None:
         # Along every other axis, broadcast to the ranks whose group rank on the later axes is the source's.
-        full = full.clone(memory_format=torch.contiguous_format)
+        full = full.clone(memory_format=torch.contiguous_format)  # broadcasts write to it
         group_ranks = group_ranks_in(device_mesh)
         others = [other for other in range(device_mesh.ndim) if other != axis]
         for index, other in enumerate(others):
             if all(group_ranks[later] == src_data_rank for later in (*others[index + 1 :], axis)):
                 wait_for(broadcast_in_place(full, device_mesh.get_group(other), src_data_rank))
     inner = inner_box(spec)
-    part = full[inner.slices()].contiguous()
+    part = full[inner.slices()].contiguous()  # a box cut in later dims is strided
     if src_data_rank is None:
         start, stop = placement.piece(inner.sizes, device_mesh.get_local_rank(axis))
+        # A copy: a view would keep the full tensor in memory.
         local = part.view(-1)[start:stop].clone().view(_shape_of_piece(spec))
     else:
         owner = tuple(int(rank == src_data_rank) for rank in range(placement.num_shards))
@@ -518,6 +519,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
         ctx.spec = spec
+        # A fresh tensor on the same memory, as in torch's from_local.
         return RaggedDTensor.wrap(local.view_as(local), spec, requires_grad=local.requires_grad)
 
     @staticmethod
@@ -533,6 +535,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:  # type: ignore[override]
+        # Pieces must be contiguous.
         return wrap_like(grad.contiguous(), spec_with(ctx.spec, dtype=grad.dtype)), None
 
 

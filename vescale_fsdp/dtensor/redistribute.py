@@ -159,6 +159,7 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Ste
             stock = DTensor.from_local(
                 local, now.mesh, now.placements, run_check=False, shape=meta.shape, stride=meta.stride
             )
+            # Torch may return a strided view, and pieces are flat.
             local = local_of(stock.redistribute(placements=step.placements)).contiguous()
         now = step
     if now.placements != target.placements:
@@ -224,7 +225,7 @@ def _reduce_others(
                     got=have,
                     where=f"mesh axis {axis} of {source.placements}",
                 )
-            local = local.clone()
+            local = local.clone()  # the all-reduce is in place, and the caller keeps its tensor
             yield all_reduce_in_place(local, _op_of(have), source.mesh.get_group(axis))
             _divide_average(local, have, source.mesh.size(axis))
             now = _with(now, axis, Replicate())
@@ -255,6 +256,7 @@ def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, ax
         return (yield from _gather(local, have.piece_numels(inner), group)).view(inner)
     if isinstance(want, RaggedShard) and have.is_replicate():
         start, stop = want.piece(inner, rank)
+        # A copy: a view would keep the whole tensor in memory.
         return local.reshape(-1)[start:stop].clone().view(local_shape(want, inner, rank))
     if isinstance(want, RaggedShard) and have.is_partial():
         piece = yield from _reduce_scatter(local, have, want.piece_numels(inner), group)
@@ -263,7 +265,7 @@ def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, ax
 
 
 def _is_worth_padding(piece_numels: Sequence[int]) -> bool:
-    """Whether padding all pieces to the largest at most doubles the traffic."""
+    # At most twice the traffic, see above.
     return len(piece_numels) * max(piece_numels) <= 2 * sum(piece_numels)
 
 
@@ -286,7 +288,7 @@ def _gather(local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.Proc
     own = padded[rank * longest : (rank + 1) * longest]
     own[: flat.numel()].copy_(flat)
     yield all_gather_into(padded, own, group)
-    if min(piece_numels) == longest:
+    if min(piece_numels) == longest:  # no padding to remove
         return padded
     return torch.cat([row[:numel] for row, numel in zip(padded.view(-1, longest), piece_numels, strict=True)])
 
@@ -297,6 +299,7 @@ def _reduce_scatter(
     """This rank's piece of the reduced tensor, 1-D."""
     rank = dist.get_rank(group)
     slices = local.reshape(-1).split(list(piece_numels))
+    # `reduce_scatter_into` computes sums and averages only
     if _is_worth_padding(piece_numels) and _op_of(have) == dist.ReduceOp.SUM:
         longest = max(piece_numels)
         padded = local.new_zeros(len(piece_numels), longest)
@@ -304,9 +307,9 @@ def _reduce_scatter(
             row[: part.numel()].copy_(part)
         shard = local.new_empty(longest)
         yield reduce_scatter_into(shard, padded.view(-1), dist.ReduceOp.SUM, group)
-        piece = shard[: piece_numels[rank]].clone()
+        piece = shard[: piece_numels[rank]].clone()  # a view would keep the padding in memory
     else:
-        copies = [part.clone() for part in slices]
+        copies = [part.clone() for part in slices]  # reduced in place
         yield from [
             reduce_in_place(copy, _op_of(have), group, owner)
             for owner, copy in enumerate(copies)

@@ -69,6 +69,7 @@ def ranks_by_group_rank(mesh: DeviceMesh) -> torch.Tensor:
     with outside_fake_mode():
         ranks = mesh.mesh
         for axis in range(mesh.ndim):
+            # The ranks' order along the axis: one column per line.
             order = ranks.argsort(dim=axis).movedim(axis, 0).reshape(ranks.shape[axis], -1)
             if not torch.equal(order, order[:, :1].expand_as(order)):
                 raise PlacementError(
@@ -189,7 +190,7 @@ def _canonical(
                 where=f"mesh axis {other} of {placements}",
                 todo="list the ranks in ascending order: init_device_mesh does",
             )
-        canonical[other] = Shard(p.dim % len(shape))
+        canonical[other] = Shard(p.dim % len(shape))  # dims may be negative
         if p.dim % len(shape) == 0:
             split_factor *= mesh.size(other)
     if isinstance(placement, StridedRaggedShard) and placement.split_factor != split_factor:
@@ -248,6 +249,7 @@ def axis_text(axis: str, num_ranks: int, placement: Placement) -> str:
     if not isinstance(placement, RaggedShard):
         return f"{'the same' if placement.is_replicate() else placement} {over}"
     units = placement.units
+    # There may be thousands of ranks.
     ratio = ":".join(map(str, units if len(units) <= 8 else (*units[:4], "..", *units[-3:])))
     dims = f"dim {placement.dims[0]}" if len(placement.dims) == 1 else f"dims {placement.dims} as one"
     chunks = ""
@@ -270,5 +272,5 @@ def piece_text(spec: DTensorSpec, local: torch.Tensor) -> str:
         dims = zip(box.offsets, box.sizes, strict=True)
         boxes.append("[" + ", ".join(f"{o}" if n == 1 else f"{o}:{o + n}" for o, n in dims) + "]")
     with printoptions(threshold=6, edgeitems=3):
-        values = " ".join(str(local.detach()).split())
+        values = " ".join(str(local.detach()).split())  # on one line
     return f"{where} holds elements [{start}:{stop}) = {', '.join(boxes)},\n  local={values}"

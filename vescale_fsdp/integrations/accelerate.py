@@ -54,6 +54,6 @@ class VescalePlugin(FullyShardedDataParallelPlugin):
                 got=f"fsdp_version={self.fsdp_version}, as an argument or in the variable FSDP_VERSION",
                 todo="set fsdp_version: 2 in the plugin, the YAML file or the launcher's options",
             )
-        super().__post_init__()
+        super().__post_init__()  # fills in the policies that are checked next
         check_policies(self.mixed_precision_policy or MixedPrecisionPolicy(), self.cpu_offload)
         self.installation = install(granularity=self.granularity, padding_policy=self.padding_policy)

@@ -59,7 +59,7 @@ class Installation:
             _installed.remove(self)  # atomic: if two threads end it, only one continues
         except ValueError:
             return
-        ACTIVE.remove(self._settings)
+        ACTIVE.remove(self._settings)  # first: names that are replaced a moment longer call torch's
         restore(self._stand_ins)
         rule = self._settings.granularity
         unmatched = rule.unmatched() if isinstance(rule, PatternRule) else {}
@@ -188,7 +188,7 @@ def ours_within(
     (stand_in,) = (each for each in STAND_INS if each.name == "fully_shard")
     homes = tuple(
         name
-        for name, module in list(sys.modules.items())
+        for name, module in list(sys.modules.items())  # a copy: other threads may import
         if name.split(".")[0] == package
         and isinstance(module, ModuleType)
         and vars(module).get(stand_in.name) is stand_in.original

@@ -73,6 +73,7 @@ class VescaleStrategy(ModelParallelStrategy):
     ) -> None:
         check_version("lightning")
         super().__init__(**options)
+        # A new context for each use: an installation ends with its context.
         self._ours = partial(as_fsdp2, granularity=granularity, padding_policy=padding_policy)
 
     @contextmanager
@@ -111,6 +112,7 @@ class VescaleStrategy(ModelParallelStrategy):
         """An optimizer's shards, not copied."""
         if not self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
+        # Parameters and state are in the wrapped optimizer.
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return _optimizer_state(self.model, inner)
 
@@ -122,6 +124,7 @@ class VescaleStrategy(ModelParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         shards = {"state_dict": checkpoint.pop("state_dict")}
+        # Absent with save_weights_only.
         for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
             shards[f"optimizer_{index}"] = state
         _save(self, filepath, shards, checkpoint)
@@ -287,7 +290,7 @@ def _save(
                 stored[_PICKLED][key] = buffer.getvalue()
             if os.path.isfile(path):
                 os.unlink(path)  # a single file of Lightning's own strategy, which this folder replaces
-    save(path, {**strategy.broadcast(stored), **shards}, overwrite=True)
+    save(path, {**strategy.broadcast(stored), **shards}, overwrite=True)  # Lightning writes to one path again
 
 
 def _optimizer_state(model: Any, optimizer: Optimizer) -> dict[str, Any]:
@@ -305,8 +308,10 @@ def _load(
 ) -> dict[str, Any]:
     """Load a model and its optimizers; returns the other values of the checkpoint."""
     state: dict[str, Any] = {**dict([model]), **optimizers}
+    # Other values have no live object: read below.
     load(path, state, strict=strict, include=[f"{name}.*" for name in state])
     values = read_values(path, lambda name: name not in state and not name.startswith("optimizer_"))
     for name, data in values.pop(_PICKLED, {}).items():
+        # map_location: they are rank 0's, perhaps on its device.
         values[name] = torch.load(io.BytesIO(data), weights_only=weights_only, map_location="cpu")
     return values

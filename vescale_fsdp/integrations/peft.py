@@ -79,7 +79,7 @@ def _gathered(module: nn.Module) -> Iterator[None]:
             owner._parameters[name] = param
 
 
-_peft_local_like = peft_integrations.dtensor_from_local_like
+_peft_local_like = peft_integrations.dtensor_from_local_like  # read before it is replaced
 
 
 def _local_like(local_tensor: torch.Tensor, ref: Any) -> Any:

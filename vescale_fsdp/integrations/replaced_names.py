@@ -33,7 +33,7 @@ class StandIn(NamedTuple):
                 yield getattr(sys.modules[module], class_name) if class_name else sys.modules[module]
 
 
-_lock = threading.RLock()
+_lock = threading.RLock()  # installations may begin and end in several threads
 _counts: Counter[StandIn] = Counter()
 
 
@@ -65,6 +65,7 @@ def _swap(stand_in: StandIn, old: Callable[..., Any], new: Callable[..., Any]) -
 def bound_names(stand_ins: Iterable[StandIn]) -> dict[str, list[str]]:
     """Module -> names under which it has imported an original, except homes, torch and this package."""
     stand_ins = tuple(stand_ins)
+    # By id: values of modules may define any ==
     originals = {id(stand_in.original) for stand_in in stand_ins}
     homes = {home for stand_in in stand_ins for home in stand_in.homes}
     names_by_module: dict[str, list[str]] = {}

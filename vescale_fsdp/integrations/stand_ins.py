@@ -79,6 +79,7 @@ class PatternRule:
         if not self._names:
             return {}
         return {
+            # Below difflib's default, because wildcards make a pattern unlike the name that it means.
             pattern: difflib.get_close_matches(pattern, self._names, n=3, cutoff=0.3)
             for pattern in self._mapping
             if pattern not in self._matched
@@ -116,7 +117,7 @@ def fully_shard(module: Any, **kwargs: Any) -> Any:
         settings = ACTIVE[-1]  # no test before: another thread may end the installation after the test
     except IndexError:
         return _torch_fully_shard(module, **kwargs)
-    caller = str(sys._getframe(1).f_globals.get("__name__"))
+    caller = str(sys._getframe(1).f_globals.get("__name__"))  # the module that calls fully_shard
     stack = caller.partition(".")[0]
     if stack in TRIED and stack not in settings.checked:  # the stack was imported after the installation
         settings.checked.add(stack)

@@ -82,7 +82,7 @@ def pieces(state: Any) -> Any:
     def piece(_: KeyPath, leaf: Any) -> Any:
         if not isinstance(leaf, RaggedDTensor):
             return leaf
-        local = local_of(leaf).detach()
+        local = local_of(leaf).detach()  # a new tensor object, which gets the attribute
         boxes = tuple((box.offsets, box.sizes) for box in leaf.boxes)
         vars(local)[_POSITION] = (tuple(leaf.shape), boxes)  # torch.save and copies keep attributes
         return local

@@ -218,9 +218,11 @@ class VescaleCheckpoints(TitanCheckpointManager):
 
     def _load_hf(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
         names = SourceOptions(rules=self._hf_rules)
+        # strict=False: the report is judged below, where missing buffers are accepted.
         report = load(checkpoint_id, state_dict, source=names, dtype="state", strict=False)
         buffers = {name for part in self.states[MODEL].model for name, _ in part.named_buffers()}
         wrong = [f"{name}: {stored}, not {live}" for name, (stored, live) in report.mismatched.items()]
+        # Hugging Face files have no buffers.
         missing = [f"without {name}" for name in report.missing if name not in buffers]
         with coordinator_for().together(f"loading {checkpoint_id}", "matching parameters were loaded"):
             if wrong or missing:

@@ -40,6 +40,7 @@ class _PieceOperation:
         if tensor_idx is not None or shape != self._shape:
             return source[...].to(device=device, dtype=dtype)
         parts = [source[box.slices()].reshape(-1) for box in self._boxes]
+        # An empty slice keeps the dtype.
         piece = torch.cat(parts) if parts else source[tuple(slice(0, 0) for _ in shape)].reshape(-1)
         return piece.to(device=device, dtype=dtype)
 
@@ -57,7 +58,7 @@ def _apply(model: Any, mesh_manager: Any, fsdp_plan: dict[str, str], ep_plan: di
     """
     model.tie_weights()
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    if len({getattr(each, "weight", None) for each in embeddings}) == 1:
+    if len({getattr(each, "weight", None) for each in embeddings}) == 1:  # one object: they are tied
         fsdp_plan = {name: s for name, s in fsdp_plan.items() if model.get_submodule(name) not in embeddings}
     return _hf_apply(model, mesh_manager, fsdp_plan, ep_plan)
 

@@ -145,6 +145,7 @@ class WholeTensors:
         arguments = {"receivers": self._receivers, "bucket_bytes": bucket_bytes, "links": repr(self._links)}
         with own.together("planning whole tensors", alike=arguments):
             valid = all(0 <= rank < own.world_size for rank in self._receivers)
+            # At least one, each once
             if not valid or len(set(self._receivers)) != max(1, len(self._receivers)):
                 raise PlacementError(
                     "These ranks cannot receive.",

@@ -100,6 +100,7 @@ class DType:
         """The numpy type in which its bytes are copied; copying never interprets values."""
         import numpy as np
 
+        # Numpy has no integers of more than 8 bytes, which complex128 would need.
         return np.dtype(f"u{self.itemsize}") if self.itemsize <= 8 else np.dtype(f"V{self.itemsize}")
 
     def to_header_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -226,6 +227,7 @@ def dtype_from_code(code: str) -> DType:
     return _BY_CODE[code]
 
 
+# Numpy's codes: first letter of the kind, then bytes.
 _OF_NUMPY = {f"{dtype.name[0]}{dtype.itemsize}": dtype for dtype in DTYPES if dtype.is_numpy}
 
 

@@ -146,6 +146,7 @@ class TensorSlot:
             )
         sizes |= {f"shape[{dim}]": size for dim, size in enumerate(self.shape)}
         _check_integers(sizes, f"slot {self.fqn!r}")
+        # The class is frozen
         object.__setattr__(self, "numel", numel_of(self.shape))
 
     @property
@@ -312,6 +313,7 @@ class GroupLayout:
         for index, slot in enumerate(scattered):
             for run in slot.runs:
                 # Only slots that reach into the shards of these ranks can overlap the run.
+                # - 1: the slot before may end in these shards
                 first = bisect_right(starts, run.first_rank * self.shard_numel) - 1
                 stop = bisect_left(starts, run.ranks.stop * self.shard_numel)
                 for other in (*contiguous[max(first, 0) : stop], *scattered[:index]):
@@ -401,7 +403,7 @@ class GroupLayout:
     def runs_of(self, slot: TensorSlot) -> tuple[PieceRun, ...]:
         """The pieces of any slot as runs of equal pieces; at most three for a contiguous one."""
         if slot.runs or not slot.numel:
-            return slot.runs
+            return slot.runs  # of a scattered slot; () for an empty one
         return tuple(runs_between(slot.offset, slot.offset + slot.numel, self.shard_numel))
 
     def to_json(self) -> dict[str, Any]:

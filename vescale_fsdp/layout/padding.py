@@ -163,6 +163,7 @@ def find_remedies(layout: GroupLayout, limit: float, scatter: Scatter = "auto") 
         return None
 
     return Remedies(
+        # Largest divisor first: the fewest replicas.
         first(((size,), specs, size) for size in range(shards // 2, 1, -1) if shards % size == 0),
         first(
             ((count,), [replace(s, fqn=f"{copy}.{s.fqn}") for copy in range(count) for s in specs], shards)

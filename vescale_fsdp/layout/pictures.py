@@ -46,6 +46,7 @@ class Canvas:
         fill = "url(#padding)" if fill == PADDING else fill
         edge = f" stroke='{stroke}' stroke-width='0.8'" if stroke else ""
         self._shapes.append(
+            # At least 0.6: a narrower band would be invisible.
             f"<rect x='{x:.2f}' y='{y:.2f}' width='{max(width, 0.6):.2f}' height='{height:.2f}' "
             f"fill='{fill}'{edge}>{_title(tip)}</rect>"
         )
@@ -183,12 +184,12 @@ def _percent(ratio: float) -> str:
 
 def _fit(label: str, width_px: float, size: float = 10.5) -> str:
     """The label if it fits, its start and end if those fit, else nothing."""
-    room = int((width_px - 6) / (size * 0.56))
+    room = int((width_px - 6) / (size * 0.56))  # a character is about 0.56 of the font size wide
     if len(label) <= room:
         return label
     if room < 9:
         return ""
-    tail = (room - 1) * 2 // 3
+    tail = (room - 1) * 2 // 3  # names of one model differ most at their ends
     return f"{label[: room - 1 - tail]}…{label[-tail:]}"
 
 
@@ -230,7 +231,7 @@ def _draw_shards(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top
                 f"{slot.fqn} {list(slot.shape)}: elements [{piece.range.start:,}, {piece.range.stop:,}) of "
                 f"{slot.numel:,} on rank {rank} at {piece.local_offset:,}"
             )
-            stroke = PAPER if width > 3 else ""
+            stroke = PAPER if width > 3 else ""  # an edge would cover a narrower band
             _draw_band(canvas, start, (width, LANE_PX), fill, names[slot.fqn], tip, stroke=stroke)
         y += LANE_PX + 4
     return y
@@ -258,7 +259,7 @@ def _draw_tensors(canvas: Canvas, layout: GroupLayout, names: dict[str, str], to
 
 def _draw_bar(canvas: Canvas, layout: GroupLayout, slot: TensorSlot, y: float) -> None:
     scale = BODY_PX / slot.numel
-    holders = list(islice(layout.holders(slot), MAX_SEGMENTS + 1))
+    holders = list(islice(layout.holders(slot), MAX_SEGMENTS + 1))  # one more shows that there are too many
     if len(holders) > MAX_SEGMENTS:
         runs = layout.runs_of(slot)
         count, last = sum(run.num_ranks for run in runs), runs[-1].first_rank + runs[-1].num_ranks - 1
@@ -271,7 +272,7 @@ def _draw_bar(canvas: Canvas, layout: GroupLayout, slot: TensorSlot, y: float) -
         tip = f"{slot.fqn}: rank {rank} holds [{piece.range.start:,}, {piece.range.stop:,})"
         _draw_band(canvas, start, size, rank_color(rank, layout.num_shards), f"rank {rank}", tip)
     block_px = slot.block_numel * scale
-    if block_px >= 4:
+    if block_px >= 4:  # closer ticks would merge
         for tick in range(1, -(-slot.numel // slot.block_numel)):
             x = LABEL_PX + tick * block_px
             canvas.line([(x, y + BAR_PX), (x, y + BAR_PX + 4)], QUIET, width=0.8)
@@ -308,7 +309,7 @@ def padding_picture(curves: Sequence[Curve], title: str, *, limit: float | None 
     canvas.text(20, 52, "padding in % of the payload (dashed: copied after a gather)", size=12, color=QUIET)
     shards = [count for count, _, _ in curves[0].points] if curves else []
     highest = max((max(p, c) for curve in curves for _, p, c in curve.points), default=0.0)
-    top_power = max(1, math.ceil(math.log10(max(highest * 100, 1e-9))))
+    top_power = max(1, math.ceil(math.log10(max(highest * 100, 1e-9))))  # 1e-9, because zero has no logarithm
     _draw_axes(canvas, shards, top_power)
     if limit:
         y = _chart_y(limit, top_power)

@@ -32,6 +32,7 @@ _INSTEAD = (
 
 
 @set_module("vescale_fsdp")
+# eq=False: `_key` compares runs; the generated __eq__ would write out a number per rank
 @dataclass(frozen=True, eq=False)
 class RaggedShard(Placement):
     """Shard a tensor by whole units over one mesh axis.
@@ -56,6 +57,7 @@ class RaggedShard(Placement):
         # torch's Placement is a C++ class, whose methods crash the process without this call.
         super().__init__()
         object.__setattr__(self, "dims", tuple(self.dims))
+        # By __dict__, because the class is frozen.
         self.__dict__["units"] = RunLengths.of(self.__dict__.pop("local_units"))
         if self.dims != tuple(range(len(self.dims))):
             raise PlacementError(
@@ -136,10 +138,13 @@ class RaggedShard(Placement):
                 got=f"{numels.total} in {tuple(piece_numels)}",
             )
         if numel == 0:
-            return cls.of_runs((0,), RunLengths(((1, 1), (len(numels) - 1, 0))))
+            return cls.of_runs((0,), RunLengths(((1, 1), (len(numels) - 1, 0))))  # units may not all be 0
         unit_numel = math.gcd(*numels.distinct)
         depth = next(
-            d for d in range(min(1, len(shape)), len(shape) + 1) if unit_numel % numel_of(shape[d:]) == 0
+            # At least dim 0: dims=() means one owner.
+            d
+            for d in range(min(1, len(shape)), len(shape) + 1)
+            if unit_numel % numel_of(shape[d:]) == 0
         )
         return cls.of_runs(tuple(range(depth)), numels.map(lambda numel: numel // unit_numel))
 

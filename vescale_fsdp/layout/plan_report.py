@@ -196,6 +196,7 @@ class PlanReport:
         pictures = {"padding": self.padding_picture()}
         one_dtype = len({group.dtype for group in self.groups}) == 1
         for group in self.groups:
+            # For a file name: (root) becomes root.
             stem = re.sub(r"[^\w.-]", "", group.name) + ("" if one_dtype else f"-{group.dtype}")
             for num_shards, layouts in zip(self.shards, group.layouts, strict=True):
                 title = f"{group.name} over {num_shards:,} shards"
@@ -347,7 +348,7 @@ def _param_cells(group: PlannedGroup) -> list[tuple[str, ...]]:
         (
             re.sub(r"(?<=\.)\d+(?=\.)", "*", param.fqn),
             param.shape,
-            re.sub(r"\w+=", "", repr(param.granularity)),
+            re.sub(r"\w+=", "", repr(param.granularity)),  # Rows(32) for Rows(rows=32)
             param.block_numel,
         )
         for param in group.params

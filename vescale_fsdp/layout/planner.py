@@ -147,6 +147,7 @@ def plan_by_rows(
         rows, numel = tensor.shape[0], tensor.numel
         chunk = chunk_of(rows, num_shards, 0).numel
         row_numel = numel // rows if rows else 0
+        # The LCM, because blocks must be whole rows, too.
         block = max(1, min(math.lcm(tensor.block_numel, max(1, row_numel)), numel))
         if chunk < rows and (chunk * row_numel) % block:
             raise LayoutError(
@@ -228,6 +229,7 @@ def _plan_sizes(sizes: Sizes, num_shards: int, align_numel: int, scatter: Scatte
         if 1 < block < numel:
             by_block.setdefault(block, []).append(index)
     classes = [(sum(sizes[index][0] for index in members), members) for members in by_block.values()]
+    # Ties by the size and block of the first member, so that every machine decides alike.
     classes.sort(key=lambda numel_and_members: (numel_and_members[0], sizes[numel_and_members[1][0]]))
     scattered: set[int] = set()
     for numel, members in classes[:MAX_SCATTERED_CLASSES]:
@@ -307,7 +309,7 @@ def _best_split(sizes: Sizes, num_shards: int, align_numel: int) -> frozenset[in
     movable = [members for members in largest[:MAX_CLASSES] if 0 not in members]
     splits = [
         frozenset(i for bit, members in enumerate(movable) if choice >> bit & 1 for i in members)
-        for choice in range(1, 1 << len(movable))
+        for choice in range(1, 1 << len(movable))  # 0 would move nothing
     ]
 
     def parts_of(second: frozenset[int]) -> tuple[Sizes, Sizes]:

@@ -132,7 +132,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, kind: type[torch.optim.Optimizer], params: Any, **options: Any) -> None:
-        if kind not in ELEMENT_WISE:
+        if kind not in ELEMENT_WISE:  # not issubclass: a subclass may mix elements
             raise UnsupportedOpError(
                 "FlatOptimizer does not support this optimizer: its updates need whole matrices, or are not known to "
                 "be element-wise.",
@@ -216,6 +216,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for number, run in enumerate(_runs_of(self._runs or (), only)):
             missing = [param for param in run.params if param.grad is None]
             if missing and len(missing) < len(run.params):
+                # A new number for each run of this step.
                 history = 1 + max(self._histories.values(), default=0) + number
                 self._histories.update(dict.fromkeys(missing, history))
                 self._runs = None
@@ -257,7 +258,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for param in params:
             local = local_tensor(param)
             by_address.append(((storage_id(local), int(local.storage_offset()), local.numel()), param))
-        by_address.sort(key=lambda pair: pair[0])
+        by_address.sort(key=lambda pair: pair[0])  # tensors have no order
         adjacent: list[torch.Tensor] = []
         end: tuple[int, Any] = (0, None)
         for (storage, start, numel), param in by_address:
@@ -269,6 +270,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             ]
             counters = tuple((name, v.item() if isinstance(v, torch.Tensor) else v) for name, v in values)
             history = (storage, id(layout), self._histories.get(param), counters)
+            # Up to the next aligned start.
             padding = -end[0] % layout.align_numel if layout is not None else 0
             if adjacent and (history != end[1] or start != end[0] + padding):
                 yield adjacent
@@ -323,6 +325,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         torch's ``get_optimizer_state_dict(full_state_dict=True)`` gathers the entries one by one on all ranks.
         """
         order = {param: number for number, param in enumerate(self._params())}
+        # Entries of other parameters come last.
         ordered = sorted(self.state.items(), key=lambda item: order.get(item[0], len(order)))
         self.state = defaultdict(dict, ordered)
 

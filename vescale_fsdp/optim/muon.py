@@ -117,7 +117,7 @@ class Muon(StructuredOptimizer):
         bucket_bytes: int = 8 << 20,  # 8 MiB
     ) -> None:
         check_rates(float(lr), (momentum, 0.0), eps, weight_decay)
-        if adjust_lr_fn not in _ADJUST_LR or not 0 <= ns_steps < 100:
+        if adjust_lr_fn not in _ADJUST_LR or not 0 <= ns_steps < 100:  # torch's limit of steps
             raise LayoutError(
                 "Muon does not accept these arguments.",
                 expected=f"adjust_lr_fn in {_ADJUST_LR} and 0 <= ns_steps < 100",
@@ -186,7 +186,7 @@ class Muon(StructuredOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their state is created at once."""
         super().add_param_group(param_group)
-        self._plans.clear()
+        self._plans.clear()  # its keys are indices of parameters
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -252,8 +252,8 @@ class NewtonSchulz:
     eps: float = MUON_EPS
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """Orthogonalize every matrix of a bf16 stack [n, rows, cols]; the stack may be overwritten."""
-        if len(stack) == 1:
+        """Orthogonalise every matrix of a bf16 stack [n, rows, cols]; the stack may be overwritten."""
+        if len(stack) == 1:  # torch's own function, so its bits
             return zeropower_via_newtonschulz(stack[0], self.coefficients, self.steps, self.eps).unsqueeze(0)
         a, b, c = self.coefficients
         tall = stack.size(-2) > stack.size(-1)
@@ -352,6 +352,7 @@ def _stacks(
 def _decay(jobs: Sequence[ParamJob]) -> None:
     factors = [1 - float(job.group["lr"]) * job.group["weight_decay"] for job in jobs]
     kinds = [(job.param.dtype, job.param.device, factor) for job, factor in zip(jobs, factors, strict=True)]
+    # Sizes of 0: nothing is allocated, so a batch may be of any size.
     for alike in batches_of(zip(kinds, (0 for _ in jobs), range(len(jobs)), strict=True), 0):
         locals_ = [local_tensor(jobs[index].param) for index in alike]
         if launches(locals_[0].device):
@@ -451,7 +452,7 @@ def _orthogonalise_arrived(
     keys = [(s, n) for r, s in bucket.everyone if r == bucket.ranks.replica for n in range(len(owned))]
     chunks = arrived.split([owned[n].part(s).numel for s, n in keys]) if keys else ()
     parts = dict(zip(keys, chunks, strict=True))
-    results = [arrived] * len(owned)
+    results = [arrived] * len(owned)  # placeholders, all replaced below
     for iteration, shape, positions in _stacks([(t.param, t.matrix) for t in owned], jobs):
         stack = torch.empty(len(positions), *shape, dtype=WIRE_DTYPE, device=arrived.device)
         in_order = [parts[s, n] for n in positions for s in range(owned[n].pieces.num_shards)]

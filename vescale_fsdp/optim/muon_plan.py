@@ -93,7 +93,7 @@ def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = Non
     return tuple(
         Matrix((index * rows + top) * cols, height, cols)
         for index in stack
-        for top, height in zip(tops, heights, strict=False)
+        for top, height in zip(tops, heights, strict=False)  # `tops` also has the end
         if height * cols
     )
 
@@ -189,6 +189,7 @@ def _buckets(
     ]
     owners = assign_owners(flops, parts, loads * replicas)
     cuts = [CutMatrix(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
+    # All ranks own matrices of a bucket, so a rank receives about its share of it.
     limit_numel = max(1, bucket_bytes * replicas * num_shards // WIRE_DTYPE.itemsize)
     buckets: list[list[CutMatrix]] = []
     free_numel = 0  # elements that still fit into the last bucket

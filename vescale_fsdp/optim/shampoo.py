@@ -150,14 +150,15 @@ class Shampoo(BatchedOptimizer):
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self.state[param] for param in params]
+        # The step is on the host, so nothing waits.
         step, beta1 = int(states[0]["step"].item()), group["betas"][0]
         locals_ = [local_tensor(param) for param in params]
         numels = [local.numel() for local in locals_]
         grad = _joined([local_grad(param) for param in params])
         averages = [local_tensor(state["exp_avg"], "state") for state in states]
         foreach_lerp_(averages, list(grad.split(numels)), 1 - beta1)
-        average = _joined(averages) / (1 - beta1**step)
-        plain = average  # the direction that grafting takes norms from
+        average = _joined(averages) / (1 - beta1**step)  # Adam's bias correction
+        plain = average  # the direction of the grafted optimizer
         if group["grafting"] != "none":
             beta2 = group["graft_beta2"]
             squares = [local_tensor(state["exp_avg_sq"], "state") for state in states]
@@ -168,7 +169,7 @@ class Shampoo(BatchedOptimizer):
         jobs = [_job(*each, group["block_size"]) for each in zip(params, states, parts, strict=True)]
         write_directions(jobs, step, group)
         values = _joined(locals_)
-        update.add_(values, alpha=group["weight_decay"])
+        update.add_(values, alpha=group["weight_decay"])  # decoupled, as in AdamW
         stepped = torch.add(values, update, alpha=-float(group["lr"]))
         foreach_copy_(locals_, list(stepped.split(numels)))
 

@@ -158,6 +158,7 @@ class FactorGrid:
         for height, alike in groupby(heights):
             bands = len(list(alike))
             whole, rest = divmod(self.cols, self.block)
+            # The last column of blocks may be narrow.
             for column, width, columns in ((0, self.block, whole), (whole, rest, min(1, rest))):
                 if columns:
                     yield BlockArea(top, column * self.block, height, width, first, column, bands, columns)

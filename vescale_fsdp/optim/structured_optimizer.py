@@ -1,4 +1,7 @@
-"""StructuredOptimizer: the common part of Muon, Shampoo and AdamW8bit.
+"""StructuredOptimizer: the base of optimizers with block state: Muon, Shampoo and AdamW8bit.
+
+`adamw8bit.py` shows the pattern for another one: a `BatchedOptimizer` with a ``granularity()`` for `fully_shard`,
+``_init_state`` with a tensor of one value per block (`zeros_sharded_with`), ``_kind`` and ``_step_batch``.
 
 - State is created at construction, for every parameter on every rank, so that a checkpoint has the same keys on all
   ranks and can be loaded before the first step.
@@ -60,8 +63,8 @@ def check_rates(lr: float, betas: tuple[float, float], eps: float, weight_decay:
         LayoutError: with the names of rates that are out of range.
     """
     bad = {
-        "lr": not lr >= 0,
-        "betas": not (0 <= betas[0] < 1 and 0 <= betas[1] <= 1),
+        "lr": not lr >= 0,  # `not >=` refuses NaN, too
+        "betas": not (0 <= betas[0] < 1 and 0 <= betas[1] <= 1),  # 1: Shampoo's plain sums
         "eps": not eps >= 0,
         "weight_decay": not weight_decay >= 0,
     }
@@ -164,6 +167,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             What the closure returned, or None.
         """
         loss = evaluated(closure)
+        # Plainly: state must not depend on the caller's autocast or inference mode.
         plainly(self._step_groups)([g for g in self.param_groups if g["algorithm"] == self.algorithm])
         return loss
 
@@ -211,12 +215,12 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             param: {name: opaque.value for name, opaque in parts.items()}
             for param, parts in self.state.items()
         }
-        self.state = defaultdict(dict, own)
+        self.state = defaultdict(dict, own)  # undone: values are copied after all checks
         try:
             for param, _, where in self._params_with_keys(state_dict):
                 if param in loaded or param.requires_grad:
                     check_state(loaded.get(param, {}), self.state[param], where)
-        except CheckpointError:
+        except CheckpointError:  # a load that does not fit changes nothing
             self.param_groups = own_groups
             raise
         # Copies between placements are collectives, so all ranks need the same order; the loaded order may differ.
@@ -279,6 +283,7 @@ class BatchedOptimizer(StructuredOptimizer):
         """A key that is equal for parameters of one batch."""
         if not launches(param.device):
             return id(param)  # on the CPU every parameter is a batch
+        # The bias corrections of a batch come from one step count.
         return self._kind(param), float(self.state[param]["step"]), param.dtype, param.device
 
     def _kind(self, param: torch.Tensor) -> Hashable:
@@ -359,6 +364,7 @@ def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) 
         value = saved[name]
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         got_shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+        # Codes must match; `copy_` converts floats.
         exact = isinstance(value, torch.Tensor) and not target.is_floating_point()
         if got_shape != tuple(target.shape) or (exact and value.dtype != target.dtype):
             raise CheckpointError(

@@ -140,7 +140,7 @@ def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
     """
     numel = numel_of(shape)
     if isinstance(block, Tiles) and len(shape) >= 2:
-        line = max(1, shape[-1])
+        line = max(1, shape[-1])  # an empty last dim
         scales_shape = (-(-(numel // line) // block.rows), -(-line // block.cols))
         return BlockGrid(shape, line, block.rows, block.cols, scales_shape)
     if isinstance(block, (Flat, Tiles)):
@@ -205,6 +205,7 @@ class BlockCodec(ABC):
     def grid(self, shape: tuple[int, ...]) -> BlockGrid:
         """The blocks of a tensor of this shape."""
         line_numel = shape[-1] if shape else 1
+        # A block is at most one row wide.
         return grid_of(shape, Tiles(self.rows, min(self.cols, max(line_numel, 1))))
 
     @abstractmethod
@@ -280,6 +281,7 @@ class _E4m3Codec(BlockCodec):
     largest: ClassVar[float] = _E4M3_MAX
 
     def codes_of(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        # e4m3fn has no infinity: a value that rounding puts above the maximum would become NaN
         scaled = (values * factors).clamp(-_E4M3_MAX, _E4M3_MAX)
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
@@ -317,7 +319,7 @@ class Mxfp8(_E4m3Codec):
     def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # The exponent bits of an fp32 number are its floor(log2) plus a bias; E8M0 has the same bias.
         exponent = (amax.view(torch.int32) >> 23) & 0xFF
-        biased = (exponent - _E4M3_MAX_EXPONENT).clamp(min=0)
+        biased = (exponent - _E4M3_MAX_EXPONENT).clamp(min=0)  # E8M0 has no smaller scale
         scales = torch.where(amax.isfinite(), biased, _E8M0_NAN).to(torch.uint8)
         # The factor is computed from bits: as a reciprocal it could be 2^-127, which some devices flush to 0.
         return _power_of_two(torch.where(scales == _E8M0_NAN, scales, 2 * _E8M0_BIAS - scales)), scales

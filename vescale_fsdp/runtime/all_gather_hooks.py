@@ -151,6 +151,7 @@ def scaled_together(weights: Sequence[TakesScale], ranks: dist.ProcessGroup) -> 
         ranks: the process group that shards the weights.
     """
     without = [weight for weight in weights if weight._precomputed_scale is None]
+    # A dict, not a set: all ranks must reduce in the same order.
     for dtype in {weight._dtype: None for weight in without}:  # usually one per model
         alike = [weight for weight in without if weight._dtype is dtype]
         for weight, scale in zip(alike, _scales(alike, dtype, ranks), strict=True):

@@ -283,6 +283,7 @@ class CommContext:
         self.watch(group.comm)
         group.grads.streams = self.streams
         group.grads.take_spare = self._take_spare
+        # Else its buffers are of an allocator that other groups do not use.
         if group.comm.settings.custom_reduce_scatter is None and group.comm.memory is None:
             group.grads.spare = self._spare_grads.setdefault(group.layout, {})
 
@@ -338,7 +339,7 @@ class CommContext:
 
     def finish_reduction(self) -> None:
         """Finish the oldest reduction in flight. On an accelerator streams wait, and the host does not."""
-        reduction = self.in_flight.pop(0)
+        reduction = self.in_flight.pop(0)  # the oldest; all ranks finish in the same order
         group, reduced = reduction.group, reduction.reduced
         try:
             stream = self._wait_until_reduced(reduction)
@@ -353,7 +354,7 @@ class CommContext:
             kept = [reduced.shard, *group.unreplicated_sums()]
             with self._on(stream):
                 group.finish_reduce(reduced)
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch's errors of failed collectives
             self.explain(error)
             raise
         if stream is not None and stream is not self.reduce_stream:
@@ -470,7 +471,7 @@ class GradientReductionHandle:
         try:
             self._comm.finish_reductions()
             while self._messages:
-                flags, groups = self._messages.pop(0)
+                flags, groups = self._messages.pop(0)  # popped, so that a second wait is a no-op
                 flags.wait()
                 # Only a rank with unused parameters reads the message: on an accelerator the host would wait for it.
                 if any(group.has_deferred_grads for group in groups):

@@ -67,6 +67,7 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
     for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.ndim, ranks_in(mesh))):
         first = f"mesh {ranks_in(mesh)}" if failure is None else str(failure)
         with outside_modes():  # a forward under torch.func or inference mode must not change these tensors
+            # Lines by kind: models and policies come before the layouts that follow from them.
             differing = _compare(mesh, [first, *chain(*zip(*by_mesh[mesh], strict=True))], differing)
     if failure is not None:
         raise failure
@@ -147,7 +148,7 @@ def _hash(text: str) -> int:
 def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None:
     """Find the first line that differs, and raise an error with it on all ranks."""
     hashes = _collect([_hash(line) for line in lines], groups)
-    first = hashes[min(hashes)]
+    first = hashes[min(hashes)]  # the lowest rank is the reference
     index = min(_first_difference(first, other) for other in hashes.values())
     texts = _collect(lines[index] if index < len(lines) else _NOTHING, groups)
     sides: dict[str, list[int]] = {}
@@ -178,4 +179,5 @@ def _first_difference(one: list[int], other: list[int]) -> int:
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return index
+    # Equal lists: an index past the end, which is above every real difference.
     return min(len(one), len(other)) if len(one) != len(other) else max(len(one), len(other))

@@ -209,6 +209,7 @@ def _spmd_axes(mesh: DeviceMesh, dims: Any) -> SpmdAxes:
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """A 1-D mesh of the named axes, in this order."""
+    # A slice has its process group already; flattening makes one.
     return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
 
 
@@ -218,6 +219,7 @@ def mesh_of_info(info: Any) -> DataMesh:
     Raises:
         PlacementError: for another class, or axes in another order than (replicate, shard).
     """
+    # (replicate, shard) axes that a mesh of this size must have
     axes = (None, 0) if isinstance(info, FSDPMeshInfo) and info.mesh.ndim == 1 else (0, 1)
     if not isinstance(info, FSDPMeshInfo) or (info.replicate_mesh_dim, info.shard_mesh_dim) != axes:
         raise PlacementError(

@@ -135,6 +135,7 @@ class FSDPModule(_Base):
             state.requires_gradient_sync = requires_gradient_sync
             for group in state.groups:
                 group.comm.change(requires_all_reduce=requires_gradient_sync)
+                # From now on, micro-batches are summed in the reduction's dtype, as in FSDP2.
                 group.sums_grads |= not requires_gradient_sync
                 if SUMS_HALVES_AS_REDUCED:  # pipelines call this before every half of a backward
                     group.collect_grads()
@@ -143,7 +144,7 @@ class FSDPModule(_Base):
     def no_sync(self) -> Iterator[None]:
         """Backwards inside the context sum gradients without communication; the next one outside reduces the sums."""
         states = list(self._states())
-        before = [(state, state.requires_gradient_sync) for state in states]
+        before = [(state, state.requires_gradient_sync) for state in states]  # units may differ
         reduced = [(group, group.comm.settings.requires_all_reduce) for group in self._groups(True)]
         self.set_requires_gradient_sync(False)
         try:
@@ -295,6 +296,7 @@ class FSDPModule(_Base):
             TypeError: unless an int is given.
             ValueError: if it is below 1.
         """
+        # True is an int, but not a number of reductions.
         is_int = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
         if not is_int or max_input_buffers < 1:
             raise ArgumentError(
@@ -345,7 +347,7 @@ class FSDPModule(_Base):
         """
         for group in self._groups_of_one_mesh("set_custom_all_gather"):
             group.comm.change(custom_all_gather=comm)
-            group.forget_full()
+            group.forget_full()  # the next buffer is the user's
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Use this object for the reductions of this module, and for their buffers.
@@ -355,7 +357,7 @@ class FSDPModule(_Base):
         """
         for group in self._groups_of_one_mesh("set_custom_reduce_scatter"):
             group.comm.change(custom_reduce_scatter=comm)
-            group.grads.spare = {}
+            group.grads.spare = {}  # buffers that the user's object did not allocate
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set whether reductions use a communicator of their own. Collective: all ranks call it, in the same order."""
@@ -514,7 +516,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
         >>> share_comm_ctx(stages)
     """
     states = _states_of(modules)
-    for module in modules[1:]:
+    for module in modules[1:]:  # the first one's context is the shared one
         for state in module._states():
             state.join(states[0].comm)
 

@@ -113,6 +113,7 @@ class FSDPState:
             note_sharded(module, self.fsdp2)
             # This pre-hook runs first, so that users' hooks see full parameters and cast inputs.
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            # Last of the hooks so far, so that users' hooks see full parameters.
             module.register_forward_hook(self._post_forward, prepend=False)
             module.register_state_dict_pre_hook(self._reshard_hook)
             module.register_load_state_dict_pre_hook(self._before_load)
@@ -193,6 +194,7 @@ class FSDPState:
         if not self.has_root:
             self.lazy_init()
         schedule = self.schedule
+        # In a backward, activation checkpointing recomputes the root: no new step begins.
         if self.is_root and not schedule.in_backward:
             with profiled("FSDP::root_pre_forward", ""):
                 schedule.begin_forward()
@@ -204,7 +206,9 @@ class FSDPState:
                 if self.device.type != "cpu":
                     with profiled("FSDP::inputs_to_device", ""):
                         args, kwargs = map_tensors(
-                            lambda tensor: tensor.to(self.device, non_blocking=True), (args, kwargs)
+                            # Inputs may be in pinned memory.
+                            lambda tensor: tensor.to(self.device, non_blocking=True),
+                            (args, kwargs),
                         )
         with profiled("FSDP::pre_forward ", self.shown):
             dtype = self.mp_policy.param_dtype
@@ -258,6 +262,7 @@ class FSDPState:
 
     def end_method(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshard after a registered method."""
+        # A state_dict inside the method has set it to 0.
         self._methods_running = max(0, self._methods_running - 1)
         return self._post_forward(module, args, output)
 
@@ -319,8 +324,8 @@ class FSDPState:
         self._leave_backward()
 
     def _leave_backward(self) -> None:
-        """Count a call of the unit that the backward has passed; after the last one, reshard and reduce."""
-        self._outstanding = max(0, self._outstanding - 1)
+        """The backward has passed one call of the unit; after the last one, reshard and reduce."""
+        self._outstanding = max(0, self._outstanding - 1)  # it is 0 if `forget_iteration` ran in between
         if self._outstanding == 0:
             self._reshard_in_backward()  # before the reduction, so that the full buffer's memory is free for it
             self.schedule.leave_backward(self)
@@ -373,7 +378,7 @@ class FSDPState:
             with profiled("FSDP::post_backward_reduce ", self.shown):
                 for group in trained:
                     self.comm.reduce(group)
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch's errors of failed collectives
             self.comm.explain(error)
             raise
 
@@ -398,6 +403,7 @@ class FSDPState:
         self._loads_own = any(
             half_loaded_in(group.shard) and is_own_state(group, state) for group in self.groups
         )
+        # assign=True replaces parameters: `rebind` adopts or refuses them
         if not metadata.get("assign_to_params_buffers", False):
             refuse_full_tensors(module, state, prefix)
 

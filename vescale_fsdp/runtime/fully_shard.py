@@ -159,7 +159,7 @@ def fully_shard(
         vars(owner)["_is_fsdp_managed_module"] = vars(owner)["_fsdp_use_orig_params"] = True
     FSDPState(modules, groups, mp_policy, reshard, device)  # stored on the modules
     for each, sharded_class in zip(modules, classes, strict=True):
-        each.__class__ = sharded_class
+        each.__class__ = sharded_class  # in place: the caller refers to this object
     return module
 
 
@@ -305,6 +305,7 @@ def _moved_buffers(
     copies = []
     for _, module in managed:
         for name, buffer in module._buffers.items():
+            # Meta buffers stay meta until `to_empty`, as meta parameters do.
             if buffer is not None and not buffer.is_meta and buffer.device != device:
                 if buffer not in moved:
                     moved[buffer] = buffer.to(device)

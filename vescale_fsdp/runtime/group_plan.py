@@ -160,7 +160,7 @@ def _plans(key: _GroupKey, params: dict[str, OriginalParam], rules: PlanRules) -
         TensorSpec(
             fqn,
             tuple(local_part(original.param).shape),
-            str(key.dtype).removeprefix("torch."),
+            str(key.dtype).removeprefix("torch."),  # layouts do not import torch
             original.block_numel,
         )
         for fqn, original in params.items()
@@ -205,7 +205,7 @@ def _block_numel(fqn: str, param: nn.Parameter, ragged: RaggedShard | None, rule
             where=fqn,
             todo="use only one of the two for this parameter",
         )
-    return max(1, ragged.unit_numel(shape))
+    return max(1, ragged.unit_numel(shape))  # 0 for an empty part
 
 
 class _PlacementWishes:
@@ -391,7 +391,7 @@ def param_dtype_of(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) 
     Raises:
         ValueError: if ``param_dtype_override_fn`` returns another dtype than ``param_dtype`` or the parameter's own.
     """
-    override = vars(policy).get(_OVERRIDE)
+    override = vars(policy).get(_OVERRIDE)  # torch before 2.15 has no such field
     wanted = override(param) if override is not None else None
     if wanted is None:
         return policy.param_dtype
@@ -402,6 +402,7 @@ def param_dtype_of(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) 
             got=repr(wanted),
             where=fqn,
         )
+    # The policy's own value, None too, so that the parameter can join those without an override.
     return policy.param_dtype if wanted is (policy.param_dtype or param.dtype) else param.dtype
 
 
@@ -437,6 +438,7 @@ class _Replaced:
     def name_of(self, param: torch.Tensor) -> str | None:
         """The name that a replaced parameter has in its unit; None for other parameters."""
         entry = self._alive.get(id(param))
+        # Python may have given the id of a freed parameter to this one.
         return entry[1] if entry is not None and entry[0]() is param else None
 
 

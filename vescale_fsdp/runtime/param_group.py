@@ -212,7 +212,7 @@ class ParamGroup:
         piece = self.layout.piece(slot, self.comm.rank)
         local_slice = slice(piece.local_offset, piece.local_offset + piece.numel)
         local = self.shard[local_slice]
-        if not param.is_meta and not local.is_meta:
+        if not param.is_meta and not local.is_meta:  # meta parameters get their values later
             local.copy_(self._values_of(param).reshape(-1)[piece.range.start : piece.range.stop])
         # A layout describes a whole tensor. If tensor parallelism cuts the parameter as well, there is no such layout.
         layout_ref = (self.layout, slot.fqn) if slot.shape == tuple(param.shape) else None
@@ -289,6 +289,7 @@ class ParamGroup:
             return
         noted = self._noted.get(kind)
         if noted is None or noted[0] is not settings:
+            # The label without parentheses.
             text = f"{kind} of {self.label[1:-1]} ({self.params[0].slot.fqn}, ..){settings.changes}"
             noted = self._noted[kind] = settings, text
         watch.note(noted[1])
@@ -372,6 +373,7 @@ class ParamGroup:
         self._part = self.gathered = None  # not earlier, because the gather reads the part
         for param in self.params:
             assert param.unsharded is not None
+            # (un)frozen since the last gather
             if param.unsharded.requires_grad != param.sharded.requires_grad:
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
             if param.sharded.requires_grad and not param.watched:
@@ -400,6 +402,7 @@ class ParamGroup:
         for param in self.params:
             param.set_on_modules(param.sharded)
         if keep_part and self.comm.part_size is not None and self.full is not None:
+            # A copy: the buffer is freed next.
             self._part = self.full.flat.view(self.comm.part_size, -1)[self.comm.part_rank].clone()
         if frees:
             self.free_full()
@@ -499,6 +502,7 @@ class ParamGroup:
                 settings.zeros_unused
                 or fqn in used
                 or (
+                    # Adding other ranks' part, or zeros, is right in both cases, unless a hook is called for it.
                     param.sharded.grad is not None
                     and settings.on_delivery is None
                     and not post_accumulate_grad_hooks(param.sharded)
@@ -576,6 +580,7 @@ class ParamGroup:
         return host
 
     def _room_on_host(self, shard: torch.Tensor) -> torch.Tensor:
+        # New for each reduction: sharded gradients are views of it.
         return torch.empty_like(shard, device="cpu", pin_memory=self._is_pinned)
 
     def drop_grads(self) -> None:

@@ -123,7 +123,7 @@ class Schedule:
         try:
             with profiled("FSDP::all_gather ", unit.shown):
                 self.comm.gather(unit.groups, lasting=unit.stays_gathered and not self.in_backward)
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch's errors of failed collectives
             self.comm.explain(error)
             raise
         return True
@@ -191,7 +191,7 @@ class Schedule:
         if self.in_backward:  # a recomputed forward: the unit's backward follows and needs the parameters
             return
         if unit in self._ended:
-            self._ended.remove(unit)
+            self._ended.remove(unit)  # of several calls, the last end counts
         self._ended.append(unit)
         if reshards:
             self.comm.reshard(unit.groups, keep_part=True, lingers=True)
@@ -256,7 +256,7 @@ class Schedule:
         """Begin a unit's backward, once its outputs have gradients: gather the unit and the next one."""
         if not self.in_backward:
             self.in_backward = True
-            autograd_engine_callback(self._end_backward)
+            autograd_engine_callback(self._end_backward)  # called once, after the whole backward
         self._begun.add(unit)
         if unit.unshard_in_backward:
             self.gather(unit)

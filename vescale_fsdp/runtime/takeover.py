@@ -50,7 +50,7 @@ def rebind(group: ParamGroup, *, is_whole: bool) -> None:
         if replacements:
             # Owners of a shared parameter may have different ones: the last one wins, as in a load without assign.
             _take(group, param, replacements[-1], must_be_new=False)
-        param.spec = spec_of(param.sharded)
+        param.spec = spec_of(param.sharded)  # a conversion may have changed the dtype
         param.set_on_modules(param.sharded)
     _unite(group, all_needed=False)
     if is_whole:
@@ -70,8 +70,10 @@ def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str
     """
     full = []
     for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
+        # A unit has one load hook, which changes no tensor.
         if not loads_what_it_is_given(owner, num_own_hooks=int(is_noted_sharded(owner))):
             continue
+        # The root's path is empty.
         names = {name: f"{path}.{name}".removeprefix(".") for name in owner._parameters}
         full += [
             key
@@ -154,7 +156,7 @@ def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, m
         if (new.device_mesh, new.placements, new.shape) != expected:
             placed = tuple(map(str, new.placements))
             _refuse(param, new, f"by one of shape {tuple(new.shape)} placed {placed}")
-        note_replaced(param.sharded, param.slot.fqn)
+        note_replaced(param.sharded, param.slot.fqn)  # an optimizer may have it
         param.take(new)
     else:
         _take_plain(group, param, new)
@@ -176,6 +178,7 @@ def _as_ragged(param: ManagedParam, new: nn.Parameter) -> nn.Parameter:
 @torch.no_grad()
 def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> None:
     """Adopt this rank's piece of a full tensor, which every rank has set in place of the parameter."""
+    # `.data` of a Parameter has the class of the tensor in it.
     plain = not isinstance(new, DTensor) and type(new.data) is torch.Tensor and not new.is_meta
     if not plain or group.was_gathered or param.prior.spec is not None or not group.takes_plain:
         _refuse(param, new, f"by a {type(new).__name__} on {new.device}")
@@ -185,7 +188,7 @@ def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> No
     start, stop = group.layout.piece(param.slot, group.comm.rank).range
     piece = new.detach().reshape(-1)[start:stop]
     if ours.is_meta:
-        local = piece.to(group.home, copy=True)
+        local = piece.to(group.home, copy=True)  # a view would keep the full tensor in memory
         ragged = RaggedDTensor.wrap(local, param.spec, layout_ref=ours.layout_ref)  # type: ignore[attr-defined]
         note_replaced(ours, param.slot.fqn)
         param.take(nn.Parameter(ragged, requires_grad=new.requires_grad))
@@ -238,7 +241,7 @@ def _unite(group: ParamGroup, *, all_needed: bool) -> None:
             view.copy_(local.reshape(-1))
         set_local(param.sharded, view)
         param.piece = view
-    group.forget_full()
+    group.forget_full()  # its views may have the old dtype or device
 
 
 def _owners(param: ManagedParam) -> str:

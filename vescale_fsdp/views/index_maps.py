@@ -160,6 +160,7 @@ class Index(IndexMap):
             return (*values[: self.dim], value, *values[self.dim :])
 
         part = Box(with_dim(box.offsets, self.index), with_dim(box.sizes, 1))
+        # A dim of one item: its stride is not used.
         yield InputPiece(0, part, 0, with_dim(contiguous_strides(box.sizes), 0))
 
 
@@ -241,6 +242,7 @@ class Interleave(IndexMap):
         in_group = self._back_in_group if self.back else self._in_group
         while position < stop:
             inside = position % group
+            # The rest of a group, or as many whole groups as there are.
             size = group - inside if inside or stop - position < group else (stop - position) // group * group
             part = box.with_range(self.dim, position, min(size, stop - position))
             if part.sizes[self.dim] % group == 0:
@@ -265,6 +267,7 @@ class Interleave(IndexMap):
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
         for p in range(parts):
+            # Items of run p that go to [low, high).
             first, last = -(-(low - p) // parts), -(-(high - p) // parts)
             if first < last:
                 inner = box.with_range(dim, base + p * run + first, last - first)
@@ -303,6 +306,7 @@ class Pad(IndexMap):
         return _replace(shapes[0], self.dim, self.size)
 
     def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
+        # 0 or less: all padding
         filled = min(box.sizes[self.dim], shapes[0][self.dim] - box.offsets[self.dim])
         if filled > 0:
             part = box.with_range(self.dim, box.offsets[self.dim], filled)

@@ -50,6 +50,7 @@ def name_of(func: torch._ops.OpOverload) -> str:
 
 def bind(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The passed arguments by their names in the operator's schema."""
+    # Not strict: trailing arguments may be left out.
     return {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
 
 
@@ -96,6 +97,7 @@ def replicated(full: torch.Tensor, like: RaggedDTensor) -> DTensor:
     """A stock DTensor of a tensor that is the same on all ranks of the mesh of ``like``."""
     mesh = like.device_mesh
     spec = make_spec(mesh, [Replicate()] * mesh.ndim, full.shape, full.dtype)
+    # Contiguous, as `make_spec` describes it.
     return DTensor(full.contiguous(), spec, requires_grad=False)  # type: ignore[call-arg]
 
 
@@ -202,7 +204,7 @@ def _check_same_cut(func: torch._ops.OpOverload, tensor: RaggedDTensor, like: Ra
 def _cut(func: torch._ops.OpOverload, full: torch.Tensor, like: RaggedDTensor) -> torch.Tensor:
     """This rank's piece of a replicated tensor that broadcasts to the ragged tensor's shape."""
     shape, local = like.shape, like._local_tensor
-    pairs = zip(reversed(full.shape), reversed(shape), strict=False)
+    pairs = zip(reversed(full.shape), reversed(shape), strict=False)  # broadcasting aligns the last dims
     if full.ndim > len(shape) or any(n not in (1, m) for n, m in pairs):
         raise refuse(func, like, f"shape {tuple(full.shape)} does not broadcast to it")
     expanded = full.expand(shape)

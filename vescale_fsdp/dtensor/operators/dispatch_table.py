@@ -132,17 +132,17 @@ _BY_NAME = {name: rule for rule, family in FAMILIES.items() for name in family.n
 _BY_OVERLOAD: dict[torch._ops.OpOverload, Rule] = dict.fromkeys(
     (aten.max.default, aten.max.dim, aten.min.default, aten.min.dim), reductions.reduction
 ) | dict.fromkeys((aten.eye.out, aten.eye.m_out), whole_tensors.eye)
-_REFUSED_OVERLOADS = (aten.bernoulli_.Tensor,)
+_REFUSED_OVERLOADS = (aten.bernoulli_.Tensor,)  # one probability per element; `_draw` takes one
 # Rules of operators that are not named above; the document does not list these hundreds.
 _OPEN = (elementwise.flat_view, whole_tensors.gathered, whole_tensors.written_back, _decomposed)
-_FOREACH_OF_WHOLES = ("_foreach_mm", "_foreach_powsum")
+_FOREACH_OF_WHOLES = ("_foreach_mm", "_foreach_powsum")  # products and sums, not elementwise
 
 
 def _is_pointwise(func: torch._ops.OpOverload, name: str) -> bool:
     """Whether torch tags an operator, or for an in-place operator its functional form, as pointwise."""
     if torch.Tag.pointwise in func.tags:
         return True
-    if not name.endswith("_") or name.endswith("__"):
+    if not name.endswith("_") or name.endswith("__"):  # `__and__` is not an in-place form
         return False
     packet = getattr(aten, name.removesuffix("_"), None)
     functional = getattr(packet, func._overloadname, None)
@@ -153,13 +153,13 @@ def _is_pointwise(func: torch._ops.OpOverload, name: str) -> bool:
 def rule_of(func: torch._ops.OpOverload) -> Rule:
     """The function that runs an operator on ragged tensors; if no rule applies, a function that raises."""
     namespace, _, name = func._schema.name.partition("::")
-    if namespace != "aten" or func in _REFUSED_OVERLOADS:
+    if namespace != "aten" or func in _REFUSED_OVERLOADS:  # nothing is known of other libraries' operators
         return _unsupported
     if func in _BY_OVERLOAD:
         return _BY_OVERLOAD[func]
     if name in _BY_NAME:
         rule = _BY_NAME[name]
-        elementwise_out = rule is elementwise.elementwise or not has_out(func)
+        elementwise_out = rule is elementwise.elementwise or not has_out(func)  # other rules ignore `out`
         return rule if elementwise_out else _unsupported
     if name.startswith("_foreach_") and name not in _FOREACH_OF_WHOLES and not has_out(func):
         return elementwise.foreach
@@ -180,6 +180,7 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
         # Batch norms write to these two arguments, but their schemas do not declare it.
         writes_statistics = any(argument.name in ("running_mean", "running_var") for argument in arguments)
         return _unsupported if writes_statistics else whole_tensors.gathered
+    # inplace_view: these change the shape, as `squeeze_` does
     writes_first = written == arguments[:1] and not has_out(func) and torch.Tag.inplace_view not in func.tags
     return whole_tensors.written_back if writes_first else _unsupported
 
@@ -207,7 +208,7 @@ def operator_table() -> str:
         name, _, overload = rest.partition(".")
         if namespace != "aten":
             continue
-        func = getattr(getattr(aten, name), overload or "default")
+        func = getattr(getattr(aten, name), overload or "default")  # torch's name of an unnamed overload
         names.setdefault(rule_of(func), set()).add(name)
     lines = [
         "# Operators on ragged tensors",

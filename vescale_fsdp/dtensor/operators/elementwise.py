@@ -80,6 +80,7 @@ def _on_pieces(
 def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run copies and the family of zeros_like: the result's piece has the same size, and is contiguous."""
     tensor: RaggedDTensor = args[0]
+    # channels_last needs 4 dims, and a piece has one
     kwargs = {**kwargs, "memory_format": torch.contiguous_format} if "memory_format" in kwargs else kwargs
     return wrap_result(func, func(tensor._local_tensor, *args[1:], **kwargs), tensor)
 
@@ -111,6 +112,7 @@ def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
 def flat_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Create a view, or several as ``split`` does; each must be one run of the tensor's flat order."""
     tensor: RaggedDTensor = args[0]
+    # Without values: only the view's offset, shape and strides are used.
     views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
     if isinstance(views, (list, tuple)):
         return type(views)(_view_of(func, tensor, view) for view in views)
@@ -142,6 +144,7 @@ def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Ten
     axis, placement = ragged_axis(tensor.placements)
     cut = RaggedShard.from_piece_numels(view.shape, placement.piece_lengths(tensor.shape).within(start, stop))
     own = piece_of(tensor._spec)
+    # The view may begin or end in other ranks' pieces.
     first, last = (min(max(edge, own.start), own.stop) - own.start for edge in (start, stop))
     return RaggedDTensor.wrap(
         tensor._local_tensor.view(-1)[first:last],
@@ -267,5 +270,5 @@ def non_finite_check(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
             axes = {axis for axis, p in enumerate(t.placements) if not p.is_replicate()}
             cut_axes.setdefault(t.device_mesh, set()).update(axes)
     for mesh, axes in cut_axes.items():
-        for axis in sorted(axes):
+        for axis in sorted(axes):  # all ranks in the same order
             wait_for(all_reduce_in_place(found_inf, dist.ReduceOp.MAX, mesh.get_group(axis)))

@@ -52,7 +52,7 @@ class _StreamCounter:
     def take(self, mesh: DeviceMesh) -> tuple[int, int]:
         """Return (seed, stream) for one random call. Collective, if no seed was set."""
         if self.seed is None:
-            initial = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF
+            initial = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF  # it is sent as int64
             seed = torch.tensor(initial, dtype=torch.int64, device=mesh.device_type)
             for axis in range(mesh.ndim):
                 wait_for(broadcast_in_place(seed, mesh.get_group(axis), 0))
@@ -167,7 +167,7 @@ def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     if kind == "normal":
         a, b = named.get("mean", 0.0), named.get("std", 1.0)
         if b < 0:
-            raise RuntimeError(f"normal_ expects std >= 0.0, but found std {b}")
+            raise RuntimeError(f"normal_ expects std >= 0.0, but found std {b}")  # torch's own error
     elif kind == "uniform":
         a, b = named.get("from", 0.0), named.get("to", 1.0)
         if a > b:
@@ -195,7 +195,7 @@ def random_like(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 # -- Philox ---------------------------------------------------------------------------------------------
 
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # the paper's constants, as _WEYL
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _COUNTERS_AT_ONCE = 1 << 16  # bounds the working memory: 2 MiB for four words of 8 bytes
@@ -292,7 +292,7 @@ def uniforms(
     for counters, index in _pick(spans, 2 if wide else 4, device):
         drawn = _words(counters, seed, stream)
         if wide:
-            drawn = (drawn[:, 0::2] << 21) | (drawn[:, 1::2] >> 11)
+            drawn = (drawn[:, 0::2] << 21) | (drawn[:, 1::2] >> 11)  # 32 + 21 = 53 bits
         values = (drawn >> ((53 if wide else 32) - bits)).to(torch.float64) * 2.0**-bits
         parts.append(values.reshape(-1)[index])
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=device)
@@ -309,6 +309,7 @@ def normals(spans: Sequence[FlatRange], seed: int, stream: int, device: torch.de
     parts = []
     for counters, index in _pick(spans, 4, device):
         pairs = _words(counters, seed, stream).view(-1, 2)
+        # + 0.5: zero has no logarithm
         radius = (-2.0 * _log((pairs[:, 0].to(torch.float64) + 0.5) * 2.0**-32)).sqrt()
         sine, cosine = _sin_cos_turns(pairs[:, 1])
         parts.append(torch.stack([radius * cosine, radius * sine], dim=1).view(-1)[index])

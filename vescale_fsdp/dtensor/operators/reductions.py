@@ -59,9 +59,10 @@ def _call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     dims = named.pop("dim", defaults.get("dim"))
     keepdim = bool(named.pop("keepdim", False))
     listed = [dims] if isinstance(dims, int) else list(dims or ())
+    # Dims out of range are kept for the error below.
     positive = tuple(sorted({d % tensor.ndim if -tensor.ndim <= d < tensor.ndim else d for d in listed}))
     if positive and (positive[0] < 0 or positive[-1] >= tensor.ndim):
-        raise IndexError(f"{func}: dims {listed} do not exist in shape {tuple(tensor.shape)}")
+        raise IndexError(f"{func}: dims {listed} do not exist in shape {tuple(tensor.shape)}")  # as torch
     tensor = summed(tensor)
     return _Call(func, tensor, positive or tuple(range(tensor.ndim)), keepdim, named)
 
@@ -122,7 +123,7 @@ def _are_whole_from(tensor: RaggedDTensor, dim: int) -> bool:
     if inner[dim:] != tuple(tensor.shape[dim:]):
         return False
     run = numel_of(inner[dim:])
-    return run > 0 and all(numel % run == 0 for numel in numels.distinct)
+    return run > 0 and all(numel % run == 0 for numel in numels.distinct)  # an empty run cannot divide
 
 
 def _on_rows(call: _Call) -> Any:
@@ -130,6 +131,7 @@ def _on_rows(call: _Call) -> Any:
     tensor, first = call.tensor, call.dims[0]
     shifted = [dim - first + 1 for dim in call.dims]
     schema = {argument.name: argument for argument in call.func._schema.arguments}
+    # Some overloads take one dim, others a list of dims.
     takes_list = "List" in str(schema["dim"].type) or "[]" in str(schema["dim"].type)
     named = {
         **call.options,
@@ -158,6 +160,7 @@ def _from_rows(call: _Call, rows: torch.Tensor) -> RaggedDTensor:
     )
     spec = make_spec(tensor.device_mesh, replaced(tensor.placements, axis, ragged), shape, rows.dtype)
     ref = tensor.layout_ref if shape == tuple(tensor.shape) else None
+    # Results may be strided, pieces are not.
     return RaggedDTensor.wrap(rows.contiguous().view(-1), spec, layout_ref=ref)
 
 
@@ -170,6 +173,7 @@ def _over_cut_dims(call: _Call) -> DTensor:
     order = None if name in ("sum", "mean") else _order(call.options)
     local, start = tensor._local_tensor.reshape(-1), 0
     kept = [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
+    # An empty sum has torch's dtype of sums.
     total = local.new_zeros(kept, dtype=local[:0].sum(dtype=dtype).dtype if order is None else dtype)
     for box in tensor.boxes:
         values = local[start : start + box.numel].view(box.sizes)
@@ -207,7 +211,7 @@ def _sum(call: _Call) -> DTensor:
     total = torch.nansum if name_of(call.func) == "nansum" else torch.sum
     local = total(call.tensor._local_tensor, dtype=call.options.get("dtype"))
     answers = _gather_answers(local, call.tensor)
-    return replicated(answers.sum(0, dtype=local.dtype), call.tensor)
+    return replicated(answers.sum(0, dtype=local.dtype), call.tensor)  # torch would widen integers again
 
 
 def _mean(call: _Call) -> DTensor:
@@ -263,21 +267,23 @@ def _arg_extreme(call: _Call, *, largest: bool) -> DTensor:
     values, indices = _gather_answers(value, tensor), _gather_answers(index, tensor)
     best = values.max() if largest else values.min()
     hits = (values == best) | (values.isnan() & best.isnan())
+    # An empty piece's neutral value may equal the best, but it has no index.
     return replicated(indices[hits & (indices != no_index)].min(), tensor)
 
 
 def _spread(call: _Call, *, root: bool = False, with_mean: bool = False) -> Any:
     """Variance or standard deviation, optionally with the mean, from each rank's count, mean and squared distances."""
     local = call.tensor._local_tensor
-    wide = local.to(torch.float64)
+    wide = local.to(torch.float64)  # so that combining the ranks' squares loses no bits of the result
     count = torch.tensor(float(local.numel()), dtype=torch.float64, device=local.device)
-    mean = wide.mean() if local.numel() else count
+    mean = wide.mean() if local.numel() else count  # 0: the mean of an empty piece would be NaN
     answers = _gather_answers(torch.stack([count, mean, (wide - mean).square().sum()]), call.tensor)
     counts, means, squares = answers.unbind(-1)
     total = counts.sum()
     grand_mean = (counts * means).sum() / total
     distances = squares.sum() + (counts * (means - grand_mean).square()).sum()
     correction = call.options.get("correction", call.options.get("unbiased", 1))
+    # At least 0, as in torch: too large a correction gives inf or NaN, not a negative variance.
     variance = distances / (total - (1.0 if correction is None else float(correction))).clamp_min(0.0)
     moments = (variance.sqrt() if root else variance, grand_mean)
     results = tuple(replicated(moment.to(call.tensor.dtype), call.tensor) for moment in moments)

@@ -44,7 +44,7 @@ def written_back(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     """Run an operator that writes to its first argument on the whole tensors; each rank keeps its piece."""
     written, *rest = args
     check_written(func, bind(func, args, kwargs), written)
-    full = _whole(func, written, written).clone()
+    full = _whole(func, written, written).clone()  # `func` writes to it
     func(full, *_whole(func, rest, written), **_whole(func, kwargs, written))
     return written.copy_(replicated(full, written))
 

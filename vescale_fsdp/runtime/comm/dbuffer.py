@@ -62,7 +62,7 @@ class DBuffer:
 
     def allocate(self) -> None:
         """Allocate the storage, on the current stream; contents are undefined."""
-        if self._storage.nbytes() != self._nbytes:
+        if self._storage.nbytes() != self._nbytes:  # it is allocated already, or was never freed
             with self._pool():
                 self._storage.resize_(self._nbytes)
         for copy in self._copies.values():
@@ -100,6 +100,7 @@ class DBuffer:
             return [self.view(slot)]
         size = self.layout.shard_numel
         return [
+            # No copy: pieces of a run are one shard apart.
             self.flat[run.first_rank * size + run.local_offset :].as_strided(
                 (run.num_ranks, run.piece_numel), (size, 1)
             )
@@ -110,7 +111,7 @@ class DBuffer:
         """The parts of the buffer outside all tensors, 1-D views in order."""
         if self._padding is None:
             size = self.layout.shard_numel
-            filled = sorted(
+            filled = sorted(  # slots are in definition order, not in buffer order
                 [(slot.offset, slot.numel) for slot in self.layout.slots if not slot.is_scattered]
                 + [
                     (rank * size + run.local_offset, run.piece_numel)
@@ -135,6 +136,7 @@ class DBuffer:
         for slot, values in given:
             pieces = self.pieces(slot)
             targets += pieces
+            # Reshape: a gradient of autograd may have other strides than row-major.
             parts += [values] if not slot.is_scattered else _split(values.reshape(-1), pieces)
         return targets, parts
 
@@ -163,7 +165,7 @@ class DBuffer:
         with without_grad():
             if copy_to is not None:
                 mine = self.flat[copy_to.start : copy_to.stop]
-                mine.copy_(own, non_blocking=True)
+                mine.copy_(own, non_blocking=True)  # an offloaded shard may be in pinned memory
                 own = mine
             self._work = gather(self.flat, own)
 
@@ -171,7 +173,7 @@ class DBuffer:
         """Wait until the buffer is filled."""
         if self._work is not None:
             self._work.wait()
-            self._work = None
+            self._work = None  # a second wait is a no-op
         # Autograd may have saved views of the buffer, and raises if their version changes. The gather has written the
         # same values again, so the version is reset; here, because some backends increment it only in the wait.
         restore_version(self.flat, self._version)

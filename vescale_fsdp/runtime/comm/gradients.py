@@ -1,5 +1,8 @@
 """Gradients of a group from autograd to a reduced shard, and flags of the parameters that ranks have used.
 
+The reduction itself is not here: `ParamGroup.start_reduce` starts it, `GroupComm.reduce_scatter` chooses operator and
+divisor, and `vescale_fsdp.collectives.reduce_scatter_into` exchanges and sums.
+
 Unsharded gradients since the last reduction (`UnshardedGrads`):
 
     kept      on an accelerator: the gradients as autograd computed them
@@ -99,7 +102,7 @@ class UnshardedGrads:
         kept = [(self.layout.slot(fqn), grad) for fqn, grad in self._kept.items()]
         new = [each for each in kept if each[0].fqn not in self._written]
         if new:
-            foreach_copy_(*buffer.places(new))
+            foreach_copy_(*buffer.places(new))  # copied, not added: the buffer's contents are undefined
         for slot, grad in kept:
             if slot.fqn in self._written:
                 buffer.add(slot, grad)
@@ -180,6 +183,7 @@ class UsedFlags:
     def __init__(self, mesh: DeviceMesh, used: Sequence[bool], device: torch.device) -> None:
         self._used = used
         with outside_modes():  # a backward under torch.func must not wrap this tensor
+            # uint8, which gloo and NCCL both reduce
             self._flags = torch.ones(len(used), dtype=torch.uint8, device=device)
             unused = [index for index, flag in enumerate(used) if not flag]
             if unused:  # usually empty, which saves a copy to the device

@@ -5,9 +5,13 @@
     reduce_scatter  reduction over the sharding axis, on a communicator of its own if the user asks for it
     all_reduce      reduction over the replicating axis (HSDP)
 
-The divisor of a reduction, as in torch 2.13's FSDP2: fp32 and bf16 use AVG, so the collective divides. With a user's
-factor, forced sums or fp16 the collective uses SUM, and the result is divided afterwards. fp16 is also divided *before*
-the sum, by a power of two near the square root of the number of ranks, so that the sum does not overflow.
+The divisor of a reduction, as in torch 2.13's FSDP2: fp32 and bf16 use AVG. A user's factor, forced sums and fp16 use
+SUM, and are divided afterwards. fp16 is also divided *before* the sum, by a power of two near the square root of the
+number of ranks, so that the sum does not overflow.
+
+The collectives themselves are in `vescale_fsdp.collectives`. With AVG, NCCL divides in its reduce-scatter only if the
+gradient buffer has the shard's dtype. bf16 gradients of an fp32 shard are exchanged in bf16 by an all-to-all, summed in
+fp32 and then divided (`_Native.reduce_scatter`). gloo on the CPU exchanges slices and sums them in every case.
 
 Communication libraries avoid copies if buffers are in their own memory:
 
@@ -242,6 +246,7 @@ class GroupComm:
         self._part_group: dist.ProcessGroup | None = None  # the ``part_size`` ranks
         self.part_rank = 0  # this rank's index in `_part_group`
         if part_size is not None:
+            # Else torch gives the new groups its default timeout.
             with groups_with_timeout_of(self.shard_group), outside_fake_mode():
                 parts = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
             self._part_group, self.part_rank = parts.get_group(1), parts.get_local_rank(1)
@@ -321,6 +326,7 @@ class GroupComm:
 
     def sums_in_wider(self, device: torch.device) -> bool:
         """Whether a reduction supports a ``full`` of a narrower dtype than ``shard``. The same on all ranks."""
+        # A user's reduce-scatter gets two buffers of one dtype, as in FSDP2.
         if not self.settings.narrow or self.settings.custom_reduce_scatter is not None:
             return False
         return sums_in_wider(self.reduce_group or self.shard_group, device.type)
@@ -333,6 +339,7 @@ class GroupComm:
     def finish_division(self, shard: torch.Tensor) -> None:
         """Divide a summed shard, in place; a no-op if the collective has averaged."""
         if not self._averages(shard.dtype):
+            # Without the part divided before the sum.
             shard.div_(self._total_factor() / self._divide_before(shard.dtype))
 
     # -- division -------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class OrderWatch:
         world = dist.group.WORLD
         assert world is not None
         # All ranks create their watches in the same order, so a count makes the key unique and equal on all of them.
-        counts = _num_watches.setdefault(world, Counter())
+        counts = _num_watches.setdefault(world, Counter())  # per default group: its store ends with it
         counts[self._ranks] += 1
         ranks_digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self._ranks)).encode())
         self._key = f"vescale_fsdp order {ranks_digest} {counts[self._ranks]}"
@@ -139,7 +139,7 @@ class OrderWatch:
             return
         deadline = time.monotonic() + _FAILED_S
         while not self.guarded(self.look, True) and time.monotonic() < deadline:
-            time.sleep(0.02)
+            time.sleep(0.02)  # short beside _FAILED_S, and little load on the store
         if self.error is not None:
             raise self.error from failure
 
@@ -165,6 +165,7 @@ class OrderWatch:
     def compare(self, step: int, entries: list[str]) -> bool:
         """Compare the log of a step with the log of the first rank that ended this step."""
         digest = xxhash.xxh3_64_hexdigest("\n".join(entries).encode())
+        # Sets only a key that does not exist, and returns the first rank's value.
         first = self._store.compare_set(f"{self._key} {step}", "", f"{digest} {self._rank}").decode()
         if first.split()[0] != digest:
             self._differs = True
@@ -207,6 +208,7 @@ class OrderWatch:
         if self._shown == shown:
             return
         for step, entries in list(self._logs.items()):
+            # The length comes first: an empty log would be read as one empty entry.
             self._store.set(f"{self._key} {step} of {self._rank}", "\n".join([f"{len(entries)}", *entries]))
         self._shown = shown
 
@@ -252,6 +254,7 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
     if index is not None:
         for rank, entry in zip(logs, columns[index], strict=True):
             sides.setdefault(entry, []).append(rank)
+    # The default is for logs without a difference.
     (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
     # At most 16 ranks are shown per entry, and 5 entries: a mesh may have thousands of ranks.
     return LifecycleError(
@@ -289,6 +292,7 @@ class _Thread:
         with self._lock:
             self._watches.add(watch)
             if self._thread is None or not self._thread.is_alive():  # not alive in a forked child process
+                # A daemon: Python waits for other threads before `atexit` runs `stop`.
                 self._thread = threading.Thread(target=self._run, name="vescale_fsdp order", daemon=True)
                 self._thread.start()
 
@@ -302,13 +306,13 @@ class _Thread:
         if thread is not None and thread.is_alive():
             self.is_stopping = True
             self._steps.put(None)
-            thread.join(timeout=5.0)
+            thread.join(timeout=5.0)  # bounded: the thread may be in a call of the store
 
     def _run(self) -> None:
         while True:
             try:
                 item = self._steps.get(timeout=BOUND_S / _ALARMS_PER_BOUND)
-            except queue.Empty:
+            except queue.Empty:  # no step has ended for a while: read the alarm
                 if not self._look():
                     return
                 continue
