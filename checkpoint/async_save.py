@@ -116,14 +116,15 @@ class Stager:
         at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
         waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         for view, tensor in zip(self._views, tensors, strict=True):
+            # A copy between CPU memories blocks the caller in any case.
             late = streams[tensor.device] is not None and storage_id(tensor) in can_wait
             (waiting if late else at_once).append((view, tensor))
         for stream in streams.values():
             if stream is not None:
-                stream.wait_for_compute()
+                stream.wait_for_compute()  # the values that queued kernels write
         needed = DeferredCopy((), _copy(at_once, streams))
         pending = DeferredCopy([tensor for _, tensor in waiting], _copy(waiting, streams))
-        needed.finish()
+        needed.finish()  # the caller may change these tensors as soon as it goes on
         return self._views, pending
 
     def _cut(self, kinds: Sequence[_Kind]) -> list[torch.Tensor]:
@@ -137,6 +138,7 @@ class Stager:
             self._buffer = self._allocate(starts[-1])
         return [
             self._buffer[start : start + nbytes].view(dtype).view(shape)
+            # The last start is the total.
             for (shape, dtype), start, nbytes in zip(kinds, starts, sizes, strict=False)
         ]
 
@@ -202,6 +204,7 @@ class SaveHandle:
                 checkpoint was committed.
             TimeoutError: if it takes longer than ``timeout_s``.
         """
+        # Waits without raising: after a timeout the error is still unread.
         self._job.future.exception(timeout_s)
         self._job.is_read = True
         self._job.future.result()
@@ -255,7 +258,7 @@ class AsyncSaver:
         taken: tuple[TakenState, DeferredCopy] | None = None
         error: BaseException | None = None
         try:
-            self.drain()
+            self.drain()  # the staging buffer belongs to the last save until it ends
             storage = open_storage(path, neighbours=num_neighbours())
             meter = meter_for(progress, self._coordinator.rank)
             saver = partial(
@@ -301,7 +304,7 @@ class AsyncSaver:
             where = path.where if isinstance(path, Storage) else os.fspath(path)
         self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=exit_timeout_s)
         if error is not None and not isinstance(error, Exception):
-            self._last.is_read = True
+            self._last.is_read = True  # raised here, so that the exit does not report it
             raise error  # Ctrl-C stops the trainer now, not only in `handle.wait()`
         return SaveHandle(self._last)
 
@@ -314,6 +317,7 @@ class AsyncSaver:
         self, taken: TakenState, savers: Sequence[Saver], optimizer: Optimizers
     ) -> tuple[TakenState, DeferredCopy]:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        # Copied if one of the forms reads it.
         left_out = set.intersection(*(set(saver.left_out(taken.structure)) for saver in savers))
         names = [name for name in taken.locals_by_name if name not in left_out]
         per_rank = [tensor for _, tensors in taken.per_rank.values() for tensor in tensors]
@@ -391,6 +395,6 @@ def _saver_for(process_group: dist.ProcessGroup | None) -> AsyncSaver:
     coordinator = coordinator_for(process_group, use="async")
     if isinstance(coordinator, SoloCoordinator):
         return _solo_saver
-    base = process_group if process_group is not None else dist.group.WORLD
+    base = process_group if process_group is not None else dist.group.WORLD  # None cannot be a weak key
     assert base is not None
     return _group_savers.setdefault(base, AsyncSaver(coordinator))

@@ -337,10 +337,10 @@ class Loader:
                     target.finish()
                 matched.finish()
                 reads.close()  # inside the block, so that all ranks raise if it fails
-            on_failure.pop_all()
+            on_failure.pop_all()  # a success: nothing goes back to the meta device
         if self.coordinator.rank == 0:
             seconds = time.monotonic() - start_s
-            rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9
+            rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9  # coarse clocks may not have moved
             text = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s"
             _log.info(text, checkpoint.where, reads.num_bytes_read, seconds, rate)
             for doubt in checkpoint.warnings:
@@ -393,7 +393,7 @@ class Loader:
         """Context manager: if the checkpoint was removed while it was read, raise NoCheckpointError instead."""
         try:
             yield
-        except (CorruptCheckpointError, OSError) as error:
+        except (CorruptCheckpointError, OSError) as error:  # what reads of removed files raise
             if not checkpoint.is_gone():
                 raise
             raise NoCheckpointError(
@@ -421,6 +421,7 @@ class Loader:
                 continue  # this rank is not in the tensor's mesh
             _check_writable(read.name, local)
             region = describer.region(described, self.coordinator.rank)
+            # Empty tensors may all have address 0.
             memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
             if memory in wanted:
                 checkpoint.require_equal(wanted[memory][0], read, region)
@@ -480,7 +481,7 @@ def _check_writable(name: str, tensor: torch.Tensor) -> None:
     """Raise if elements of a tensor share memory, as after `expand` and `unfold`."""
     reach = 0  # distance in items from the first to the last element along all dims with smaller strides
     overlap = False
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):  # from the smallest stride up
         overlap = overlap or (size > 1 and step <= reach)
         reach += step * (size - 1)
     if overlap and tensor.numel():
@@ -531,16 +532,16 @@ class Overwriting:
         """
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C leaves tensors half loaded too
             names = [filled.name for filled in self._filled if filled.target.is_overwritten]
-            if not names and num_ranks == 1:
+            if not names and num_ranks == 1:  # nothing has changed, and no other rank can differ
                 raise
             for filled in self._filled:
                 # Only these tensors are checked by a forward.
                 if isinstance(filled.tensor, RaggedDTensor):
                     mark_half_loaded(local_of(filled.tensor), filled.name)
             if not isinstance(error, Exception):
-                error.add_note(_format_overwritten(names))
+                error.add_note(_format_overwritten(names))  # Ctrl-C keeps its class
                 raise
             raise partial_load(error, names) from error
         for filled in self._filled:

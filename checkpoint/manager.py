@@ -306,12 +306,12 @@ class CheckpointManager:
 
     def _decide(self, step: int, metric: float | None, *, force: bool) -> Decision:
         try:
-            step = operator.index(step)
+            step = operator.index(step)  # refuses floats, and takes numpy's integers
             if step < 0:
                 raise ArgumentError(
                     "A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where
                 )
-            metric = None if metric is None else float(metric)
+            metric = None if metric is None else float(metric)  # may be a tensor of one item
         except Exception:
             self._schedule.refuse()  # otherwise ranks with a valid step would wait for this rank
             raise
@@ -435,7 +435,7 @@ class CheckpointManager:
         if self._hold is None:
             try:
                 self._hold = hold_root(self._root)
-            except BlockingIOError:
+            except BlockingIOError:  # another job saves there
                 return False
         return True
 
@@ -468,7 +468,7 @@ class CheckpointManager:
                     )
                     with adding_note(also):
                         saved = saver.save(state, metadata)
-                    if decision.is_due and storage is targets[0][0]:
+                    if decision.is_due and storage is targets[0][0]:  # the step itself; exports come after it
                         self._conclude(decision, self._coordinator, saved)
             return
         self._wait_for_disk_together()
@@ -673,6 +673,7 @@ class CheckpointManager:
             if self._coordinator.rank == 0:
                 numbers = [number for number in committed_steps(self._root) if number > step]
                 digests = {number: manifest_digest(self._root, number) for number in numbers}
+                # None: removed by another job just now.
                 later = {number: digest for number, digest in digests.items() if digest is not None}
         self._restored, self._has_begun = _RestoredStep(step, is_rollback, later), False
         self._schedule.restored(step)

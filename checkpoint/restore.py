@@ -41,7 +41,7 @@ from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, some
 
 _FIRST_PAUSE_S = 0.01  # before the second listing; each further pause is twice as long
-_LAST_PAUSE_S = 0.5
+_LAST_PAUSE_S = 0.5  # longest pause
 _MIN_READS = 3  # reads of vanishing steps before the search can fail, even if patience_s is over
 
 
@@ -307,6 +307,7 @@ def _newest(views: Sequence[_View]) -> StoredStep | None:
 
     def order(step: StoredStep) -> tuple[int, bool, bool, str]:
         parts = [view.parts[step] for view in views if step in view.parts]
+        # The attempt: all ranks choose alike.
         return step.number, step.in_memory, step.in_memory and is_whole(parts), step.attempt
 
     return max({step for view in views for step in view.steps}, key=order, default=None)
@@ -360,7 +361,7 @@ def restore_newest(
                 report = load(candidate)
             except LostPartError as error:
                 search.skip_lost(step, error)
-            except NoCheckpointError:
+            except NoCheckpointError:  # removed or replaced meanwhile, which is no damage
                 search.try_again()
             except CorruptCheckpointError as error:
                 if not search.repair(candidate, error):
@@ -375,7 +376,7 @@ def restore_newest(
                 moves = supply.moves if supply is not None else ()
                 return Restored(step.number, search.skipped, report, step.tier, moves)
         search.check_none()
-    except PartialLoadError:
+    except PartialLoadError:  # names its tensors already
         raise
     except Exception as error:
         if not overwritten:

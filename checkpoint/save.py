@@ -247,7 +247,7 @@ class Saver:
             commit = self._form.write(plan, share)
             compared()
             return commit
-        except BaseException as failed:
+        except BaseException as failed:  # Ctrl-C too: written files are removed
             if claimed:
                 try:
                     self._form.clear_away(self.storage, save_id)
@@ -299,7 +299,7 @@ def plain_json(metadata: Json) -> Json:
         if depth_of(plain) > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} levels")
         return plain
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:  # RecursionError: a container inside itself
         raise CheckpointError(
             "`metadata` is not JSON-serializable.",
             expected="dicts whose keys differ as text, lists, strings, finite numbers, True, False, None",

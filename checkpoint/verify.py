@@ -159,7 +159,7 @@ def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], 
             progress(check.num_bytes)
 
     check_files(storage, manifest, note, threads=storage.read_threads)
-    problems.sort(key=lambda problem: (problem.where, problem.text))
+    problems.sort(key=lambda problem: (problem.where, problem.text))  # threads report in any order
     unsaved = [
         VerifyReport.Problem(
             MANIFEST_NAME, f"tensor {entry.label}: no rank stores cell {missing} of its grid"

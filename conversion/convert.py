@@ -158,6 +158,7 @@ def convert(
             report.plan.when_written(read)
             require(check_written(report.plan, read, find_quantized))
 
+        # The class itself is asked about the written files, which a dry run does not have.
         require(check_planned(report.plan, find_quantized, asks="always" if options.dry_run else "doubt"))
         outcome = run_plan(
             replace(report.plan, when_written=check_files),
@@ -218,7 +219,7 @@ def plan_conversion(
     state = _merged(state, kind, options, assets, source)
     state = _with_rules(state, kind, options, assets, source)
     warnings = [*source.warnings, *state.warnings]
-    described = sorted(source.file_metadata.keys() - {"format"})
+    described = sorted(source.file_metadata.keys() - {"format"})  # every file gets that one anyway
     changes_tensors = any((options.dequantize, options.quantize, options.rules, options.merge))
     if described and (kind != "hf" or changes_tensors):
         state = replace(state, file_metadata={})
@@ -262,12 +263,12 @@ def _assets_for(source: Source, kind: str, options: ConvertOptions) -> Assets:
     if url is None and not options.no_assets and kind == "hf" and source.kind in _WITH_SETTINGS:
         own = own_settings(source.store)
         url = None if own is None else own.where
-    # The assets of an adapter are those of its base model; they are read by `adapter_state`.
+    # `adapter_state` reads the assets of an adapter, which belong to its base model.
     return Assets(None if kind == "adapter" else url, options.include_asset)
 
 
 def _config(assets: Assets, source: Source) -> dict[str, Any]:
-    """The config.json that is copied, else the one next to the source; empty if there is none."""
+    """The config.json that is copied, else the source's own; empty if there is none."""
     return assets.config if assets.config is not None else own_config(source.store)
 
 
@@ -311,7 +312,7 @@ def _merged(
     from vescale_fsdp.conversion.formats.peft import PeftConfig, require_adapter
     from vescale_fsdp.conversion.merge_adapter import merged_state
 
-    if source.kind == "hf":  # names of adapters are those of the model in memory
+    if source.kind == "hf":  # an adapter uses the model's names in memory
         state = _with_rules(state, kind, replace(options, rules_to="ours"), assets, source)
     require_adapter(options.merge)
     adapter = open_source(options.merge, kind="adapter")

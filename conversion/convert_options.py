@@ -98,7 +98,7 @@ class ConvertOptions:
 
     @property
     def limits(self) -> CopyLimits:
-        """Memory and threads, as the copying code takes them."""
+        """Memory and threads, as `CopyLimits`."""
         return CopyLimits(self.memory_budget_bytes, self.threads)
 
     def asked(self) -> dict[str, str]:

@@ -216,7 +216,7 @@ def _compare(
         return [Difference(name, "dtype", f"{left.dtype.name} and {right.dtype.name}")]
     a, b, repeats = _without_common_repeats(a, b)
     count, worst = 0, 0.0
-    step = _READ_BYTES // max(left.dtype.itemsize, right.dtype.itemsize)
+    step = _READ_BYTES // max(left.dtype.itemsize, right.dtype.itemsize)  # as many items of both
     for p, q in zip(pieces_of(a, _READ_BYTES, step), pieces_of(b, _READ_BYTES, step), strict=True):
         x, y = p.view(left.dtype.raw), q.view(right.dtype.raw)
         progress(p.nbytes + q.nbytes)
@@ -250,7 +250,7 @@ def _without_common_repeats(a: TensorView, b: TensorView) -> tuple[TensorView, T
             where=f"tensor {a.info.name}",
             todo="compare the stored bytes in Python, or a sample: vescale-convert report A --against B",
         )
-    return left, right, a.info.numel // max(1, left.info.numel)
+    return left, right, a.info.numel // max(1, left.info.numel)  # 1: empty tensors
 
 
 def _far(x: np.ndarray, a: DType, y: np.ndarray, b: DType, tolerance: _Tolerance) -> tuple[int, float]:

@@ -2,7 +2,7 @@
 
     q.weight (fp8)  + q.weight_scale_inv | q.weight_scale     blocks, rows, or one scale: DeepSeek, compressed-tensors
     w (fp8)         + w_scale_inv | w_scale                   stacked experts
-    w_blocks        + w_scales                                mxfp4: gpt-oss, whose weight is the transpose
+    w_blocks        + w_scales                                mxfp4: gpt-oss; the weight is the transpose
     q.weight (int8) + q.SCB (+ q.weight_format)               bitsandbytes, 8 bits
     q.weight (u8)   + q.weight.absmax, .quant_map, ...        bitsandbytes, nf4 and fp4, nested scales too; the bytes
                                                               may be stored as bfloat16 (FSDP-QLoRA) or another dtype
@@ -93,7 +93,7 @@ def find_quantized(infos: Iterable[TensorInfo], config: Mapping[str, Any] | None
 
 _F32 = dtype_from_torch("float32")
 _BLOCK = (128, 128)  # of transformers' FineGrainedFP8Config, where config.json does not name one
-_MX_BLOCK = 32
+_MX_BLOCK = 32  # of all MX formats, by the specification of OCP
 _FLOAT8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _MOST_STATE_BYTES = 2**16  # of the JSON in a bitsandbytes tensor
 
@@ -111,7 +111,7 @@ def dequantized(state: CarriedState, config: Mapping[str, Any], dtype: DType) ->
         raise ConversionError(
             "There is nothing to dequantize.",
             expected="weights of fp8, mxfp4, int8 or nf4, with their scales",
-            got=f"{len(model)} tensors, none of them codes",
+            got=f"{len(model)} tensors without codes",
             todo="leave out --dequantize; --dtype casts ordinary floats",
         )
     floats = _Dequantization(model, _block_of(config), dtype)
@@ -132,7 +132,7 @@ def dequantized(state: CarriedState, config: Mapping[str, Any], dtype: DType) ->
 
 
 def _block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The size of a block that config.json names, or implies as transformers does; None if it says nothing."""
+    """The size of a block that config.json names, or implies as in transformers; None if it does neither."""
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     sizes = [quantization.get("weight_block_size")]
     groups = quantization.get("config_groups") or {}
@@ -199,7 +199,7 @@ class _Dequantization:
         self.used.update(used)
 
     def _in_blocks(self, codes: TensorView, kind: str, scales: TensorView) -> TensorView:
-        """Values of codes whose last two dims have a scale per block, row, or tensor."""
+        """Dequantize codes with one scale per block of the last two dims, per row, or per tensor."""
         shape, of_scales = codes.info.shape, scales.info.shape
         if scales.info.numel == 1:
             of_scales = (1,) * len(shape)
@@ -269,9 +269,9 @@ class _Dequantization:
         numel = flat.info.numel
         from vescale_fsdp.views.float_codes import nibble_table
 
-        table = nibble_table(_small(self.views[f"{name}.quant_map"], 64).view("float32"))
+        table = nibble_table(_small(self.views[f"{name}.quant_map"], 64).view("float32"))  # 16 numbers
         values = DecodedView(flat, table, f"nibbles {table.tobytes().hex()[:256]}")
-        if scales.info.shape != (-(-2 * numel // run),):
+        if scales.info.shape != (-(-2 * numel // run),):  # 2: values per byte
             raise _mismatch(view, scales, f"a scale for each {run} of {2 * numel} values")
         scaled = ScaledView(values, scales, (run,), self.dtype)
         self._add(name, MappedView(Reshape(shape), (scaled,)), (name, *parts))
@@ -280,7 +280,7 @@ class _Dequantization:
         scales = self.views[f"{name}.absmax"]
         if scales.info.dtype.kind == "float":
             return _as_float(scales)
-        table = _small(self.views[f"{name}.nested_quant_map"], 1024).view("float32")
+        table = _small(self.views[f"{name}.nested_quant_map"], 1024).view("float32")  # 256 numbers
         values = DecodedView(scales, table[:, None], f"table {table.tobytes().hex()}")
         nested, run = _as_float(self.views[f"{name}.nested_absmax"]), int(facts["nested_blocksize"])
         return ScaledView(values, nested, (run,), offset=float(facts["nested_offset"]))
@@ -494,7 +494,7 @@ def _codes_and_scales(name: str, view: TensorView, scheme: str) -> tuple[TensorV
     values, mxfp4 = MappedView(Permute((0, 2, 1)), (values,)), Mxfp4Encoding()
     codes = EncodedView(values, mxfp4, f"{name}_blocks")
     scales = EncodedView(values, mxfp4, f"{name}_scales", wants_scales=True)
-    return MappedView(Reshape((experts, n, k // 32, 16)), (codes,)), scales
+    return MappedView(Reshape((experts, n, k // 32, 16)), (codes,)), scales  # 32 values are 16 bytes
 
 
 def _bad(expected: str, got: object, todo: str) -> ConversionError:

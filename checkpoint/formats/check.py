@@ -60,7 +60,7 @@ def check_files(
             tell(check)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-verify") as pool:
-        for _ in pool.map(check_part, range(len(ranks) * parts)):
+        for _ in pool.map(check_part, range(len(ranks) * parts)):  # the loop raises what a thread has raised
             pass
 
 
@@ -92,8 +92,8 @@ def _rank_file_checks(
     holds_tensors = not manifest.is_zarr
     try:
         opened = OpenRankFile(storage, file)
-    except (VescaleError, OSError) as error:
-        if part == 0:
+    except (VescaleError, OSError) as error:  # reported, so that the other files are checked too
+        if part == 0:  # once per file, not for each of its parts
             yield Check(file.name, str(error), 0, holds_tensors)
         return
     scratch = bytearray(_SCRATCH_BYTES)
@@ -103,7 +103,7 @@ def _rank_file_checks(
             problem = None
             try:
                 opened.verify_stripe(index, opened.hash_stripe(index, scratch))
-            except (VescaleError, OSError) as error:
+            except (VescaleError, OSError) as error:  # the stripes after it are checked too
                 problem = str(error)
             yield Check(file.name, problem, stop - start, holds_tensors)
 
@@ -135,9 +135,10 @@ def _json_problem(storage: Storage, name: str, expected: bytes, of: str) -> str 
     """What is wrong with a small file that follows from the manifest."""
     try:
         with closing(storage.open_file(name)) as reader:
-            found = bytearray(min(reader.size_bytes, len(expected)))
+            found = bytearray(min(reader.size_bytes, len(expected)))  # a damaged file may be of any size
             is_same = reader.size_bytes == len(expected)
             reader.read_at(0, [found])
+    # EOFError: a file that became shorter; ValueError: not a regular file.
     except (VescaleError, OSError, EOFError, ValueError) as error:
         return f"{of}: {error}"
     return None if is_same and found == expected else f"{of}: {name} is not what follows from the manifest"

@@ -29,7 +29,7 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, run_start, whole_box
 
-_MAX_STEP_BYTES = 1 << 20  # 1 MiB
+_MAX_STEP_BYTES = 1 << 20  # 1 MiB; `content_sum` takes arrays of 8 bytes for each item
 
 
 class HeldShards:
@@ -116,6 +116,7 @@ class HeldShards:
         shape = self.manifest.entries[place].shape
         cuts = self.manifest.distributions[place].cuts
         dims = [cut.dim for cut in cuts if isinstance(cut, ShardCut)]
+        # A cut along a dim leaves one run if no dim before it repeats the cut.
         return all(size == 1 for size in shape[: max(dims, default=0)])
 
     def own_run(self, leaf: SourceView) -> FlatRange:
@@ -158,6 +159,7 @@ class HeldShards:
     def numbers(self, view: TensorView, start: int, stop: int, turn: int) -> np.ndarray:
         """For each item, one more than the rank that provides it; 0 if no rank does. 1D int32."""
         numbered = view.over(lambda leaf: _NumberView(self, leaf.info, self.place_of(leaf), turn))
+        # 4: bytes of an int32.
         return read_range(numbered, start, stop, np.empty((stop - start) * 4, dtype=np.uint8)).view(np.int32)
 
     def content_sum(self, view: TensorView, step_bytes: int) -> int:
@@ -177,8 +179,9 @@ class HeldShards:
             words = items.reshape(-1, dtype.itemsize)[mine].astype(np.uint64)
             for byte in range(dtype.itemsize):
                 places = (mine + start).astype(np.uint64) * np.uint64(dtype.itemsize) + np.uint64(byte)
+                # 256 numbers for each place, one per value of its byte; a sum is the same in any order.
                 total += int(_mixed(places * np.uint64(256) + words[:, byte]).sum(dtype=np.uint64))
-        return total % 2**64
+        return total % 2**64  # ranks' sums are added up in 64 bits, which wrap
 
     def number_box(self, place: int, box: Box, turn: int) -> np.ndarray:
         """`numbers` of a box of a stored tensor."""

@@ -89,7 +89,7 @@ class WrittenFolder:
             data_files: names of the files that ranks have written.
         """
         try:
-            *others, last = sorted(closing, key=lambda file: file.name == self.decisive)
+            *others, last = sorted(closing, key=lambda file: file.name == self.decisive)  # False sorts first
             assert last.name == self.decisive, f"{self.kind} is made valid by {self.decisive}"
             for file in others:
                 _put(self.working, file)
@@ -112,7 +112,7 @@ class WrittenFolder:
         try:
             self.final.take_over(self.working, self.decisive)
             self.final.sync_folder("")
-            for name in LOCK_NAMES:
+            for name in LOCK_NAMES:  # renamed together with the folder
                 self.final.remove(name)
         except BaseException as error:
             error.add_note(f"{self.final.where} is the whole old or new folder, or has no {self.decisive}")
@@ -140,7 +140,7 @@ def _put(storage: Storage, file: ClosingFile) -> None:
     """Write a small file, durably."""
 
     def write() -> None:
-        with storage.create(file.name, 0) as out:
+        with storage.create(file.name, 0) as out:  # 0: its size is not known yet
             offset = 0
             for piece in file.pieces():
                 out.write_at(offset, [piece])

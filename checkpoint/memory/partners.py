@@ -98,7 +98,7 @@ def partners_in_rings(rings: Sequence[Sequence[int]], nodes: Sequence[str], repl
 
 def _least_busy(ranks: Iterable[int], load: Counter[int]) -> int:
     """Return the rank with the least load, and add one to its load."""
-    rank = min(ranks, key=lambda rank: (load[rank], rank))
+    rank = min(ranks, key=lambda rank: (load[rank], rank))  # ties: the same choice on all ranks
     load[rank] += 1
     return rank
 
@@ -135,6 +135,7 @@ def plan_moves(
     return [
         FileMove(name, _least_busy(holders[name], sent), _least_busy(ranks, received))
         for ranks in ranks_by_node(nodes)
+        # All ranks must plan the same.
         for name in sorted(set().union(*(wanted[rank] for rank in ranks)) - present[ranks[0]])
     ]
 

@@ -102,6 +102,7 @@ class RamTier:
         mesh: DeviceMesh | None = None,
         folder: str | os.PathLike[str] = "/dev/shm",
     ) -> None:
+        # It becomes the name of a folder.
         is_plain = re.fullmatch(r"[\w.-]+", name) and not name.startswith(".")
         if interval < 1 or keep_last < 1 or replicas < 0 or not is_plain:
             raise ArgumentError(
@@ -122,6 +123,7 @@ class RamTier:
         self._keep_last = keep_last
         self._mesh = mesh
         self._folder = Path(folder)
+        # Not durable: memory outlives no power loss. Private: everybody may write to /dev/shm.
         self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False, private=True)
         self._copier = BackgroundThread("checkpoint-copies")
         self._copies: SaveHandle | None = None
@@ -146,7 +148,7 @@ class RamTier:
             step.
         """
         # Rank 0 draws the attempt's number; the all-reduce by MAX sends it to all ranks.
-        attempt = secrets.randbits(32) if coordinator.rank == 0 else 0
+        attempt = secrets.randbits(32) if coordinator.rank == 0 else 0  # a seeded generator would repeat it
         is_copying = self._copies is not None and not self._copies.done()
         doing = "looking for copies of the previous step"
         attempt, is_copying_anywhere = coordinator.raise_together(
@@ -331,7 +333,7 @@ class RamTier:
                         f"{len(set(nodes))} nodes with different memory file systems",
                         stacklevel=5,
                     )
-        self._seen = weakref.ref(coordinator)
+        self._seen = weakref.ref(coordinator)  # an elastic job frees the coordinators of lost ranks
 
     @property
     def num_copies(self) -> int:
@@ -349,7 +351,7 @@ class RamTier:
                 FileMove(manifest.file_name(rank), rank, keeper)
                 for number in range(self.replicas)
                 for rank, keepers in enumerate(self._partners)
-                for keeper in keepers[number : number + 1]
+                for keeper in keepers[number : number + 1]  # empty if there are fewer copies
             ]
             move_files(coordinator, storage, moves, doing)
             self._copied_step = step
@@ -415,6 +417,7 @@ class RamTier:
         dropped: list[str] = []
         with coordinator.together(f"verifying {storage.where}"):
             files = [name for name in _files_of(manifest) if storage.exists(name)]
+            # The ranks of a node share the work.
             for name in files[here.index(coordinator.rank) :: len(here)]:
                 problem = rank_file_problem(storage, manifest, _rank_of(name))
                 if problem is not None:

@@ -81,6 +81,7 @@ def _read_strided(
         parts = [(index, index + 1) for index in range(sizes[dim])]
         _read_parts(read, offset, dim, parts, strides, view)
         return
+    # Twice as much of a run, which has no gaps that are read in vain.
     if cover <= _COVER_BYTES or (is_run and cover <= 2 * _COVER_BYTES):
         scratch = np.empty(cover // itemsize, dtype=view.dtype)
         read(offset, _bytes_of(scratch))

@@ -429,7 +429,7 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
     return CarriedState(views, values, paths, own, frozenset(own.names), source.omitted)
 
 
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")  # in CamelCase and snake_case
 # Words in containers' names that are ignored when an optimizer's name is compared with models' names.
 _COMMON_WORDS = {
     "opt",
@@ -488,6 +488,7 @@ def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
         return state.restricted_to({*state.views, *state.values}.difference(state.model.optimizer))
     params = frozenset(str(state.path(name)[-1]) for name in state.is_model)
     for container, names in optimizers_of(state).items():
+        # State, the parameter and the kind are keys of their own.
         is_nested = all(len(state.path(name)) - len(container) >= 3 for name in names)
         if is_nested != (form == "nested"):
             state = _with_form(state, container, names, form, params)
@@ -593,7 +594,9 @@ def _owners(
         model
         for model in named
         if all(
-            shape in ((), (1,), models[model][str(parameter(key, models[model]))]) for key, shape in entries
+            # Steps have one item, moments the shape of their parameter.
+            shape in ((), (1,), models[model][str(parameter(key, models[model]))])
+            for key, shape in entries
         )
     ]
     owners = fitting or named

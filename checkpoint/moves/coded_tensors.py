@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from vescale_fsdp.views.float_codes import Fp8Encoding, Mxfp4Encoding
 
-_TILE_NUMEL = 2**18
+_TILE_NUMEL = 2**18  # 1 MiB as float32
 _F32 = dtype_from_torch("float32")
 _U8 = dtype_from_torch("uint8")
 
@@ -270,7 +270,7 @@ class EncodedView(_ComputedView):
 
         each, (*lead, rows, cols) = self.encoding, values.shape
         tiled = values.reshape(*lead, rows // each.rows, each.rows, cols // each.cols, each.cols)
-        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # checked below, once per block
             largest = np.abs(tiled).max(axis=(-3, -1))
             if not np.isfinite(largest).all():
                 raise self._refusal()
@@ -334,7 +334,7 @@ def _tiles(box: Box, block: Sequence[int]) -> Iterator[Box]:
             yield box
         return
     for dim, size in enumerate(block):
-        half = -(-box.sizes[dim] // size) // 2 * size
+        half = -(-box.sizes[dim] // size) // 2 * size  # half of the blocks
         if half:
             for start, count in ((0, half), (half, box.sizes[dim] - half)):
                 offsets, sizes = list(box.offsets), list(box.sizes)

@@ -116,13 +116,14 @@ def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) ->
     checked = source.checked(file)
     unit, end, max_gap = 1, sys.maxsize, _MAX_GAP_BYTES
     if checked is not None:
+        # 0: whole stripes inside a gap would be read and hashed in vain.
         unit, end, max_gap = checked.stripe_bytes, checked.checked_bytes, 0
     size = unit * max(1, cell_bytes // unit)
     cells: dict[int, list[Move]] = {}
     for move in moves:
         for piece in _cut(move, size):
             cells.setdefault(piece.offset // size, []).append(piece)
-    for cell in sorted(cells):
+    for cell in sorted(cells):  # so that a disk reads forward
         for start, stop, group in _groups(cells[cell], unit, end, max_gap):
             yield MoveJob(source, file, start, stop, tuple(group))
 

@@ -125,7 +125,7 @@ class _WorkingFile:
     def __init__(self, plan: FilePlan, out: FileWriter, num_jobs: int) -> None:
         self.plan, self.out = plan, out
         self._left = num_jobs
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for what follows, and the number of jobs left
         self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # content -> (byte offset, crc, bytes)
         self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3) of each write
 
@@ -192,6 +192,7 @@ class _WorkingFile:
     def _crc_of(self, index: int) -> int:
         kind = self.plan.tensor(index).crc
         assert kind is not None
+        # By offset: threads finish in any order.
         return kind.join((crc, nbytes) for _, crc, nbytes in sorted(self._crcs.get(index, ())))
 
     @property
@@ -253,7 +254,7 @@ class Copier:
             try:  # `retrying` unwraps a SourceError; it is not called for outputs on disk
                 in_threads(self.limits.usable_threads, self._work, self._jobs(plans))
             except SourceError as carried:
-                raise carried.error from carried.error.__cause__
+                raise carried.error from carried.error.__cause__  # `from` keeps the first cause
 
     def _finish(self, file: _WorkingFile, known: int = 0) -> None:
         """Write the fixed and computed bytes from content ``known`` on, verify the file's tensors, and close it."""

@@ -87,6 +87,7 @@ class FilePlan:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Byte offset of every content."""
+        # The last sum is the size of the file.
         return tuple(accumulate((content.nbytes for content in self.contents), initial=0))[:-1]
 
     @property

@@ -38,7 +38,7 @@ _BYTES_PER_ELEMENT = 32 << 10  # a sample has one element per 32 KiB: each costs
 _LEAST_ELEMENTS = 32  # in a sample; smaller tensors are compared completely
 _CHUNK_BYTES = 16 << 20  # for "all", tensors are copied to the host in pieces of this size
 _NUM_WORDS = 4  # 32-bit words in a sum: a difference is missed with a probability of 2**-128
-_MOD = 1 << 32
+_MOD = 1 << 32  # modulus of the words
 _MAX_NAMED = 8  # most tensors for which an error lists the ranks
 
 
@@ -306,6 +306,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """All elements of a tensor in contiguous pieces; non-contiguous tensors are copied some rows at a time."""
     if tensor.is_contiguous():
         flat = tensor.view(-1)
+        # Host memory is hashed in place, without a copy.
         size = flat.numel() if tensor.device.type == "cpu" else _CHUNK_BYTES // tensor.itemsize
         yield from map(dense, flat.split(size))
     else:
@@ -335,6 +336,7 @@ def _raise_difference(replicas: _Replicas, coordinator: Coordinator) -> None:
     raise CheckpointError(
         "Replicas of a tensor differ between ranks.",
         expected="the same values on all ranks that have the same part of a tensor",
+        # Not strict: only the first tensors are described.
         got="; ".join(f"{name}: {text}" for name, text in zip(names, differences, strict=False)),
         where=some(names, _MAX_NAMED),
         todo="nothing was committed. Give all replicas the same values (the same seed before sharding, a broadcast, an "

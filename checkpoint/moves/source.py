@@ -143,7 +143,7 @@ class Source:
         chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
         stamps = [
             f"{file} {self.store.required_info(file).stamp}"
-            for file in sorted({c.file for c in chunks if c.file})
+            for file in sorted({c.file for c in chunks if c.file})  # a set has another order in each process
         ]
         return hex_checksum_of("\n".join([self.url, *stamps]).encode())
 
@@ -153,10 +153,10 @@ class Source:
         Raises:
             ConversionError: if a file was replaced or removed: the data read may be a mixture of two checkpoints.
         """
-        before = self.__dict__.pop("fingerprint", None)
+        before = self.__dict__.pop("fingerprint", None)  # the cached value, if it was ever computed
         try:
             is_same = before is None or self.fingerprint == before
-        except CorruptCheckpointError:
+        except CorruptCheckpointError:  # a file is gone
             is_same = False
         if not is_same:
             raise ConversionError(

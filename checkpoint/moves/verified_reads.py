@@ -98,7 +98,7 @@ class _Seen:
 
     def has_room(self, start: int, stop: int) -> bool:
         """Whether no byte of [start, stop) has been read yet."""
-        after = bisect_left(self.pieces, (start,))
+        after = bisect_left(self.pieces, (start,))  # (start,) sorts before every piece that begins there
         return (after == 0 or self.pieces[after - 1][1] <= start) and (
             after == len(self.pieces) or stop <= self.pieces[after][0]
         )
@@ -128,6 +128,7 @@ class VerifiedReads:
 
     def __init__(self, store: Storage, striped: Callable[[str], StripedFile | None]) -> None:
         self._store, self._striped = store, striped
+        # The first is never held during a read.
         self._lock, self._rereading = threading.Lock(), threading.Lock()
         self._starts: dict[str, list[int]] = {}
         self._ranges: dict[str, list[_Seen]] = {}  # by file, in the order of the starts
@@ -234,7 +235,7 @@ class VerifiedReads:
 
     def verify_range(self, checked: CheckedRange) -> None:
         """Read the bytes of a range that no thread has read, which verifies it; raises the same errors as `read`."""
-        while gaps := self.unread(checked):
+        while gaps := self.unread(checked):  # other threads may read a part of them meanwhile
             for gap in gaps:
                 for start in range(*gap, _SCRATCH_BYTES):
                     nbytes = min(_SCRATCH_BYTES, gap[1] - start)

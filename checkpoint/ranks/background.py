@@ -96,7 +96,7 @@ class BackgroundThread:
         is_needed: bool = True,
     ) -> Job:
         """Queue work; arguments as for `Job`."""
-        _jobs[:] = [job for job in _jobs if not _is_over(job)]
+        _jobs[:] = [job for job in _jobs if not _is_over(job)]  # keeps unread errors
         job = Job(what, exit_timeout_s, is_needed)
         _jobs.append(job)
         self._queue.put((job, work))

@@ -47,7 +47,7 @@ _NOTHING: Alike = {}
 _FAILURE, _DAMAGE, _ABSENCE, _STORAGE, _FOREIGN, _INTERRUPT = 1, 2, 3, 4, 5, 6  # ascending severity
 _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
 _WORST = "_worst"  # attribute of errors raised on all ranks: the severity of the worst rank
-_DOCUMENT_BYTES = 64 << 20  # largest message of a rank
+_DOCUMENT_BYTES = 64 << 20  # largest message of a rank: limits the memory that other ranks allocate
 COMMIT, ABORT = "commit", "abort"
 _READERS_S = 5.0  # a rank that has not read a decision after this time is lost, or has lost the store
 _POLL_S = 0.001
@@ -142,6 +142,7 @@ class Coordinator:
             error,
             "describing the state",
             alike=alike,
+            # Negated: the largest of -free is the least free.
             numbers=[blob_bytes, has_resharded, save_id, -free, *both_ways(words)],
             is_first=True,
         )
@@ -299,6 +300,7 @@ class GroupCoordinator(Coordinator):
         store = store_of(self.group)
         doing = f"rank {self.rank}, {name}"
         try:
+            # "": no word yet.
             entered = within(self._timeout_s, lambda: store.compare_set(name, "", word), doing)
         except RuntimeError as lost:
             raise CheckpointError(
@@ -310,6 +312,7 @@ class GroupCoordinator(Coordinator):
             ) from lost
         decision = entered.decode()
         with suppress(RuntimeError):  # the decision is final, even if the store is lost now
+            # Twice the time that rank 0 waits in it.
             within(2 * _READERS_S, lambda: self._wait_for_readers(store, name, decision, done), doing)
         return decision
 
@@ -320,7 +323,7 @@ class GroupCoordinator(Coordinator):
             while decision == COMMIT and num_read < self.world_size and time.monotonic() < deadline_s:
                 # The store may be hosted by this process, which may exit after the decision.
                 time.sleep(_POLL_S)
-                num_read = store.add(f"{name} read", 0)
+                num_read = store.add(f"{name} read", 0)  # reads the counter
             store.delete_key(done)
             store.delete_key(f"{done} read")
 
@@ -372,7 +375,7 @@ class GroupCoordinator(Coordinator):
         if self._roll_call is None:
             work.wait()
         elif first_doing is None:
-            self._roll_call.skip()
+            self._roll_call.skip()  # counts the meeting: its number is part of the next keys
             work.wait()
         else:
             self._roll_call.meet(work, first_doing)
@@ -387,6 +390,7 @@ class GroupCoordinator(Coordinator):
             owners.setdefault(tuple(row.tolist()), []).append(rank)
         with self.together("allocating other ranks' structures"):
             documents = [
+                # torch warns of read-only bytes.
                 torch.frombuffer(bytearray(structure.document), dtype=torch.uint8)
                 if self.rank == ranks[0]
                 else torch.empty(length, dtype=torch.uint8, device="cpu")
@@ -632,7 +636,7 @@ def words_of(alike: Alike | bytes) -> list[int]:
     """Four unsigned 32-bit words of a digest; the order of keys does not matter."""
     if not isinstance(alike, bytes):
         alike = digest_of(json.dumps(alike, sort_keys=True, default=repr).encode())
-    return list(struct.unpack("<4I", alike))
+    return list(struct.unpack("<4I", alike))  # 32 bits each: as int64, they can be negated
 
 
 def both_ways(words: list[int]) -> list[int]:

@@ -99,6 +99,7 @@ def exchange(
         try:
             return free.pop()
         except IndexError:  # no check of the length before: another thread may take the last buffer after it
+            # + 1: the byte that says whether the sender could read the turn.
             return torch.empty(most_bytes + 1, dtype=torch.uint8, device="cpu")
 
     def bytes_of(turn: T, data: torch.Tensor) -> memoryview:
@@ -126,6 +127,7 @@ def exchange(
                 nbytes = size_of(turn) + 1
                 if turn.sender == rank:
                     data = ahead.popleft().result()
+                    # In place of the one taken.
                     ahead.extend(pool.submit(filled, following) for following in islice(own, 1))
                     outgoing += [(data[:nbytes], receiver) for receiver in turn.receivers]
                 else:
@@ -187,6 +189,7 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
             for number in range(max(end.num_pieces for end in own))
         ]
         try:
+            # One thread: `_End` opens its file without a lock.
             received = exchange(coordinator, waves, _Piece.size, _Piece.read, _Piece.take, threads=1)
         finally:
             for end in ends.values():

@@ -144,7 +144,7 @@ class RollCall:
         """The error that names the missing ranks; None if they are unknown."""
         try:
             missing = self._missing(key)
-        except RuntimeError:
+        except RuntimeError:  # the store is gone as well
             return None
         if not 0 < len(missing) < self._world_size:
             return None

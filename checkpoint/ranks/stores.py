@@ -75,7 +75,7 @@ def interface_of(address: str) -> str:
                 request = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # the interface has no IPv4 address
                 continue
-            own = ipaddress.ip_address(request[20:24])
+            own = ipaddress.ip_address(request[20:24])  # of an ifreq: 16 bytes of name, family and port
             if str(own) == wanted or (own.is_loopback and ipaddress.ip_address(wanted).is_loopback):
                 return name
     raise PlacementError(
@@ -122,6 +122,7 @@ def bound_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 def sign(secret: bytes, name: str, value: bytes) -> bytes:
     """An HMAC of name and value, followed by the value."""
+    # The zero: no other name and value are the same bytes.
     return hmac.new(secret, name.encode() + b"\0" + value, _DIGEST).hexdigest().encode() + value
 
 
@@ -132,6 +133,7 @@ def unsign(secret: bytes, name: str, signed: bytes) -> bytes:
         PlacementError: if the value was not signed for this name with this secret.
     """
     value = signed[_MAC_BYTES:]
+    # In a time that tells nothing of the secret.
     if not hmac.compare_digest(sign(secret, name, value), signed):
         raise PlacementError(
             "A message is not signed with this job's secret.",
@@ -160,6 +162,7 @@ def within(timeout_s: float, call: Callable[[], T], what: str) -> T:
         except BaseException as error:  # noqa: BLE001  raised by the waiting thread
             future.set_exception(error)
 
+    # A call that never ends must not delay the exit.
     Thread(target=run, name="bounded-call", daemon=True).start()
     try:
         return future.result(timeout_s)
@@ -214,7 +217,7 @@ class _StoreProxy(dist.Store):
     def num_keys(self) -> int:
         return self._call(self._store.num_keys, "num_keys")
 
-    def has_extended_api(self) -> bool:
+    def has_extended_api(self) -> bool:  # append and the calls for several keys are not passed on
         return False
 
 
@@ -237,7 +240,7 @@ class SignedStore(_StoreProxy):
         return unsign(self._secret, key, super().get(key))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        before = self._signed(key, expected) if expected else ""
+        before = self._signed(key, expected) if expected else ""  # an empty text stands for a missing entry
         return unsign(self._secret, key, super().compare_set(key, before, self._signed(key, desired)))
 
     def _signed(self, key: str, value: str | bytes) -> Any:  # torch's stub says str, but bytes are accepted

@@ -161,7 +161,7 @@ def _holds_nan(key: Any) -> bool:
     """Whether a key is or contains NaN, which equals nothing, so that the entry could not be looked up."""
     if isinstance(key, (tuple, frozenset)):
         return any(map(_holds_nan, key))
-    return isinstance(key, (float, complex, np.inexact)) and bool(key != key)
+    return isinstance(key, (float, complex, np.inexact)) and bool(key != key)  # only NaN differs from itself
 
 
 def _encode_rare(value: Any, name: str, sink: TreeSink, depth: int) -> Json:
@@ -330,6 +330,7 @@ class _Taker(TreeSink):
                 "a name that the file format reserves",
                 f"a name other than {', '.join(RESERVED_NAMES)}",
             )
+        # Almost all names are ASCII, and skip the loop.
         elif not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
             problem = (
                 "a name that is not valid text",
@@ -349,7 +350,7 @@ class _Taker(TreeSink):
 
     def _role(self, entry: Entry) -> tuple[str, int]:
         """A tensor's role in its group (weights, one kind of moments), and its offset in the group's buffer."""
-        cut = entry.cuts[-1] if entry.cuts else None
+        cut = entry.cuts[-1] if entry.cuts else None  # a layout's cut is applied last
         if not isinstance(cut, LayoutCut):
             return "", 0
         slot = self.describer.layouts[cut.layout].slots[cut.slot]
@@ -394,6 +395,7 @@ class _LeafTaker(TreeSink):
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         local = Describer().describe(name, tensor).local
+        # A stand-in on a rank outside the mesh, so that the leaf has a number.
         self.tensors.append(torch.empty(0, dtype=torch.float32, device="cpu") if local is None else local)
         return {"$": "tensor", "i": len(self.tensors) - 1}
 

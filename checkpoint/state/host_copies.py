@@ -172,6 +172,7 @@ class DeferredCopy:
 
     @property
     def _was_written(self) -> bool:
+        # Another thread may be in `finish`, which clears them.
         pairs = zip(list(self._sources), self._versions, strict=False)
         return any(version_of(each) != version for each, version in pairs)
 

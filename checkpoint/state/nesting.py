@@ -28,7 +28,7 @@ class ListIndex(int):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ListIndex) and int(self) == int(other)
 
-    def __ne__(self, other: object) -> bool:
+    def __ne__(self, other: object) -> bool:  # int has its own, which ignores `__eq__`
         return not self == other
 
 
@@ -125,5 +125,5 @@ def _close_lists(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     if node and all(isinstance(key, ListIndex) for key in node):
-        return [_close_lists(node[key]) for key in sorted(node, key=int)]
+        return [_close_lists(node[key]) for key in sorted(node, key=int)]  # leaves may come in any order
     return {int(k) if isinstance(k, ListIndex) else k: _close_lists(value) for k, value in node.items()}

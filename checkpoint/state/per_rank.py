@@ -172,7 +172,7 @@ def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[to
         values = {}
         names = list(head["values"])
         firsts = [head["values"][name]["first"] for name in names] + [len(tensors)]
-        for name, first, stop in zip(names, firsts, firsts[1:], strict=False):
+        for name, first, stop in zip(names, firsts, firsts[1:], strict=False):  # firsts ends with the total
             values[name] = (head["values"][name]["tree"], tensors[first:stop])
         return values
     except (LookupError, TypeError, ValueError, ArithmeticError, struct.error, RuntimeError) as error:

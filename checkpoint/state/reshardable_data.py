@@ -146,6 +146,7 @@ class ReshardableSampler(Sampler[int]):
 
     def _own(self) -> torch.Tensor:
         """Indices of this rank's samples since the last change of ranks, taken or not, 1D."""
+        # The factor keeps the orders of adjacent seeds different for a million epochs.
         count, epoch_seed = self._settings["num_samples"], self._settings["seed"] * 1_000_003 + self.epoch
         if not -(2**63) <= epoch_seed < 2**64:  # the range of a generator; torch.initial_seed() has 64 bits
             epoch_seed %= 2**64
@@ -304,7 +305,7 @@ class ReshardableLoader(Generic[T]):
         self._rewind()
         end = self._num_taken + len(self.sampler)
         for batch in self.loader:
-            self._num_taken = min(self._num_taken + self._batch_size, end)
+            self._num_taken = min(self._num_taken + self._batch_size, end)  # the last batch may be smaller
             yield batch
             if generation != self.sampler.generation:
                 return

@@ -171,7 +171,7 @@ def read_record(root: Storage, step: int) -> StepRecord:
     try:
         record = json.loads(root.read_small(f"{step_name(step)}/{_RECORD_NAME}", limit_bytes=_LIMIT_BYTES))
         values = [record.get(key) for key in _KEYS]
-    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):  # the last: JSON without keys
         return StepRecord(step, pinned=pinned)
     num_bytes, seconds, unix_s, metric = map(_finite_or_none, values)
     return StepRecord(step, None if num_bytes is None else int(num_bytes), seconds, unix_s, metric, pinned)

@@ -79,7 +79,7 @@ class RunFile:
         """
         ended = [
             (branch, step if newest is None else min(step, newest))
-            for branch, newest in self.branches[1 - _MOST_BRANCHES :]
+            for branch, newest in self.branches[1 - _MOST_BRANCHES :]  # 1: room for the new branch
         ]
         kept = {number: digest for number, digest in self.abandoned.items() if number != step}
         return RunFile((*ended, (_new_branch(), None)), {**kept, **abandoned})
@@ -144,7 +144,7 @@ class RootHold:
     def __init__(self, root: Storage) -> None:
         with ExitStack() as stack:
             stack.enter_context(root.lock())
-            self._close = weakref.finalize(self, stack.pop_all().close)
+            self._close = weakref.finalize(self, stack.pop_all().close)  # runs at exit too, unlike `__del__`
 
 
 _holds: weakref.WeakValueDictionary[tuple[str, ...], RootHold] = weakref.WeakValueDictionary()

@@ -149,6 +149,7 @@ class SaveSchedule:
     def refuse(self) -> None:
         """Announce an invalid step, so that other ranks fail instead of waiting."""
         self._read_metrics()
+        # -1: no rank has that step.
         self._pending = self._start(-1, None, False, dict.fromkeys(self._leaves, False))
 
     def saved(self, decision: Decision) -> None:
@@ -249,7 +250,7 @@ class SaveSchedule:
         all_wait: bool = False,
     ) -> _Announcement:
         rank = self._coordinator.rank
-        number = min(step, _LARGEST_STEP)
+        number = min(step, _LARGEST_STEP)  # only for messages; `alike` compares the step itself
         steps = [(number << _RANK_BITS) + rank, (-number << _RANK_BITS) + rank]  # the newest and the oldest
         alike = [*words_of({"step": step}), int(force), *words_of({"metric": metric})]
         # Two numbers per policy. Their MAX names the highest rank that answered True, and the highest with False.
@@ -319,7 +320,7 @@ def _unlike(step: int, alike: list[int], newest: int, oldest: int) -> Checkpoint
     """The error for ranks with different arguments."""
     half = len(alike) // 2
     first = next(word for word in range(half) if alike[word] != -alike[half + word])
-    name = "step" if first < 4 else "force" if first == 4 else "metric"
+    name = "step" if first < 4 else "force" if first == 4 else "metric"  # in the order of `alike` in `_start`
     ends = [(-(oldest >> _RANK_BITS), oldest), (newest >> _RANK_BITS, newest)]
     shown = "; ".join(f"step {number} on ranks [{rank % (1 << _RANK_BITS)}]" for number, rank in ends)
     return CheckpointError(
@@ -373,7 +374,7 @@ class SignalWatch:
             before(number, frame)
         elif before == signal.SIG_DFL and not is_ours:
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # once more, now with the default effect
 
     def close(self) -> None:
         """Restore the previous handlers, except where another handler was set since."""

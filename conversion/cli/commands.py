@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vescale_fsdp import checkpoint, conversion
-from vescale_fsdp.checkpoint.manifest.file_names import FORMAT_VERSION
 from vescale_fsdp.checkpoint.storage.progress import ProgressBar
 from vescale_fsdp.conversion.cli.options import (
     CONVERT_OPTIONS,
@@ -48,6 +47,8 @@ def _print_versions(ctx: click.Context, param: click.Parameter, is_set: bool) ->
     if is_set and not ctx.resilient_parsing:
         import platform
         from importlib.metadata import version
+
+        from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION
 
         click.echo(
             f"vescale-convert {version('vescale-fsdp')}, checkpoint format {FORMAT_VERSION}, "

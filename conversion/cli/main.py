@@ -106,6 +106,7 @@ def _what_happened(error: OSError) -> str:
 
 
 def _what_to_do(error: OSError) -> str:
+    # The first word is the command.
     resume = f"; {_RESUME}" if any(word.startswith(_RESUMABLE) for word in sys.argv[1:2]) else ""
     if "what to do" in str(error):
         return resume if isinstance(error, ConnectionError) else ""

@@ -212,7 +212,7 @@ class _Reader:
             )
 
     def _add_model(self, trained: ZeroShards | UniversalFolder | None) -> None:
-        """Add parameters and buffers in the module's order, then those that the module does not list."""
+        """Add parameters and buffers in the module's order, then parameters that the module does not list."""
         model, entries = self._model, self._entries
         masters = dict.fromkeys(name for group in model.shapes or () for name in group)
         for name in dict.fromkeys([*model.module, *masters, *model.frozen, *model.shared]):

@@ -84,7 +84,7 @@ def checkpoint_folder(store: Storage) -> str:
             expected=f"one of {some(folders)}",
             got=named,
             where=f"{store.where}/{_LATEST}",
-            todo="pass the folder of one checkpoint, or copy the one that latest names",
+            todo="pass the folder of one checkpoint, or copy the checkpoint that latest names",
         )
     if len(folders) == 1:
         return f"{folders[0]}/"
@@ -185,7 +185,7 @@ class ZeroFiles:
             (self.model if self.is_stage3 else (), "model_states"),
         ):
             if files and len(files) != ranks:
-                raise _missing(f"{len(files)} files *_{kind}.pt", f"those of {ranks} ranks", self.where)
+                raise _missing(f"{len(files)} files *_{kind}.pt", f"files of {ranks} ranks", self.where)
 
 
 def _missing(got: str, expected: str, where: str) -> CorruptCheckpointError:
@@ -360,6 +360,7 @@ class RankShards:
         return {
             kind: value
             for kind, value in state.items()
+            # Not isinstance: a bool is an int too.
             if type(value) in (int, float) or (isinstance(value, TensorRef) and value.shape == ())
         }
 
@@ -431,7 +432,7 @@ class ZeroShards:
     def _check_size(self, stored: int, needed: int, *, align: int) -> None:
         """Refuse masters whose size differs from ``needed`` by more than padding to a multiple of ``align``."""
         if stored < needed or -(-stored // align) != -(-needed // align):
-            todo = "copy all files again, those of the model and of the ranks from one save"
+            todo = "copy all files again: model files and ranks' files of the same save"
             raise self.first.opened.damaged(f"masters of {needed} elements", f"{stored}", todo)
 
     def _check_addresses(self) -> None:

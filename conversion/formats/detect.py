@@ -31,13 +31,8 @@ from vescale_fsdp.lazy import lazy_function
 
 _log = logging.getLogger(__name__)
 _with_side_files = lazy_function("vescale_fsdp.conversion.formats.side_files", "with_side_files")
-_TRAINED = (
-    "dcp",
-    "shards",
-    "hf",
-    "bin",
-    "ranks",
-)  # formats whose folders may contain files of a trainer (`side_files`)
+# Formats whose folders may contain files of a trainer (`side_files`).
+_TRAINED = ("dcp", "shards", "hf", "bin", "ranks")
 _STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
 _LISTED_STEPS = 8  # maximum number of steps that an error lists
 # Files that identify a checkpoint in a subfolder.
@@ -122,7 +117,7 @@ def open_source(
         ('torch', ['model.w'], 24)
     """
     url = os.fspath(url)
-    url = url.rstrip("/") if len(url) > 1 else url
+    url = url.rstrip("/") if len(url) > 1 else url  # the root of the file system is a slash alone
     folder = open_store(url)
     files = folder.list_files()
     steps = steps_in(files) if kind is None or step is not None else {}

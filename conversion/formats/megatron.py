@@ -29,7 +29,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import Box
 
-_STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")
+_STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # a number after it: one layer alone
 _COMMON_FILE = "common.pt"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+)\.(.+))?")
 _MASTER = "fp32_param"
@@ -226,6 +226,7 @@ def _steps(value: Any) -> Iterator[Any]:
     """Step counts anywhere in an optimizer's state; Megatron has one count for all parameters."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
+            # Not isinstance: a bool is an int too.
             is_count = type(inner) in (int, float) or (isinstance(inner, TensorRef) and inner.shape == ())
             if key in ("step", "common_step") and is_count:
                 yield inner

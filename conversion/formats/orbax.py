@@ -45,6 +45,7 @@ def open_orbax(store: Storage) -> Source:
             where=store.where,
             todo="save it again with PyTreeCheckpointHandler(use_ocdbt=False)",
         )
+    # In the folder itself, or one item below.
     trees = sorted(file for file in files if file.rpartition("/")[2] == TREE_FILE and file.count("/") < 2)
     items = [tree.removesuffix(TREE_FILE) for tree in trees]
     entries, arrays = Entries(), Arrays(store, files)
@@ -64,7 +65,7 @@ def open_orbax(store: Storage) -> Source:
 def _add_item(
     entries: Entries, arrays: Arrays, store: Storage, files: set[str], folder: str, container: Path
 ) -> None:
-    """Add the leaves of the tree in a folder, whose name ends in a slash or is empty."""
+    """Add the leaves of the tree in ``folder``, a path that ends in a slash or is empty."""
     tree = parse_json(store.read(folder + TREE_FILE))["tree_metadata"]
     leaves = dict(_leaves(tree))
     has_model = any(keys[0] == _MODEL and len(keys) > 1 for keys in leaves)

@@ -33,6 +33,7 @@ from vescale_fsdp.layout.foreign_json import parse_json
 
 ROOT = "base_model.model."
 _PARTS = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|ia3_l|modules_to_save"
+# An adapter is a submodule, whose name cannot contain dots.
 _TRAINED = re.compile(rf"(?P<module>.+)\.(?P<part>{_PARTS})\.(?P<adapter>[^.]+)(?P<rest>\..+)?")
 
 
@@ -207,6 +208,7 @@ class PeftConfig:
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    # The match that peft makes.
     return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 

@@ -53,6 +53,7 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
                 read_files.append(file)
             except ConversionError as error:
                 entries.omitted.append(file)
+                # 3: the problem, what was expected, what is there.
                 entries.warnings.append(f"{file} is left out. {' '.join(str(error).splitlines()[:3])}")
         elif file in _OMITTED:
             entries.omitted.append(file)

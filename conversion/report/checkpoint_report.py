@@ -136,6 +136,7 @@ def _starts(numel: int, step: int, *, is_sampled: bool) -> Sequence[int]:
     """The first items of the pieces that are read; the pieces of a sample are spread evenly."""
     if not is_sampled:
         return range(0, numel, step)
+    # - 1: the last piece ends with the tensor.
     return [index * (numel - step) // (_SAMPLED_PIECES - 1) for index in range(_SAMPLED_PIECES)]
 
 

@@ -61,7 +61,7 @@ class ValueSummary:
             return
         self.least = min(self.least, float(values.min()))
         self.largest = max(self.largest, float(values.max()))
-        wide = values.astype(np.float64)
+        wide = values.astype(np.float64)  # long sums of float32 lose digits
         self.total += float(wide.sum())
         self.squares += float(np.dot(wide, wide))
         self.zeros += int(np.count_nonzero(values == 0))

@@ -110,7 +110,7 @@ def state_with_rules(
 def _check_agreement(
     state: CarriedState, own: Collection[str], entries: Mapping[str, _OptimizerEntry], applied: Applied
 ) -> None:
-    """Refuse to join parameters whose step counters, options or groups differ: the result has one of each."""
+    """Refuse to join parameters whose step counters, options or groups differ: the result has only one of each."""
     joined = {
         fqn: names for fqn, names in applied.origins.items() if len(names) > 1 and fqn not in applied.aliases
     }

@@ -52,7 +52,7 @@ class Applied:
     warnings: tuple[str, ...] = ()
 
     def made_from(self, names: Collection[str]) -> Iterator[tuple[str, str]]:
-        """(new parameter, the first of its origins), for the parameters whose first origin is one of the names."""
+        """Pairs (new parameter, its first origin), for first origins in ``names``."""
         for origin, fqns in self.by_first_origin.items():
             if origin in names:
                 yield from ((fqn, origin) for fqn in fqns)
@@ -218,6 +218,7 @@ class _Application:
                     raise self._bad("one rule for each key", f"two for {name}", "make the patterns distinct")
                 self._used[name] = rule
                 index = captures.pop(rule.over, 0) if rule.over and not self.to_hf else 0
+                # Sorted: patterns may name their captures in any order.
                 rows = groups.setdefault(tuple(sorted(captures.items())), [{} for _ in sources])
                 rows[row][index] = name
         # Where hf leaves out a tied weight, the rule applies to the weight that it is tied to.
@@ -273,7 +274,7 @@ class _Application:
                 self._add(pattern.fill({**captures, **counts}), view, origins)
 
     def _run_ops(self, rule: KeyRule, bundle: Bundle, *, to_hf: bool) -> Bundle:
-        for op in reversed(rule.ops) if to_hf else rule.ops:
+        for op in reversed(rule.ops) if to_hf else rule.ops:  # inverses, in reverse order
             if self.partial and isinstance(op, Cast):
                 continue  # moments keep the type that the optimizer chose
             bundle = (op.backward if to_hf else op.forward)(bundle, self._size)
@@ -365,6 +366,7 @@ def _first(text: str, lets: Mapping[str, str], config: Mapping[str, Any], *, dep
     alternatives = text.split("??")
     for number, alternative in enumerate(alternatives):
         try:
+            # Parsed, and never evaluated: rules may come from anyone.
             return _value(ast.parse(alternative.strip(), mode="eval").body, lets, config, depth)
         except _MissingName:
             if number == len(alternatives) - 1:
@@ -379,7 +381,7 @@ def _value(node: ast.expr, lets: Mapping[str, str], config: Mapping[str, Any], d
         if node.id in lets:
             return _first(str(lets[node.id]), lets, config, depth=depth + 1)
         setting = config.get(node.id)
-        if not isinstance(setting, int) or isinstance(setting, bool):
+        if not isinstance(setting, int) or isinstance(setting, bool):  # a bool is an int too
             raise _MissingName(f"{node.id} is {setting!r}")
         return Fraction(setting)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:

@@ -15,7 +15,7 @@ and used in both directions: every operation has an inverse.
     hf = "model.layers.{l}.self_attn.rotary_emb.inv_freq"
     [[drop]]
     hf = "model.layers.{l}.*"
-    from = { l = "num_hidden_layers" }           # only keys whose {l} is at least that
+    from = { l = "num_hidden_layers" }           # only keys with {l} of at least this value
     warn = "modules for multi-token prediction"  # names the loss in a warning
     [[refuse]]
     hf = "*.weight_scale_inv"
@@ -73,6 +73,7 @@ class Pattern:
             if index % 2 == 0:
                 regex += ".*".join(map(re.escape, part.split("*")))
             else:
+                # No leading zeros: `fill` must give the same name back.
                 regex += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]*)"
                 seen.add(part)
         return re.compile(regex)
@@ -83,7 +84,7 @@ class Pattern:
         return {key: int(value) for key, value in match.groupdict().items()} if match else None
 
     def fill(self, captures: Mapping[str, int]) -> str:
-        """The name with these captures."""
+        """The name with values in place of captures."""
         return _CAPTURE.sub(lambda match: str(captures[match[1]]), self.text)
 
 

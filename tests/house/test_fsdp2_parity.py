@@ -66,7 +66,7 @@ def test_refused_methods_raise_by_name() -> None:
     groupless = type(
         "Groupless", (vescale_fsdp.FSDPModule,), {"_groups_of_one_mesh": lambda self, method: []}
     )
-    module = object.__new__(groupless)
+    module: Any = object.__new__(groupless)
     for name in (name for name, verdict in METHODS.items() if verdict.startswith(("refused", "untried"))):
         method = vars(vescale_fsdp.FSDPModule).get(name)
         if method is None:

@@ -80,7 +80,7 @@ def scale_regions(region: Region, shape: Shape, grid: BlockGrid) -> list[Region]
     """Regions of the tensor of scales that the rank with this region owns."""
     regions = []
     for box in matrix_boxes(region, shape, grid):
-        # The blocks whose first item is in the box.
+        # Blocks with their first item in the box.
         bands = range(-(-box.row // grid.rows), -(-(box.row + box.rows) // grid.rows))
         cols = range(-(-box.col // grid.cols), -(-(box.col + box.cols) // grid.cols))
         if bands and cols:

@@ -66,7 +66,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
     """Bytes that every rank of a target takes from every set of ranks of a source."""
     overlaps = _OverlapCache(source, target)
     ranks_at: dict[Holders, list[tuple[int, ...]]] = {}  # the ranks of each cell
-    # Bytes by cells of the source and of the target, summed over tensors whose cells are the same ranks.
+    # Bytes by cells of the source and of the target, summed over tensors with the same ranks in each cell.
     sums: dict[tuple[Holders, Holders], Ints] = {}
     for leaf in leaves:
         key = leaf.source.holders, target.holders_of(leaf.target)

@@ -76,7 +76,7 @@ def joint_ranks(
         first_rank: number of the job's rank 0 among the ranks of all jobs; the job's other ranks follow.
         num_ranks: number of ranks in all jobs.
         timeout_s: how long ranks wait for each other, here and later.
-        interface: the network interface to listen on; default: the one through which this machine reaches
+        interface: the network interface to listen on; default: the interface that reaches
             ``rendezvous``; for a file or a store ``GLOO_SOCKET_IFNAME``, else the loopback interface.
         secret: the same in all jobs; default: the environment's VESCALE_FSDP_SECRET. Without a secret, only processes
             of the same machine can connect.
@@ -84,7 +84,7 @@ def joint_ranks(
     Raises:
         PlacementError: if this job's ranks exceed ``num_ranks``, the job has no default process group, or the interface
             is not a loopback interface and there is no secret; on all ranks, if their secrets differ.
-        CheckpointError: if ranks do not arrive in time, with a list of these ranks, or if a rank is lost.
+        CheckpointError: if ranks do not arrive in time, with a list of the missing ranks, or if a rank is lost.
 
     Examples:
         >>> ranks = joint_ranks(dist.HashStore(), first_rank=0, num_ranks=1)
@@ -208,7 +208,7 @@ def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, sec
                 expected=f"all {num_ranks} ranks within {timeout_s:g} s",
                 got=f"no greeting of ranks {sorted(missing)[:16]}",
                 where=f"rank {rank}",
-                todo="look at those ranks; pass the same rendezvous and num_ranks in all jobs, or a longer timeout_s",
+                todo="check these ranks; pass the same rendezvous and num_ranks in all jobs, or a longer timeout_s",
             )
         time.sleep(_POLL_S if missing else 0)
 

@@ -349,7 +349,7 @@ class Destination:
         """Make the target unusable if it may have both old and new weights."""
         for local in self._locals.values() if self.is_mixed else ():
             if local.dtype == torch.bool:
-                local.fill_(True)
+                local.fill_(True)  # 0xFF is not a valid bool
             elif local.numel():
                 ones = torch.full((local.dtype.itemsize,), 0xFF, dtype=torch.uint8, device=local.device)
                 _as_carrier(local).copy_(ones.view(carrier_of(local.dtype)))
