@@ -39,6 +39,7 @@ def close_gloo_connections() -> int:
                 for connection in set(copies) - listening:
                     num_closed += 1
                     with suppress(OSError):  # the other side has closed it already
+                        # Closing this copy would not end the connection.
                         connection.shutdown(socket.SHUT_RDWR)
     return num_closed
 
@@ -50,6 +51,7 @@ def _watched_by_epolls() -> list[list[int]]:
         with suppress(OSError):  # closed since it was listed
             if os.readlink(_FDS / name) == "anon_inode:[eventpoll]":
                 text = (_FDINFO / name).read_text()
+                # Tfd is the number of a watched file.
                 watched.append([int(fd) for fd in re.findall(r"^tfd:\s*(\d+)", text, re.MULTILINE)])
     return watched
 

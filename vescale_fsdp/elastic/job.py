@@ -175,6 +175,7 @@ class ElasticJob:
                         num_failures = 0
                     if step >= num_steps:
                         return self._finish()
+                # Raised by torch if a connection is lost; other errors end the job.
                 except RuntimeError as error:
                     num_failures += 1
                     if num_failures > self._max_retries:
@@ -198,7 +199,7 @@ class ElasticJob:
                 timeout=timedelta(seconds=self._timeout_s),
             )
         except RuntimeError:
-            _restart_group_names()
+            _restart_group_names()  # torch has counted the group that failed
             raise
         self.mesh = mesh = self._make_mesh(self.num_ranks)
         if self.training is None:
@@ -214,6 +215,7 @@ class ElasticJob:
             self._build_on(
                 mesh
             )  # for initial weights: the old model is trained, or zeros after `renew_model`
+            # Forced: whatever the policy, a later epoch needs a step to restore.
             self._manager.save(0, self._state(), force=True)
         epoch = Epoch(quorum.epoch, quorum.members, step, tier, agreed_at_s, time.time())
         self.epochs.append(epoch)
@@ -258,14 +260,14 @@ class ElasticJob:
 
     def _end_epoch(self) -> None:
         """Leave the process group, so that no rank waits for this one, and end the manager's background work."""
-        close_gloo_connections()
+        close_gloo_connections()  # first: ending a group waits for its collectives, and they for lost ranks
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
         self.mesh = self._store = None
-        del manager
+        del manager  # it refers to process groups, which end with the last reference
         forget_meshes()
         gc.collect()  # groups without references keep their threads and files until then
 

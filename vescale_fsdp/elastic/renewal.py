@@ -93,14 +93,14 @@ def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
     specs = [TensorSpec(slot.fqn, slot.shape, slot.dtype, slot.block_numel) for slot in slots]
     for layout in plan_buffers(specs, data.num_shards, scatter=old.scatter):
         new = _new_group(old, layout, data, [params[slot.fqn] for slot in layout.slots])
-        new.new_shard(old.shard.dtype, old.home)
+        new.new_shard(old.shard.dtype, old.home)  # so far it is on meta
         for param in new.params:
             # The optimizer and hooks refer to the old Parameter, so it gets the new placement and memory.
             kept, created = params[param.slot.fqn].sharded, param.sharded
             assert isinstance(kept, RaggedDTensor) and isinstance(created, RaggedDTensor)
             param.piece = new.shard[param.local]
             move_to(kept, created, param.piece)
-            kept.grad = None
+            kept.grad = None  # of the interrupted step
             param.take(kept)
         new.install()
         yield new

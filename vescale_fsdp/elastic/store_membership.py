@@ -166,6 +166,7 @@ class StoreMembership:
                 if members is not None:
                     self._swap(number, current, _Round(members, is_closed=True))
                     continue
+            # Twice the time-out: after the first, the round closes without absent processes, if enough are here.
             if now_s > deadline_s + self._timeout_s:
                 raise LifecycleError(
                     "Too few processes came for an epoch.",
@@ -259,9 +260,11 @@ class Presence:
     def __init__(self, host: str, secret: bytes | None = None) -> None:
         check_exposure(host, secret)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # All members may ask at once.
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self._token, self._secret = secrets.token_hex(8), secret
         self.name = f"{host}:{self._listener.getsockname()[1]}/{self._token}"
+        # Daemon: it must not outlive a process that does not call `end`.
         self._accepting = Thread(target=self._accept, name="elastic-presence", daemon=True)
         self._accepting.start()
 
@@ -291,7 +294,7 @@ class Presence:
 def is_present(name: str, secret: bytes | None = None) -> bool:
     """Whether the process of this name lives, and its machine can be reached."""
     address, _, token = name.partition("/")
-    host, _, port = address.rpartition(":")
+    host, _, port = address.rpartition(":")  # IPv6 addresses have colons
     nonce = secrets.token_bytes(_NONCE_BYTES)
     expected = _answer_to(nonce, token, secret)
     try:
@@ -314,7 +317,7 @@ def _received(connection: socket.socket, nbytes: int) -> bytes:
     """
     data, deadline_s = b"", time.monotonic() + ANSWER_S  # one deadline for all bytes
     while len(data) < nbytes:
-        connection.settimeout(max(1e-3, deadline_s - time.monotonic()))  # 0 would not block
+        connection.settimeout(max(1e-3, deadline_s - time.monotonic()))  # 0 would make it non-blocking
         more = connection.recv(nbytes - len(data))
         if not more:
             break

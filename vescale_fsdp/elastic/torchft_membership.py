@@ -63,7 +63,7 @@ class TorchftMembership:
 
         if host is None:
             where = urlsplit(lighthouse)
-            host = local_address(where.hostname or "127.0.0.1", where.port or 1)  # any port; sends nothing
+            host = local_address(where.hostname or "127.0.0.1", where.port or 1)  # any port: nothing is sent
         check_exposure(host, secret_of(None))  # torchft signs nothing, so its network must be private
         timeout = timedelta(seconds=timeout_s)
         self._num_first, self._timeout_s = num_first, timeout_s
@@ -78,10 +78,10 @@ class TorchftMembership:
             world_size=1,
             heartbeat_interval=timedelta(seconds=heartbeat_s),
             connect_timeout=timeout,
-            quorum_retries=0,
+            quorum_retries=0,  # `wait` asks again
         )
         self._client: Any = ManagerClient(self._server.address(), connect_timeout=timeout)
-        self._epoch = -1
+        self._epoch = -1  # none yet
         self._epoch_store: BoundedStore | None = None  # torch keeps no reference to a store written in Python
         self._next: Any = None  # a new quorum that `has_changed` got, for `wait`
 
@@ -106,7 +106,7 @@ class TorchftMembership:
                 )
             quorum = self._ask(has_failed=self._epoch >= 0)
         self._epoch = quorum.quorum_id
-        host, _, port = quorum.store_address.rpartition(":")
+        host, _, port = quorum.store_address.rpartition(":")  # IPv6 addresses have colons
         store = within(
             self._timeout_s,
             lambda: dist.TCPStore(host, int(port), is_master=False),

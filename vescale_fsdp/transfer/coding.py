@@ -157,7 +157,7 @@ class CodedTensor:
         self._local = local
         self._boxes = list(matrix_boxes(region, shape, self._grid))
         bands = [box.blocks(self._grid)[0] for box in self._boxes]
-        self._first_band = min((band.start for band in bands), default=0)
+        self._first_band = min((band.start for band in bands), default=0)  # no part on this rank
         num_bands = max((band.stop for band in bands), default=0) - self._first_band
         per_band = self._grid.scales_per_band
         self.first_block = self._first_band * per_band
@@ -184,10 +184,11 @@ class CodedTensor:
         """Update ``amax`` with the magnitudes of a slab's items."""
         start = box.start + (slab.row - box.row) * box.cols
         items = self._local[start : start + slab.rows * box.cols]
-        by_col = items.view(slab.num_bands, -1, box.cols).abs().amax(1).float()
+        by_col = items.view(slab.num_bands, -1, box.cols).abs().amax(1).float()  # cast last: fewer items
         cols = box.blocks(self._grid)[1]
         before = box.col - cols.start * self._grid.cols
         behind = len(cols) * self._grid.cols - before - box.cols
+        # Zeros raise no magnitude.
         largest = F.pad(by_col, (before, behind)).view(slab.num_bands, len(cols), -1).amax(2)
         known = self.amax[slab.bands, cols.start : cols.stop]
         known.copy_(torch.maximum(known, largest))
@@ -259,6 +260,7 @@ class CodedTensor:
             start = box.start + (row + here) * box.cols + col
             by_band = (slab.num_bands, slab.rows // slab.num_bands, cols)
             steps = (by_band[1] * box.cols, box.cols, 1)
+            # `as_strided` counts from the start of the storage.
             values = self._local.as_strided(by_band, steps, self._local.storage_offset() + start).float()
             by_col = factors[slab.bands].index_select(1, block_of)
             codes = self._codec.codes_of(values, by_col[:, None, :])

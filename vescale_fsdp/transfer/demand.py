@@ -99,7 +99,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
             taken[own] = 0
             row = rows.setdefault(ranks, np.zeros(len(targets), np.int64))
             row += taken
-    sets = tuple(sorted(ranks for ranks, row in rows.items() if row.any()))
+    sets = tuple(sorted(ranks for ranks, row in rows.items() if row.any()))  # the same order on all ranks
     sent = np.array([rows[ranks] for ranks in sets], np.int64).reshape(len(sets), len(targets))
     return Demand(sets, targets, sent, kept)
 
@@ -318,6 +318,7 @@ def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints
     start = 0
     while start < len(counts):
         totals = np.cumsum(counts[start:])
+        # At least one row of the target.
         stop = start + max(1, int(np.searchsorted(totals, _MAX_PAIRS, "right")))
         part = counts[start:stop]
         wanted_row = np.repeat(np.arange(start, stop), part)

@@ -76,11 +76,13 @@ class StateDescription:
     @cached_property
     def numbers_by_name(self) -> dict[str, int]:
         """The number of each tensor by name; the first number, if ranks distribute the tensor in several ways."""
+        # Reversed, so that the first number of a name stays.
         return {entry.name: number for number, entry in reversed(list(enumerate(self.entries)))}
 
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
         """Ranks that store anything, ascending."""
+        # Most tensors are on the same ranks.
         return tuple(sorted({rank for ranks in set(self.ranks) for rank in ranks.ranks}))
 
     @cached_property

@@ -155,7 +155,7 @@ class Exchange:
         """Keep an error of the connection to ``peer``, since other ranks still wait for their messages."""
         try:
             yield
-        except RuntimeError as lost:
+        except RuntimeError as lost:  # torch's error for lost connections and time-outs
             if self.errors.error is None:
                 self.errors.error = CheckpointError(
                     "A rank was lost during a transfer.",

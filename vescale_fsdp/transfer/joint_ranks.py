@@ -55,7 +55,7 @@ _REFUSED = f"{_NAME} refused"  # key that is set when two ranks have different s
 _GREETING = b"here"
 _POLL_S = 0.02
 _READERS_S = 5.0  # how long rank 0, which may own the store, waits until other ranks have read an error
-_NONCE_BYTES = 32
+_NONCE_BYTES = 32  # as many as in the SHA-256 digest of all numbers
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -134,7 +134,7 @@ def joint_ranks(
     ranks = JointRanks(group, {own: first_rank + own for own in range(own)}, store, known)
     try:
         ranks.authenticate()
-    except BaseException:
+    except BaseException:  # Ctrl-C too: threads and connections would stay
         ranks.close()
         raise
     return ranks
@@ -189,8 +189,8 @@ def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, sec
         for other in [other for other in missing if store.check([key(other)])]:
             try:
                 unsign(secret or b"", key(other), store.get(key(other)))
-            except PlacementError:
-                refused = f"ranks {min(rank, other)} and {max(rank, other)}"
+            except PlacementError:  # a signature by another secret
+                refused = f"ranks {min(rank, other)} and {max(rank, other)}"  # the same text on both
                 store.set(_REFUSED, refused)
             missing.discard(other)
         if refused:
@@ -219,7 +219,7 @@ def _wait_for_readers(store: dist.Store, rank: int, num_ranks: int) -> None:
     num_readers = store.add(f"{_REFUSED} read", 1)
     while rank == 0 and num_readers < num_ranks and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
-        num_readers = store.add(f"{_REFUSED} read", 0)
+        num_readers = store.add(f"{_REFUSED} read", 0)  # adding 0 reads the counter
 
 
 class JointRanks(GroupCoordinator):
@@ -268,6 +268,7 @@ class JointRanks(GroupCoordinator):
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         drawn = secrets.token_bytes(_NONCE_BYTES)
         numbers = {**self._swap(dict.fromkeys(others, drawn)), self.rank: drawn}
+        # In one order on all ranks.
         self._session = hashlib.sha256(b"".join(numbers[rank] for rank in sorted(numbers))).hexdigest()
         proofs = {rank: sign(self._secret, self._proof_name(self.rank, rank), b"") for rank in others}
         answers = self._swap(proofs)
@@ -280,6 +281,7 @@ class JointRanks(GroupCoordinator):
 
     def _swap(self, sent: dict[int, bytes]) -> dict[int, bytes]:
         """Send each other rank a message, and receive one of the same size from each."""
+        # Torch warns about read-only memory.
         outgoing = {rank: torch.frombuffer(bytearray(data), dtype=torch.uint8) for rank, data in sent.items()}
         received = {rank: torch.empty_like(data) for rank, data in outgoing.items()}
         self.exchange([(outgoing[rank], rank) for rank in sent], [(received[rank], rank) for rank in sent])

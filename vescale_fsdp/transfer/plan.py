@@ -336,6 +336,7 @@ def plan_transfer(
 
 def equal_shares(nbytes: int, count: int) -> tuple[int, ...]:
     """Bytes that each of ``count`` ranks sends, equal to within one byte."""
+    # Differences of roundings add up to all bytes.
     return tuple(nbytes * (number + 1) // count - nbytes * number // count for number in range(count))
 
 
@@ -377,14 +378,15 @@ def balanced_shares(wanted: Mapping[Ranks, int]) -> dict[Ranks, tuple[int, ...]]
 
 def _added_to_lowest(loads: Sequence[int], nbytes: int) -> tuple[int, ...]:
     """How many of ``nbytes`` to add to each load: the lowest loads are filled up to one level."""
+    # Ties by number: all ranks plan alike.
     order = sorted(range(len(loads)), key=lambda number: (loads[number], number))
     added = [0] * len(loads)
     for count in range(1, len(order) + 1):
         lowest = order[:count]
         total = sum(loads[number] for number in lowest) + nbytes
-        if count == len(order) or total <= loads[order[count]] * count:
+        if count == len(order) or total <= loads[order[count]] * count:  # the level stays below the next load
             level, rest = divmod(total, count)
             for index, number in enumerate(lowest):
-                added[number] = level + (index < rest) - loads[number]
+                added[number] = level + (index < rest) - loads[number]  # the rest, a byte each
             break
     return tuple(added)

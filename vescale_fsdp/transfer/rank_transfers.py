@@ -159,6 +159,7 @@ class ShareStream:
 
     def between(self, low: int, high: int) -> Iterator[Share]:
         """Bytes [low, high) of the stream; both are multiples of `ALIGN_BYTES`, or the end."""
+        # The first share that ends after `low`.
         for number in range(bisect_right(self._stops, low), len(self.shares)):
             share = self.shares[number]
             start = self._stops[number] - share.nbytes
@@ -247,7 +248,7 @@ class RankTransfers:
                     is_in_place = _is_in_place(plan, shares, is_sent)
                     message = Message(peer, is_sent, number, shares, nbytes, is_in_place)
                     ordered.append(((turn, number, sources[sender]), message))
-        ordered.sort(key=lambda item: item[0])
+        ordered.sort(key=lambda item: item[0])  # messages have no order of their own
         return [message for _, message in ordered]
 
     def _streams(self, *, is_sent: bool) -> dict[int, ShareStream]:

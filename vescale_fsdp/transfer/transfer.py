@@ -294,13 +294,13 @@ class Transfer:
 
     def _agreed_version(self, version: int | None, error: BaseException | None) -> int:
         """Agree on the version of the source in the first collective, which also raises ``error`` on all ranks."""
-        last = -1 if self._version is None else self._version
+        last = -1 if self._version is None else self._version  # so that the first version is 0
         # The collective returns maxima over ranks; the maximum of negated versions gives the smallest version.
         given = [-_NO_VERSION, -_NO_VERSION] if version is None else [version, -version]
         most, minus_least, last = self._coordinator.raise_together(
             error, "starting a transfer", _UNTOUCHED, self._alike, [*given, last]
         )
-        if most == -_NO_VERSION:
+        if most == -_NO_VERSION:  # no rank passes a version
             return last + 1
         if most != -minus_least:
             raise CheckpointError(
