@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(CheckpointError, match="state belongs to another sampler"):
             first.load_state_dict(other.state_dict())
     other_seed = _samplers(10, 2, seed=4)[1]
-    with pytest.raises(CheckpointError, match=r"do not fit together[\s\S]*seed=3[\s\S]*seed=4"):
+    with pytest.raises(CheckpointError, match=r"cannot be merged[\s\S]*seed=3[\s\S]*seed=4"):
         first.merge([first.state_dict(), other_seed.state_dict()])
     with pytest.raises(CheckpointError, match="world_size=1"):
         first.merge([first.state_dict()])
@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused() -> None:
         DataLoader(range(10), batch_size=None, sampler=first),  # type: ignore[arg-type]
     ]
     for loader in others:
-        with pytest.raises(TypeError, match="not known"):
+        with pytest.raises(TypeError, match="no position"):
             ReshardableLoader(loader)
     with pytest.raises(ValueError, match="rank < world_size"):
         ReshardableSampler(3, rank=2, world_size=2)
