@@ -290,8 +290,7 @@ class AsyncSaver:
             except Exception as caught:  # noqa: BLE001  `take` raises it on all ranks
                 error = error or caught
             if not savers:
-                # Raises the error on all ranks, which wait here to agree.
-                self._coordinator.agree(None, 0, error)
+                self._coordinator.agree(None, 0, error)  # other ranks are in their `agree`: all ranks raise
                 return
             for number, saver in enumerate(savers):
                 with adding_note(also):
@@ -306,8 +305,8 @@ class AsyncSaver:
         # After an error too: the other ranks wait for this one to report it.
         self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=exit_timeout_s)
         if error is not None and not isinstance(error, Exception):
-            self._last.is_read = True  # raised here: an exit need not report it
-            raise error  # Ctrl-C stops the trainer now, not when it waits for the handle
+            self._last.is_read = True  # raised here, so that the exit does not report it
+            raise error  # Ctrl-C stops the trainer now, not only in `handle.wait()`
         return SaveHandle(self._last)
 
     def drain(self) -> None:

@@ -41,7 +41,7 @@ from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, some
 
 _FIRST_PAUSE_S = 0.01  # before the second listing; each further pause is twice as long
-_LAST_PAUSE_S = 0.5
+_LAST_PAUSE_S = 0.5  # longest pause
 _MIN_READS = 3  # reads of vanishing steps before the search can fail, even if patience_s is over
 
 

@@ -97,8 +97,8 @@ def partners_in_rings(rings: Sequence[Sequence[int]], nodes: Sequence[str], repl
 
 
 def _least_busy(ranks: Iterable[int], load: Counter[int]) -> int:
-    """The rank with the least load, which is then increased by one."""
-    rank = min(ranks, key=lambda rank: (load[rank], rank))  # ties are decided alike on all ranks
+    """Return the rank with the least load, and add one to its load."""
+    rank = min(ranks, key=lambda rank: (load[rank], rank))  # ties: the same choice on all ranks
     load[rank] += 1
     return rank
 

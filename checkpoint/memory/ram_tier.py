@@ -147,7 +147,7 @@ class RamTier:
             The step's save_id, for a save of the same state to disk; and whether any rank is still copying an earlier
             step.
         """
-        # Rank 0 draws the attempt's number; the same all-reduce sends it to all ranks.
+        # Rank 0 draws the attempt's number; the all-reduce by MAX sends it to all ranks.
         attempt = secrets.randbits(32) if coordinator.rank == 0 else 0  # a seeded generator would repeat it
         is_copying = self._copies is not None and not self._copies.done()
         doing = "looking for copies of the previous step"

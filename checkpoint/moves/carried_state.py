@@ -430,8 +430,8 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
     return CarriedState(views, values, paths, own, frozenset(own.names), source.omitted)
 
 
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")  # of CamelCase and snake_case
-# Words in containers' names that do not say which model or optimizer is meant.
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")  # in CamelCase and snake_case
+# Words in containers' names that are ignored when an optimizer's name is compared with models' names.
 _COMMON_WORDS = {
     "opt",
     "optim",

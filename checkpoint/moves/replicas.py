@@ -307,7 +307,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """All elements of a tensor in contiguous pieces; non-contiguous tensors are copied some rows at a time."""
     if tensor.is_contiguous():
         flat = tensor.view(-1)
-        # Host memory is hashed where it is.
+        # Host memory is hashed in place, without a copy.
         size = flat.numel() if tensor.device.type == "cpu" else _CHUNK_BYTES // tensor.itemsize
         yield from map(dense, flat.split(size))
     else:

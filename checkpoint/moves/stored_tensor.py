@@ -18,7 +18,7 @@ from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
 
 UNCHECKED_BYTES = 4 << 30  # tensors up to this size are accepted, however few bytes of them are stored
 MOST_GROWTH = 32  # accepted ratio of tensor bytes to stored bytes; decoding 4 bits to 64 gives 16
-_MAX_GRID_CELLS = 4_000_000  # largest coordinate grid for the search for overlapping boxes
+_MAX_GRID_CELLS = 4_000_000  # largest coordinate grid for the search for overlapping boxes: 32 MB
 
 
 @dataclass(frozen=True, slots=True)  # slots: a checkpoint may have a hundred thousand of these objects
@@ -92,7 +92,7 @@ class StoredChunk:
         """Number of stored bytes that the items consist of."""
         if not self.file:
             return self.nbytes
-        # Fewer than the items where a stride of 0 repeats them.
+        # Fewer than the items if a stride of 0 repeats them.
         spanned = 1 + sum((n - 1) * s for n, s in zip(self.box.sizes, self.steps, strict=True))
         items_nbytes = min(self.box.numel, spanned) * itemsize
         return min(items_nbytes, self.nbytes or items_nbytes)  # 0 in formats that determine it on reading

@@ -97,7 +97,7 @@ class _Seen:
     is_verified: bool = False
 
     def has_room(self, start: int, stop: int) -> bool:
-        """Whether no byte of [start, stop) has been read."""
+        """Whether no byte of [start, stop) has been read yet."""
         after = bisect_left(self.pieces, (start,))  # (start,) sorts before every piece that begins there
         return (after == 0 or self.pieces[after - 1][1] <= start) and (
             after == len(self.pieces) or stop <= self.pieces[after][0]
@@ -234,8 +234,8 @@ class VerifiedReads:
         return [] if seen.is_verified else gaps
 
     def verify_range(self, checked: CheckedRange) -> None:
-        """Read the bytes of a range that no thread has read; raises as `read`."""
-        while gaps := self.unread(checked):  # other threads may read some of them meanwhile
+        """Read the bytes of a range that no thread has read, which verifies it; raises the same errors as `read`."""
+        while gaps := self.unread(checked):  # other threads may read a part of them meanwhile
             for gap in gaps:
                 for start in range(*gap, _SCRATCH_BYTES):
                     nbytes = min(_SCRATCH_BYTES, gap[1] - start)

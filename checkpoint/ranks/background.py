@@ -95,8 +95,8 @@ class BackgroundThread:
         exit_timeout_s: float = EXIT_TIMEOUT_S,
         is_needed: bool = True,
     ) -> Job:
-        """Do this after earlier work; arguments as for `Job`."""
-        _jobs[:] = [job for job in _jobs if not _is_over(job)]  # keeps errors that nobody has read
+        """Queue work; arguments as for `Job`."""
+        _jobs[:] = [job for job in _jobs if not _is_over(job)]  # keeps unread errors
         job = Job(what, exit_timeout_s, is_needed)
         _jobs.append(job)
         self._queue.put((job, work))

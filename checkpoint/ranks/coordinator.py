@@ -44,10 +44,10 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 _NOTHING: Alike = {}
 
-_FAILURE, _DAMAGE, _ABSENCE, _STORAGE, _FOREIGN, _INTERRUPT = 1, 2, 3, 4, 5, 6  # in rising severity
+_FAILURE, _DAMAGE, _ABSENCE, _STORAGE, _FOREIGN, _INTERRUPT = 1, 2, 3, 4, 5, 6  # ascending severity
 _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
-_WORST = "_worst"  # attribute of errors that have ended a block on all ranks
-_DOCUMENT_BYTES = 64 << 20  # 64 MiB; bounds what a rank allocates for the others
+_WORST = "_worst"  # attribute of errors raised on all ranks: the severity of the worst rank
+_DOCUMENT_BYTES = 64 << 20  # largest message of a rank: limits the memory that other ranks allocate
 COMMIT, ABORT = "commit", "abort"
 _READERS_S = 5.0  # a rank that has not read a decision after this time is lost, or has lost the store
 _POLL_S = 0.001
@@ -512,7 +512,7 @@ class GroupCoordinator(Coordinator):
         return finish
 
     def everyone(self, item: T) -> list[T]:
-        digest = checksum_of(repr(item).encode()) >> 2  # it and its negative fit in 64 bits with a sign
+        digest = checksum_of(repr(item).encode()) >> 2  # 62 bits: it and its negative fit an int64
         high, low = self._max([digest, -digest])
         if high == -low:
             return [item] * self.world_size
@@ -637,7 +637,7 @@ def words_of(alike: Alike | bytes) -> list[int]:
     """Four unsigned 32-bit words of a digest; the order of keys does not matter."""
     if not isinstance(alike, bytes):
         alike = digest_of(json.dumps(alike, sort_keys=True, default=repr).encode())
-    return list(struct.unpack("<4I", alike))  # of 32 bits each: as int64, they can be negated
+    return list(struct.unpack("<4I", alike))  # 32 bits each: as int64, they can be negated
 
 
 def both_ways(words: list[int]) -> list[int]:

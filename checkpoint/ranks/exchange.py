@@ -98,8 +98,8 @@ def exchange(
     def memory() -> torch.Tensor:
         try:
             return free.pop()
-        except IndexError:  # asked for by the reading threads too: a look at the length may be outdated
-            # + 1: whether the turn could be read.
+        except IndexError:  # no check of the length before: another thread may take the last buffer after it
+            # + 1: the byte that says whether the sender could read the turn.
             return torch.empty(most_bytes + 1, dtype=torch.uint8, device="cpu")
 
     def bytes_of(turn: T, data: torch.Tensor) -> memoryview:

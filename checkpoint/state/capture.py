@@ -327,8 +327,11 @@ class _Taker(TreeSink):
         """
         problem = None
         if name in RESERVED_NAMES:
-            problem = ("a name that is reserved for the files", f"none of {', '.join(RESERVED_NAMES)}")
-        # Nearly all names are ASCII, and need no loop.
+            problem = (
+                "a name that the file format reserves",
+                f"a name other than {', '.join(RESERVED_NAMES)}",
+            )
+        # Almost all names are ASCII, and skip the loop.
         elif not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
             problem = (
                 "a name that is not valid text",

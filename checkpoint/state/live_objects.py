@@ -1,4 +1,4 @@
-"""Live modules and optimizers in a state, as dicts by parameter name, in which form they are stored.
+"""Convert live modules and optimizers in a state to the dicts by parameter name that a checkpoint stores.
 
     {"model": module, "optimizer": optimizer}
 
@@ -6,11 +6,11 @@
      "optimizer": {"state": {"a.weight": {"step": .., "exp_avg": tensor}, ..},
                    "param_groups": [{"params": ["a.weight", ..], "lr": .., ..}]}}
 
-Modules on the meta device get memory when a load fills them (`allocate`).
+This is the form of torch's ``get_model_state_dict`` and ``get_optimizer_state_dict``. Unlike the latter, it runs no
+optimizer step to create missing state. An optimizer's parameters are looked up by identity in the modules of the same
+state. Name parts that ``torch.compile``, DDP and activation checkpointing add are removed.
 
-This is the form of torch's ``get_model_state_dict`` and ``get_optimizer_state_dict``, but without the optimizer step
-that the latter makes if there is no state yet. An optimizer's parameters are looked up, by identity, in the modules of
-the same state. Names are without the parts that ``torch.compile``, DDP and activation checkpointing add.
+A load allocates modules on the meta device (`allocate`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from vescale_fsdp.torch_private import apply_to_tensors, local_of, storage_id
 
 @runtime_checkable
 class ChecksStateDict(Protocol):
-    """An optimizer that can check a state before the state's tensors have been read."""
+    """An optimizer that can check a state dict before its tensors are read."""
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise the errors of ``load_state_dict``; in ``state_dict["state"]``, None stands for unread tensors."""
+        """Raise the errors of ``load_state_dict``. In ``state_dict["state"]``, unread tensors are None."""
 
 
 class ModuleState(NamedTuple):
-    """A module's ``state_dict()``, its values by canonical name, and the raw name of each canonical one."""
+    """A module's ``state_dict()``; canonical name -> value; canonical name -> name in ``state_dict()``."""
 
     raw: dict[str, Any]
     values: dict[str, Any]
@@ -49,12 +49,12 @@ class ModuleState(NamedTuple):
 
 
 class NamedOptimizer(NamedTuple):
-    """An optimizer's state with the names of its parameters.
+    """An optimizer's state and the names of its parameters.
 
     Attributes:
-        names: of the parameters, by group.
-        params: the parameters, by name.
-        numbers: of the parameters in ``optimizer.state_dict()``, by name.
+        names: names of each group's parameters.
+        params: name -> parameter.
+        numbers: name -> number of the parameter in ``optimizer.state_dict()``.
         raw: ``optimizer.state_dict()``.
     """
 
@@ -75,13 +75,13 @@ class NamedOptimizer(NamedTuple):
 
     @property
     def state_of(self) -> dict[str, Any]:
-        """State by parameter name, of the parameters that have state."""
+        """Name -> state, of the parameters that have state."""
         state = self.raw["state"]
         return {name: state[number] for name, number in self.numbers.items() if number in state}
 
     @property
     def other_state(self) -> dict[Any, Any]:
-        """State that belongs to no parameter, by the optimizer's own keys."""
+        """State that belongs to no parameter, under the optimizer's own keys."""
         numbers = set(self.numbers.values())
         return {key: value for key, value in self.raw["state"].items() if key not in numbers}
 
@@ -90,7 +90,7 @@ class LiveObjects:
     """The modules and optimizers of one state.
 
     Args:
-        state: whatever `save` and `load` take; searched through dicts, lists and tuples.
+        state: the state passed to `save` or `load`; searched through dicts, lists and tuples.
     """
 
     def __init__(self, state: Any) -> None:
@@ -98,7 +98,7 @@ class LiveObjects:
         self._module_states: dict[int, tuple[nn.Module, ModuleState]] = {}
 
     def module_state(self, module: nn.Module) -> ModuleState:
-        """``module.state_dict()`` under raw and canonical names."""
+        """``module.state_dict()`` under raw and canonical names; computed once per module."""
         known = self._module_states.get(id(module))
         if known is None:
             raw = module.state_dict()
@@ -111,20 +111,20 @@ class LiveObjects:
     @cached_property
     def modules(self) -> dict[Path, nn.Module]:
         """The modules in the state's dicts, by path."""
-        found: dict[Path, nn.Module] = {}
+        modules: dict[Path, nn.Module] = {}
 
         def visit(value: Any, path: Path) -> None:
             if isinstance(value, nn.Module):
-                found[path] = value
+                modules[path] = value
             elif isinstance(value, Mapping):
                 for key, item in value.items():
                     visit(item, (*path, key))
 
         visit(self._state, ())
-        return found
+        return modules
 
     def leaves(self) -> dict[Path, Any]:
-        """Leaves of the state by path, with modules and optimizers as dicts of their state.
+        """Path -> leaf of the state, after modules and optimizers are replaced by dicts of their state.
 
         Raises:
             CheckpointError: if an optimizer has parameters on the meta device.
@@ -148,7 +148,7 @@ class LiveObjects:
         )
 
     def named(self, optimizer: torch.optim.Optimizer, where: str) -> NamedOptimizer | None:
-        """An optimizer's state by parameter name; None for one whose ``state_dict()`` does not number parameters.
+        """An optimizer's state by parameter name; None if its ``state_dict()`` does not number parameters like torch's.
 
         Args:
             where: the optimizer's name in the state.
@@ -175,11 +175,11 @@ class LiveObjects:
     def _names_of(
         self, params: list[torch.Tensor], optimizer: torch.optim.Optimizer, where: str
     ) -> list[str]:
-        """Names of an optimizer's parameters: of one module where that has them all, else with the modules' names."""
+        """Names of an optimizer's parameters: within one module that has all of them, else prefixed by module names."""
         wanted = {id(param) for param in params}
         fitting = [model for model in self._models if wanted <= model.names.keys()]
         if fitting:
-            # The smallest, as in {"model": model, "head": model.head} with an optimizer of the head.
+            # The smallest module: in {"model": model, "head": model.head}, an optimizer of the head uses its names.
             chosen = min(fitting, key=lambda model: len(model.names))
             names = [chosen.names[id(param)] for param in params]
         else:
@@ -197,7 +197,7 @@ class LiveObjects:
                 expected="different names",
                 got=some(sorted({name for name in names if names.count(name) > 1})),
                 where=where,
-                todo="rename the keys under which the modules stand in the state",
+                todo="rename the modules' keys in the state",
             )
         return names
 
@@ -216,21 +216,21 @@ class LiveObjects:
 
 
 class _Model(NamedTuple):
-    """A module of the state: where it is, its parameters, and their names by id."""
+    """A module of the state."""
 
-    path: str
+    path: str  # in the state
     params: list[nn.Parameter]
-    names: dict[int, str]
+    names: dict[int, str]  # id of a parameter -> its canonical name
 
 
 def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Names of parameters and buffers without the parts that wrappers of modules add.
 
     Args:
-        names: as ``named_parameters()`` and ``state_dict()`` give them.
+        names: names from ``named_parameters()`` or ``state_dict()``.
 
     Returns:
-        The canonical name of each; the given name where two would have one canonical name.
+        Given name -> canonical name. If several canonical names would be equal, the given names are kept.
     """
     parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     starts = [
@@ -238,19 +238,19 @@ def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
         for path, inner in module.named_modules(remove_duplicate=False)
         if isinstance(inner, parallel)
     ]
-    found = {}
+    canonical = {}
     for name in names:
         short = name
         for start in sorted(starts, key=len, reverse=True):  # inner wrappers first
             if short.startswith(start):
                 short = start.removesuffix("module.") + short.removeprefix(start)
-        found[name] = without_wrappers(short)
-    counts = Counter(found.values())
-    return {name: short if counts[short] == 1 else name for name, short in found.items()}
+        canonical[name] = without_wrappers(short)
+    counts = Counter(canonical.values())
+    return {name: short if counts[short] == 1 else name for name, short in canonical.items()}
 
 
 def same_names(own: Iterable[Any], stored: Iterable[Any]) -> dict[Any, Any]:
-    """Names of a checkpoint that differ from a state's only in parts that wrappers add -> the state's names.
+    """Stored name -> the state's name, for names that differ only in parts that wrappers add.
 
     >>> same_names(["a.weight", "step"], ["_orig_mod.a.weight", "step"])
     {'_orig_mod.a.weight': 'a.weight'}
@@ -267,12 +267,12 @@ def same_names(own: Iterable[Any], stored: Iterable[Any]) -> dict[Any, Any]:
 
 
 def _short_names(names: Iterable[Any]) -> dict[str, str]:
-    """Names without the parts that wrappers add, and without ``module.`` if all names with dots begin with it."""
-    found = {name: without_wrappers(name) for name in names if isinstance(name, str)}
-    dotted = [short for short in found.values() if "." in short]
+    """Name -> name without wrappers' parts, and without ``module.`` if all names with dots begin with it."""
+    short_names = {name: without_wrappers(name) for name in names if isinstance(name, str)}
+    dotted = [short for short in short_names.values() if "." in short]
     if dotted and all(short.startswith("module.") for short in dotted):
-        found = {name: short.removeprefix("module.") for name, short in found.items()}
-    return found
+        short_names = {name: short.removeprefix("module.") for name, short in short_names.items()}
+    return short_names
 
 
 def has_meta_modules(state: Any) -> bool:
@@ -290,12 +290,12 @@ def is_meta(tensor: torch.Tensor) -> bool:
 
 
 def aliases_of(leaves: Mapping[Path, Any]) -> dict[str, list[str]]:
-    """Names of leaves that are one tensor, by each of these names; parameters on the meta device too."""
+    """Name -> all names of the same tensor, for leaves with several names; includes parameters on the meta device."""
     groups: dict[object, list[str]] = {}
     for path, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor) and leaf.numel():
             local = local_of(leaf) if isinstance(leaf, DTensor) else leaf
-            # A rank's empty pieces of different tensors may have one address, so names in a layout count too.
+            # Empty pieces of different tensors may have the same address, so the layout's names are compared too.
             slot = leaf.layout_ref if isinstance(leaf, RaggedDTensor) else None
             name = None if slot is None else slot[1]
             memory = storage_id(local), local.storage_offset(), tuple(leaf.shape), local.stride(), leaf.dtype
@@ -304,7 +304,7 @@ def aliases_of(leaves: Mapping[Path, Any]) -> dict[str, list[str]]:
 
 
 def unsaved_meta_buffers(live: LiveObjects) -> dict[str, nn.Module]:
-    """Buffers on the meta device that are in no checkpoint, by name, and the module that owns each."""
+    """Name -> owning module, for non-persistent buffers on the meta device, which no checkpoint contains."""
     found = {}
     for model in live.modules.values():
         if not any(buffer.is_meta for buffer in model.buffers()):
@@ -319,15 +319,15 @@ def unsaved_meta_buffers(live: LiveObjects) -> dict[str, nn.Module]:
 
 
 def allocate(live: LiveObjects, names: Iterable[str], buffers: Iterable[str]) -> Callable[[], None]:
-    """Give tensors of modules that are on the meta device memory. ``live`` is outdated then.
+    """Allocate tensors of modules on the meta device. Create new `LiveObjects` afterwards: ``live`` is outdated.
 
     Args:
-        names: of leaves of the state.
-        buffers: names, in their modules, of buffers that are no leaves.
+        names: names of the leaves to allocate.
+        buffers: names, in their modules, of the non-persistent buffers to allocate.
 
     Returns:
-        Puts the tensors back on the meta device, for a load that fails: values that nothing has filled must not be
-        used.
+        A function that moves the tensors back to the meta device, for a load that fails: uninitialized values must not
+        be used.
     """
     wanted, unsaved = set(names), set(buffers)
     moved: list[tuple[nn.Module, set[str]]] = []
@@ -351,8 +351,8 @@ def allocate(live: LiveObjects, names: Iterable[str], buffers: Iterable[str]) ->
 
 
 def home_device(state: Mapping[str, Any]) -> torch.device:
-    """The device of a module's tensors, or the one that tensors on the meta device are for."""
-    # torch's optimizers keep step counts, which have no dims, on the CPU.
+    """The device of a module's tensors; if all are on the meta device, that of their mesh, or the CPU."""
+    # 0-d tensors do not count: torch's optimizers keep step counts on the CPU.
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.ndim]
     there = [tensor.device for tensor in tensors if not tensor.is_meta]
     if there:
@@ -364,16 +364,16 @@ def home_device(state: Mapping[str, Any]) -> torch.device:
 def _require_memory(optimizer: torch.optim.Optimizer, name: str) -> None:
     if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
         raise CheckpointError(
-            "An optimizer has parameters on the meta device, which a load replaces, so that it would lose them.",
-            expected="an optimizer of parameters that have memory",
-            got=f"{type(optimizer).__name__} of parameters on the meta device",
+            "An optimizer has parameters on the meta device. A load replaces these parameters in the model only.",
+            expected="an optimizer of allocated parameters",
+            got=f"{type(optimizer).__name__} with parameters on the meta device",
             where=name,
-            todo="load the model first, then make the optimizer and load both; or call to_empty()",
+            todo="load the model first, then create the optimizer and load both; or call to_empty()",
         )
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """All parameters and buffers by every name that they have."""
+    """All parameters and buffers, each under all of its names."""
     params = model.named_parameters(remove_duplicate=False)  # also the other names of tied parameters
     return [*params, *model.named_buffers(remove_duplicate=False)]
 
@@ -395,7 +395,7 @@ def _modules(value: Any, name: str, depth: int) -> Iterator[tuple[str, nn.Module
     if isinstance(value, nn.Module):
         yield name, value
     elif depth > MAX_DEPTH:
-        return  # encode and match refuse such a state
+        return  # `encode` and `match` raise for such a state
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _modules(item, child_name(name, join_name("", key)), depth + 1)
@@ -429,5 +429,5 @@ def _no_owner(
         f"are in none of the modules {some([repr(model) for model in models]) if models else '(there are none)'}",
         where=where or "the state itself",
         todo="put the module itself into the state, not its state_dict(); if fully_shard or to() has replaced its "
-        "parameters, make the optimizer afterwards",
+        "parameters, create the optimizer afterwards",
     )

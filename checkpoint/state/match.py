@@ -1,9 +1,9 @@
-"""Matching a state with a manifest's tree: which tensor fills which leaf, before anything is overwritten.
+"""Match a state with a manifest's tree: which stored tensor fills which leaf. Nothing is overwritten yet.
 
-`match` walks both trees together and returns a `Match`: the tensors to fill in place, the leaves that are
-missing or unexpected, and a `finish` that assigns plain values once all bytes are read.
-Live optimizers are matched by the names of their parameters (`live_objects`), with state of every form that
-`optimizer_state` knows; state that an optimizer does not have yet is created as the checkpoint has it.
+`match` walks both trees together and returns a `Match`: the tensors to fill in place, the leaves that are missing or
+unexpected, and a `finish` that assigns plain values after all bytes are read. Live optimizers are matched by the names
+of their parameters (`live_objects`), with state in any form of `optimizer_state`. State that an optimizer does not have
+yet is created like the checkpoint's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _Items = Iterable[tuple[Any, Any]]
 
 
 class TensorRead(NamedTuple):
-    """One tensor of the state to be filled from tensor ``number`` of the manifest."""
+    """A tensor of the state that tensor ``number`` of the manifest fills."""
 
     name: str
     number: int
@@ -60,20 +60,20 @@ class TensorRead(NamedTuple):
 
 @dataclass
 class Match:
-    """Which leaves of a state and of a manifest belong together.
+    """The corresponding leaves of a state and a manifest.
 
     Attributes:
-        reads: tensors of the state and the manifest leaves that fill them.
-        fresh: tensors that an object lacks and gets from the checkpoint; the caller allocates and fills them.
-        per_rank: per-rank leaves of the state by the manifest's name.
-        per_rank_values: what they take, by the same names; set by the caller.
+        reads: tensors of the state to fill, and the manifest's tensors for them.
+        fresh: tensors of the checkpoint that an object of the state lacks; the caller allocates and fills them.
+        per_rank: name in the manifest -> per-rank leaf of the state.
+        per_rank_values: name in the manifest -> value to load; set by the caller.
         missing: leaves of the state that the checkpoint lacks.
         unexpected: leaves of the checkpoint that the state lacks.
-        problems: (name, expected, got) of leaves that cannot be matched at all.
-        mismatched: tensors of other shapes or dtypes: name -> (in the checkpoint, in the state).
-        containers: names of dicts and lists on either side in which leaves are missing or unexpected.
-        unused: name patterns that match no leaf of either side.
-        finish: assigns plain values and gives objects their state; to be called once, when all tensors are read.
+        problems: (name, expected, got) of leaves of different kinds.
+        mismatched: tensors with different shapes or dtypes: name -> (in the checkpoint, in the state).
+        containers: names of visited dicts and lists, of the state or the checkpoint.
+        unused: name patterns that match no leaf of the state or the checkpoint.
+        finish: assigns plain values and loads the state of objects; called once, after all tensors are read.
     """
 
     reads: list[TensorRead] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Match:
         return stored == own
 
     def require_fit(self, where: str, strict: Strict) -> None:
-        """Refuse a checkpoint that does not fit the state.
+        """Check that the checkpoint fits the state.
 
         Args:
             where: the checkpoint.
@@ -105,7 +105,7 @@ class Match:
                 ``"missing"`` allows unexpected leaves.
 
         Raises:
-            CheckpointError: naming leaves.
+            CheckpointError: if it does not fit; names leaves.
         """
         if self.problems:
             name, stored, own = self.problems[0]
@@ -114,13 +114,13 @@ class Match:
                 expected=f"{stored} (as saved)",
                 got=own,
                 where=f"{name} in {where}",
-                todo="build the state as it was when it was saved",
+                todo="build the state as it was at the save",
             )
         if not strict and self.mismatched:
             # People pass strict=False because names differ; a tensor of another shape may be a mistake.
             warnings.warn(
-                f"{len(self.mismatched)} tensors keep their values, since {where} has them in another shape or dtype: "
-                f"{some(self.mismatched)}",
+                f"{len(self.mismatched)} tensors keep their values, because they have another shape or dtype in "
+                f"{where}: {some(self.mismatched)}",
                 stacklevel=2,
             )
         if not strict:
@@ -133,9 +133,9 @@ class Match:
                 expected=f"{stored} (as saved)",
                 got=own,
                 where=f"{name} in {where}",
-                todo="pass dtype='state' to cast floats to the types that the state has"
+                todo="pass dtype='state' to cast floats to the state's dtypes"
                 if is_cast
-                else "build the state as it was saved",
+                else "build the state as it was at the save",
             )
         if self.unused:
             raise CheckpointError(
@@ -157,7 +157,7 @@ class Match:
 
     @property
     def renaming(self) -> tuple[str, str] | None:
-        """A prefix of missing names, and the checkpoint's instead of it; None if that renames less than half of them.
+        """A prefix of missing names, and the checkpoint's prefix for them; None if it matches less than half of them.
 
         >>> Match(missing=["model.0.bias", "model.1.bias"], unexpected=["model.m.0.bias", "model.m.1.bias"]).renaming
         ('model.', 'model.m.')
@@ -188,22 +188,22 @@ class Match:
         if stored[:-1] in self.containers and own == "":  # [:-1]: without the dot
             return f"{text}pass {{{stored[:-1]!r}: state}}, or "
         if own[:-1] in self.containers and stored == "":
-            return f"{text}pass what is under {own[:-1]!r} itself, or "
+            return f"{text}pass the value of the key {own[:-1]!r} as the state, or "
         container = self._container_of(own)
         if container and self._container_of(stored) == container:
             old, new = own[len(container) + 1 :], stored[len(container) + 1 :]
             named = (f"{new!r} + " if new else "") + (f"name.removeprefix({old!r})" if old else "name")
             renamed = f"{{{named}: value for name, value in model.state_dict().items()}}"
             return f"{text}pass {{{container!r}: {renamed}}}, or "
-        return f"{text}give it that name, or "
+        return f"{text}rename it, or "
 
     def _container_of(self, start: str) -> str:
-        """The innermost container that names with this beginning are in."""
+        """The innermost container of names with this prefix."""
         return max((name for name in self.containers if start.startswith(f"{name}.")), key=len, default="")
 
 
 def _different_starts(name: str, other: str) -> tuple[str, str]:
-    """The beginnings of two names that end with equal parts."""
+    """The prefixes in which two names differ, without their equal last parts."""
     parts, others = (re.split(r"(?<=[.])", text) for text in (name, other))
     while parts and others and parts[-1] == others[-1]:
         parts.pop()
@@ -222,10 +222,10 @@ def match(
     """Match a state with a tree.
 
     Args:
-        include: patterns; only leaves whose names fit one are matched. None for all.
-        live: the state's modules and optimizers, if the caller has looked them up.
-        gives_modules: whether modules get ``load_state_dict`` with all entries when they are filled, or only with
-            those that are not tensors.
+        include: name patterns; only leaves that match a pattern are loaded. None for all leaves.
+        live: the state's modules and optimizers; None to collect them here.
+        gives_modules: whether ``finish`` calls a module's ``load_state_dict`` with all entries; otherwise only with
+            the entries that are not tensors.
     """
     matcher = _Matcher(LiveObjects(state) if live is None else live, include, gives_modules)
     matcher.matched.finish = matcher.visit(state, tree, "", False)
@@ -243,7 +243,7 @@ class _Matcher:
     def _selected(self, name: str) -> bool:
         if self._include is None:
             return True
-        # Keys joined by "/" are the other spelling, in which a "/" inside a key is written "~1".
+        # A pattern may also be in the manifest's spelling: keys joined by "/", with "~1" for a "/" inside a key.
         fitting = {
             pattern
             for pattern in self._include
@@ -253,10 +253,10 @@ class _Matcher:
         return bool(fitting)
 
     def visit(self, target: Any, node: Json, name: str, stateful: bool) -> Finish:
-        """Match one value. The returned function gives the value that replaces it.
+        """Match one value with a node. The returned function returns the value that replaces it.
 
         Args:
-            stateful: whether the value is part of an object's state, which may get entries that it lacks.
+            stateful: whether the value is part of an object's state; entries that it lacks are then added.
         """
         kind = node.get("$") if isinstance(node, Mapping) else None
         if is_stateful(target):
@@ -326,7 +326,7 @@ class _Matcher:
         stateful: bool,
         opaque: Collection[Any] = (),
     ) -> Finish:
-        """Match a dict; entries under ``opaque`` keys have the form of the object whose state the dict is."""
+        """Match a dict. Entries under ``opaque`` keys are matched like parts of an object's state (``stateful``)."""
         self.matched.containers.add(name)
         nodes = dict(items_of_node(node) or ())
         renamed = same_names(target, nodes)
@@ -344,19 +344,19 @@ class _Matcher:
         for key, item in nodes.items():
             inner = child_name(name, key)
             if key not in target and stateful:
-                finishers[key] = self._fresh(item, inner)  # the object decides what it takes
+                finishers[key] = self._fresh(item, inner)  # the object's load_state_dict decides about it
             elif key not in target:
                 self.matched.unexpected += self._leaves(item, inner, items_of_node)
 
         def finish() -> Any:
             done = {key: finisher() for key, finisher in finishers.items()}
-            # An object gets its stored state without its present other entries. They are dropped from a copy, since
-            # the dict may be the object's own.
+            # An object gets only entries of its stored state. Other entries are dropped from a copy, because the dict
+            # may be the object's own.
             taker = copy.copy(target) if dropped else target
             if isinstance(taker, MutableMapping):
                 for key in dropped:
                     del taker[key]
-                for key, value in done.items():  # not update(), which adds to a Counter's numbers
+                for key, value in done.items():  # not update(), which adds the counts of a Counter
                     taker[key] = value
                 return taker
             # A mapping that cannot be changed is replaced.
@@ -365,10 +365,10 @@ class _Matcher:
         return finish
 
     def _fresh(self, node: Json, name: str, owner: tuple[NamedOptimizer, str] | None = None) -> Finish:
-        """A new value for a node; tensors that shared memory when they were saved share it again.
+        """Return a function that creates a new value for a node. Tensors that shared memory at the save share it again.
 
         Args:
-            owner: the optimizer and the parameter whose state the node is, if it is one's.
+            owner: the optimizer and the parameter's name, if the node is a parameter's state.
         """
         if has_tensors(node):
             # Requests the tensors now; their values come later.
@@ -428,7 +428,7 @@ class _Matcher:
     def _optimizers(
         self, targets: list[tuple[str, NamedOptimizer]], node: Json, name: str
     ) -> list[Finish] | None:
-        """Match optimizers with their state, which one node has; None if the node is no optimizer's state."""
+        """Match optimizers with the one node that has the state of all of them; None if it is not optimizer state."""
         known = [fqn for _, named in targets for fqn in named.params]
         stored = optimizer_state(node, known)
         if stored is None or (stored.is_numbered and len(targets) != 1):
@@ -492,7 +492,7 @@ class _Matcher:
             for own, group in zip(own_groups, named.optimizer.param_groups, strict=True):
                 for option, value in own.items():
                     if isinstance(value, torch.Tensor) and isinstance(group.get(option), torch.Tensor):
-                        # In place, since a scheduler may have a reference to the option's tensor.
+                        # In place, because a scheduler may have a reference to the option's tensor.
                         group[option] = value.copy_(group[option])
             return named.optimizer
 
@@ -506,7 +506,7 @@ class _Matcher:
         fqn: str,
         name: str,
     ) -> _ParameterState:
-        """The state of one parameter: the checkpoint's, even if it is empty, except for kinds that are not selected."""
+        """The new state of one parameter: the checkpoint's, even if empty; kinds that are not selected are kept."""
         own = states.get(fqn, {})
         kept: dict[Any, Finish] = {kind: partial(_identity, value) for kind, value in own.items()}
         if fqn not in stored.names:
@@ -527,8 +527,8 @@ class _Matcher:
             if is_leaf and isinstance(value, torch.Tensor) and value.ndim:
                 self.matched.reads.append(TensorRead(inner, int(item["i"]), value))
             elif is_leaf:
-                # Its own tensor even if the checkpoint has one for several parameters: an optimizer that steps many
-                # parameters in one call would count up a shared step several times.
+                # A separate tensor, even if parameters share one in the checkpoint: an optimizer that steps many
+                # parameters in one call would increment a shared step several times.
                 new = NewTensor(inner, int(item["i"]), named.params[fqn], str(kind), named.optimizer)
                 kept[kind] = partial(getattr, self._new(new), "value")  # allocated after the match
             elif isinstance(value, Mapping):
@@ -540,26 +540,27 @@ class _Matcher:
     def _options(
         self, named: NamedOptimizer, stored: OptimizerState, number: int, name: str
     ) -> dict[str, Finish]:
-        """Options of a group that are loaded."""
+        """The options of a group to load."""
         own, fqns = named.raw["param_groups"][number], named.names[number]
         if self._include is not None and not any(self._selected(child_name(name, option)) for option in own):
             return {}
-        found = stored.options_for(fqns, name)
+        stored_options = stored.options_for(fqns, name)
         loaded: dict[str, Finish] = {}
-        for option, node in found.items():
+        for option, node in stored_options.items():
             inner = child_name(name, option)
             if option not in ("params", "param_names") and self._selected(inner):
                 fresh = self._fresh(node, inner)
                 loaded[option] = partial(lambda own, fresh: _like(own, fresh()), own.get(option), fresh)
         for option in named.optimizer.defaults:
-            # Flags may be missing, since versions of torch differ in them; a missing number means another optimizer.
+            # Flags may be missing, because torch versions differ in them; a missing number means another optimizer.
             is_number = isinstance(own.get(option), (int, float, tuple)) and not isinstance(own[option], bool)
-            if found and is_number and option not in found and self._selected(child_name(name, option)):
+            is_missing = bool(stored_options) and option not in stored_options
+            if is_missing and is_number and self._selected(child_name(name, option)):
                 self.matched.missing.append(child_name(name, option))
         return loaded
 
     def _in_form_of(self, target: Mapping[Any, Any], node: Json, name: str, stateful: bool) -> Json:
-        """A node of optimizer state, in the form of the target if that is a dict of optimizer state; else the node."""
+        """If the target is a dict of optimizer state, convert the node to the target's form; else return the node."""
         own_groups = target.get("param_groups")
         is_flat = flattened_keys(target)
         if not is_flat and not _are_groups(own_groups):
@@ -610,7 +611,9 @@ class _Matcher:
             return self._fresh(node, name)
         if has_tensors(node) or _holds_tensors(target):
             return self._unlike(target, node, name)
-        value = decode(node, lambda leaf: None)  # now: an error must come before anything is overwritten
+        value = decode(
+            node, lambda leaf: None
+        )  # not in `finish`: errors are raised before anything is overwritten
         return lambda: value
 
     def _leaves(self, value: Any, name: str, items_of: Callable[[Any], _Items | None]) -> list[str]:
@@ -642,7 +645,7 @@ def _identity(value: Any) -> Any:
 
 
 def _like(own: Any, value: Any) -> Any:
-    """An option in the kind that the optimizer has: a number may have been a tensor when it was saved."""
+    """Convert a loaded option to the type of the optimizer's own: number or tensor, list or tuple."""
     if isinstance(own, tuple) and isinstance(value, (list, tuple)) and len(own) == len(value):
         return tuple(_like(a, b) for a, b in zip(own, value, strict=True))
     if isinstance(own, torch.Tensor) and isinstance(value, (int, float)):
@@ -660,37 +663,36 @@ def _are_groups(value: Any) -> bool:
 
 
 def _no_room(name: str, kind: str, has_room: bool) -> CheckpointError:
-    got = f"a dict of its state by {kind}" + ("" if has_room else ", which has none yet")
+    got = f"a dict with state by {kind}" + ("" if has_room else ", which has no state yet")
     return CheckpointError(
-        "A dict of optimizer state cannot take the state in the checkpoint.",
+        "The checkpoint's optimizer state cannot be loaded into a dict of optimizer state.",
         expected="the optimizer itself, and its module: {'model': model, 'optimizer': optimizer}",
         got=got,
         where=name or "the state itself",
-        todo="pass the optimizer in place of optimizer.state_dict(): it takes its state when it is loaded; "
-        "strict=False does not leave it out either",
+        todo="pass the optimizer instead of optimizer.state_dict(); strict=False does not help here",
     )
 
 
 def _give(target: Any, state: Any, name: str, **options: Any) -> Any:
-    """An object that has taken its state; ``options`` are those of its ``load_state_dict``."""
-    # torch allows writes to inference tensors in inference mode only.
+    """Call an object's ``load_state_dict`` with ``options``, and return the object."""
+    # torch allows writes to inference tensors only in inference mode.
     is_inference = isinstance(target, nn.Module) and any(part.is_inference() for part in target.parameters())
     try:
         with torch.inference_mode() if is_inference else NULL_CONTEXT:
             target.load_state_dict(state, **options)
     except Exception as error:  # of any class: it is the object's own code
         raise CheckpointError(
-            "An object refused the state that was stored for it.",
+            "An object's load_state_dict failed with the stored state.",
             expected=f"load_state_dict of {type(target).__qualname__} to return",
             got=f"{type(error).__name__}: {error}",
             where=name,
-            todo="build the object as it was when it was saved; leaves that were loaded before it have new values",
+            todo="build the object as it was at the save; leaves that were loaded before it have new values",
         ) from error
     return target
 
 
 def _filled(target: Any, value: Any, name: str) -> Any:
-    """A per-rank value; Stateful objects inside the target get their state, and stay in it."""
+    """The new per-rank value. Stateful objects in the target are kept, and load their state."""
     if is_stateful(target):
         return _give(target, value, name)
     if isinstance(target, Mapping) and type(value) is dict:
@@ -727,9 +729,9 @@ def _kind_of_node(node: Json) -> str:
     return f"a {type(node).__name__}"
 
 
-_PER_PARAMETER = ("step", "eta", "mu", "mu_product")  # one number for each parameter in torch's optimizers
+_PER_PARAMETER = ("step", "eta", "mu", "mu_product")  # kinds of state with one number per parameter
 
-# Optimizers of torch whose state has the shape of the parameter, except for single numbers.
+# torch optimizers with state of the parameter's shape, except for single numbers.
 _SHAPED_AS_PARAMETERS = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -750,12 +752,12 @@ class NewTensor:
     """A tensor that is allocated and filled from the checkpoint.
 
     Attributes:
-        name: of the leaf.
-        number: of the tensor in the checkpoint.
-        param: the parameter whose state it is, if any.
-        kind: the name of the state, such as ``exp_avg``.
-        optimizer: of the parameter.
-        value: the tensor, once it is allocated.
+        name: name of the leaf.
+        number: number of the tensor in the manifest.
+        param: for optimizer state, the parameter; else None.
+        kind: for optimizer state, its kind, such as ``exp_avg``.
+        optimizer: for optimizer state, the optimizer.
+        value: the tensor after `make`; None before.
     """
 
     name: str
@@ -768,21 +770,21 @@ class NewTensor:
     def make(
         self, shape: tuple[int, ...], dtype: torch.dtype, *, is_sharded: bool, where: str
     ) -> torch.Tensor:
-        """Allocate it: sharded like the parameter if it has the parameter's shape, else whole.
+        """Allocate the tensor: sharded like the parameter if it has the parameter's shape, else unsharded.
 
         Args:
-            shape, dtype: in the checkpoint.
-            is_sharded: whether ranks that saved had parts of it.
+            shape, dtype: shape and dtype in the checkpoint.
+            is_sharded: whether the tensor is sharded in the checkpoint.
             where: the checkpoint.
 
         Raises:
-            CheckpointError: if its sharding is unknown, or it is not the state of this parameter.
+            CheckpointError: if the sharding is unknown, or the shape does not fit the parameter.
         """
         param = self.param
         if param is None:
             if is_sharded:
                 raise CheckpointError(
-                    "An object lacks a sharded tensor that the checkpoint has for it.",
+                    "An object of the state lacks a sharded tensor of the checkpoint.",
                     expected="a tensor of that name in its state_dict(), which defines the sharding",
                     got="no such tensor",
                     where=f"{self.name} in {where}",
@@ -799,19 +801,19 @@ class NewTensor:
                 expected=f"{list(param.shape)}, the parameter's",
                 got=list(shape),
                 where=f"{self.name} in {where}",
-                todo="build the model as it was when it was saved",
+                todo="build the model as it was at the save",
             )
         elif not isinstance(param, DTensor):
             self.value = torch.empty(shape, dtype=dtype, device=param.device)
         elif is_sharded:
             raise CheckpointError(
-                "Sharded optimizer state has another shape than its parameter, and the optimizer has none yet.",
+                "The sharding of optimizer state is unknown: it has another shape than its parameter.",
                 expected="state in the optimizer, which defines the sharding",
-                got=f"{list(shape)} for a parameter of {list(param.shape)}",
+                got=f"{list(shape)} for a parameter of {list(param.shape)}, and no state in the optimizer",
                 where=f"{self.name} in {where}",
-                todo="use an optimizer that makes its state when it is built, or load as many ranks as saved it",
+                todo="use an optimizer that creates its state when it is built",
             )
-        else:  # LBFGS computes its numbers too from the gradients of all parameters, so they are DTensors
+        else:  # replicated DTensors, also for numbers: LBFGS computes them from the gradients of all parameters
             whole = torch.empty(shape, dtype=dtype, device=param.to_local().device)
             replicated = [Replicate()] * param.device_mesh.ndim
             # A check communicates.

@@ -1,12 +1,12 @@
-"""Optimizer state by parameter name, read from a tree in any of torch's forms, and written in two of them.
+"""Optimizer state by parameter name: parse any of torch's three forms, and convert it to two of them.
 
     nested      {"state": {NAME: {"exp_avg": ..}}, "param_groups": [{"params": [NAME], "lr": ..}]}
     flattened   {"state.NAME.exp_avg": .., "param_groups.NAME.lr": ..}
     numbered    {"state": {0: {"exp_avg": ..}}, "param_groups": [{"params": [0], "lr": ..}]}
 
-A live optimizer is stored as nested state. ``optimizer.state_dict()`` is numbered: a number is a position in the order
-of the groups, so it identifies a parameter only for an optimizer with groups of the same sizes. Flattened state repeats
-each group's options for each parameter; its groups are the sets of parameters with equal options.
+A live optimizer is stored as nested state. ``optimizer.state_dict()`` is numbered: a number is a parameter's position
+in the order of the groups, so it is valid only for an optimizer with groups of the same sizes. Flattened state repeats
+each group's options for each parameter; parameters with equal options form a group.
 
 Leaves are nodes of a manifest's tree, or any objects that are neither dicts nor lists.
 """
@@ -34,14 +34,15 @@ class OptimizerGroup:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """An optimizer's state; groups may be unknown.
+    """An optimizer's state.
 
     Attributes:
-        state: by parameter and kind.
-        groups: in the order of the saved optimizer; of flattened state, one for each set of equal options.
+        state: parameter name -> kind -> node.
+        groups: groups in the order of the saved optimizer; empty if unknown. In flattened state, one group for each set
+            of equal options.
         is_numbered: whether parameters have numbers instead of names.
-        other_state: state that belongs to no parameter, by the optimizer's own keys.
-        more: further entries next to ``state`` and ``param_groups``.
+        other_state: state that belongs to no parameter, under the optimizer's own keys.
+        more: other entries next to ``state`` and ``param_groups``.
     """
 
     state: dict[str, dict[Any, Json]]
@@ -69,15 +70,15 @@ class OptimizerState:
         """The same state with names instead of numbers.
 
         Args:
-            groups: names of the parameters of the optimizer that is loaded, by group.
+            groups: names of each group's parameters in the live optimizer.
 
         Raises:
-            CheckpointError: if its groups have other sizes, so that numbers mean other parameters.
+            CheckpointError: if the groups have different sizes, so that numbers refer to different parameters.
         """
         if not self.is_numbered:
             if any(group.names for group in self.groups) or len(self.groups) != len(groups):
                 return self
-            # Some trainers store the options of groups without their parameters; the order of groups decides.
+            # Some trainers store groups without their parameters; these groups are matched by their order.
             pairs = zip(self.groups, groups, strict=True)
             return replace(self, groups=[OptimizerGroup(list(own), group.options) for group, own in pairs])
         sizes, stored = [len(names) for names in groups], [len(group.names) for group in self.groups]
@@ -87,16 +88,16 @@ class OptimizerState:
                 expected=f"groups of {stored} parameters (as saved)",
                 got=f"groups of {sizes}",
                 where=where,
-                todo="build the optimizer with the groups that it had, in the same order",
+                todo="build the optimizer with the same groups as at the save, in the same order",
             )
         numbers = chain.from_iterable(group.names for group in self.groups)
         return self.renamed(dict(zip(numbers, chain.from_iterable(groups), strict=True)))
 
     def options_for(self, names: Collection[str], where: str) -> dict[str, Json]:
-        """The options of parameters that form one group in the optimizer that is loaded.
+        """The stored options of parameters that form one group in the live optimizer.
 
         Raises:
-            CheckpointError: if they had different options when they were saved.
+            CheckpointError: if the parameters have different options in the checkpoint.
         """
         wanted = set(names)
         groups = [group for group in self.groups if not wanted.isdisjoint(group.names)]
@@ -111,7 +112,7 @@ class OptimizerState:
                         expected=f"one {option} for {some(names)}",
                         got=f"{values[0]} and {values[1]}",
                         where=where,
-                        todo="build the optimizer with the groups that it had, or load its state alone: "
+                        todo="build the optimizer with the same groups as at the save, or load only its state: "
                         "include='*.state.*'",
                     )
         return groups[0].options
@@ -142,10 +143,10 @@ class OptimizerState:
 
 
 def optimizer_state(node: Json, known: Collection[str] = ()) -> OptimizerState | None:
-    """The optimizer state in a tree, or None if it has none; the states of a list of trees are joined.
+    """Parse a tree as optimizer state; None if it is not. The states in a list of trees are merged.
 
     Args:
-        known: names of parameters, which separate the name from the kind in flattened keys.
+        known: names of parameters, to separate names from kinds in flattened keys.
     """
     if isinstance(node, list) and node:
         states = [optimizer_state(item, known) for item in node]
@@ -174,7 +175,7 @@ def optimizer_state(node: Json, known: Collection[str] = ()) -> OptimizerState |
 
 
 def flattened_keys(keys: Collection[Any]) -> bool:
-    """Whether keys are those of flattened optimizer state."""
+    """Whether all keys are keys of flattened optimizer state."""
     return bool(keys) and all(
         isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in keys
     )
@@ -239,7 +240,7 @@ def _from_flattened(nodes: Mapping[str, Json], known: Collection[str]) -> Optimi
 
 
 def _parameter_of(text: str, names: Collection[str]) -> str | None:
-    """The longest of the names that a text begins with."""
+    """The longest of the names that is a prefix of a text, followed by a dot; None if there is none."""
     while "." in text:
         text = text.rpartition(".")[0]
         if text in names:
@@ -248,7 +249,7 @@ def _parameter_of(text: str, names: Collection[str]) -> str | None:
 
 
 def _joined(parts: Sequence[OptimizerState]) -> OptimizerState:
-    """Several optimizers' state as that of one."""
+    """Merge the state of several optimizers."""
     return OptimizerState(
         {name: state for part in parts for name, state in part.state.items()},
         [group for part in parts for group in part.groups],
@@ -259,14 +260,14 @@ def _joined(parts: Sequence[OptimizerState]) -> OptimizerState:
 
 
 def _node(items: Mapping[Any, Any]) -> Json:
-    """The node of a dict; one with a key ``$`` is written as pairs, since ``$`` marks nodes of other kinds."""
+    """The node of a dict; a dict with a key ``$`` becomes a list of pairs, because ``$`` marks nodes of other kinds."""
     if "$" not in items:
         return dict(items)
     return {"$": "dict", "v": [[key, node] for key, node in items.items()]}
 
 
 def _flat(node: Json, prefix: str) -> Iterable[tuple[str, Json]]:
-    """Leaves by their keys joined with dots; lists are leaves."""
+    """Pairs of dotted name and leaf; lists are leaves."""
     items = items_of_node(node) if not isinstance(node, list) else None
     if items is None:
         return [(prefix, node)]

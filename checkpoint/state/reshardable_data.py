@@ -1,19 +1,19 @@
-"""Data positions that survive a change of the number of ranks: `ReshardableSampler` and `ReshardableLoader`.
+"""Data positions that can be restored on another number of ranks: `ReshardableSampler` and `ReshardableLoader`.
 
     sampler = ReshardableSampler(len(dataset), seed=1)
     loader = ReshardableLoader(DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=4))
     state = {.., "data": Resharded(loader)}
 
-Every sample of an epoch is used once. The order follows from seed and epoch, and ranks take samples in turns. After a
-restart on other ranks, these take turns at the remaining samples. The counts of samples that each rank had taken define
-the remaining ones, so the state is a few numbers per restart:
+Every sample of an epoch is used once. Seed and epoch determine the order, and ranks take samples in turns. After a
+restart on another number of ranks, the new ranks take turns at the remaining samples. The number of samples that each
+rank had taken determines the remaining samples, so the state is a few numbers per restart:
 
     order             7 2 5 0 3 6 1 4     2 ranks: 7 5 3 1 and 2 0 6 4
     taken             7 5 | 2             stages [[2, 1]]
     remaining         0 3 6 1 4           3 ranks: 0 1, 3 4 and 6
 
-At the end of an epoch some ranks may have begun the next one. The merged state is then in the oldest epoch, and its
-``ahead`` has the counts of later epochs.
+At the end of an epoch some ranks may already be in the next epoch. The merged state is then that of the oldest epoch,
+and its ``ahead`` has the counts of later epochs.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from torch.utils.data import DataLoader, Sampler
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 T = TypeVar("T")
-_CHUNK = 4096  # samples that become Python numbers at a time
+_CHUNK = 4096  # indices that are converted to Python numbers at a time
 _ALIKE = ("num_samples", "shuffle", "seed", "drop_last")
 
 
 class ReshardableSampler(Sampler[int]):
-    """This rank's samples of an epoch, for a `DataLoader`; for `Resharded`, by itself or in a `ReshardableLoader`.
+    """A sampler of this rank's share of each epoch, for a `DataLoader`. Save it as `Resharded`.
 
-    An iteration continues where the previous one stopped; after the last sample the next epoch begins. An iterator in
-    use continues from a state that is loaded. Samples that a data loader's workers read ahead count as taken: with
-    workers, put the loader into a `ReshardableLoader`.
+    An iteration continues where the previous one stopped; after the last sample the next epoch begins. If a state is
+    loaded during an iteration, the iterator continues from that state. Samples that a data loader's workers read ahead
+    count as taken: with workers, wrap the loader in a `ReshardableLoader`, and save that instead.
 
     Args:
-        num_samples: of the data set.
-        shuffle: whether every epoch has its own random order; else the order of the data set.
-        seed: of the random orders; the same on all ranks.
-        drop_last: drop up to ``world_size - 1`` samples of an epoch, so that all ranks have as many; else some ranks
-            have one more than others.
-        rank, world_size: default: those of `torch.distributed`, read again when a state is loaded.
+        num_samples: number of samples in the data set.
+        shuffle: whether every epoch has its own random order; otherwise the order of the data set.
+        seed: seed of the random orders; the same on all ranks.
+        drop_last: drop up to ``world_size - 1`` samples of an epoch, so that all ranks have the same number; otherwise
+            some ranks have one sample more.
+        rank, world_size: default: the rank and world size of `torch.distributed`, read again when a state is loaded.
 
     Attributes:
-        generation: increases when a loaded state, another epoch or other ranks change the position in the data.
+        generation: counter that increases when a loaded state, a new epoch or new ranks change the position.
 
     Examples:
         >>> list(ReshardableSampler(5, shuffle=False, rank=1, world_size=2))
@@ -80,8 +80,10 @@ class ReshardableSampler(Sampler[int]):
             "drop_last": drop_last,
         }
         self.epoch = 0
-        self._stages: list[list[int]] = []  # for each number of ranks so far, the count of each rank
-        self._ahead: list[tuple[int, list[list[int]]]] = []  # stages of later epochs, where ranks were ahead
+        self._stages: list[list[int]] = []  # for each earlier set of ranks, the samples that each rank took
+        self._ahead: list[
+            tuple[int, list[list[int]]]
+        ] = []  # later epochs that ranks had begun, and their stages
         self.num_taken = 0
         self.has_ended = False
         self.generation = 0
@@ -123,13 +125,13 @@ class ReshardableSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         self.begin()
         generation = -1
-        while generation != self.generation:  # again after a loaded state or a change of ranks
+        while generation != self.generation:  # repeated after a loaded state or a change of ranks
             generation = self.generation
             yield from self._rest(generation)
         self.has_ended = True
 
     def _rest(self, generation: int) -> Iterator[int]:
-        """This rank's samples from its position on, until the position is changed."""
+        """This rank's samples from its position on, until `generation` changes."""
         own = self._own()
         for start in range(self.num_taken, len(own), _CHUNK):
             for sample in own[start : start + _CHUNK].tolist():
@@ -139,12 +141,12 @@ class ReshardableSampler(Sampler[int]):
                     return
 
     def __len__(self) -> int:
-        """Remaining samples of this rank."""
+        """Number of this rank's remaining samples."""
         return len(self._own()) - self.num_taken
 
     def _own(self) -> torch.Tensor:
-        """This rank's samples since the last change of the number of ranks, 1D."""
-        # The factor: seeds next to each other share no epoch's order in their first million epochs.
+        """Indices of this rank's samples since the last change of ranks, taken or not, 1D."""
+        # The factor keeps the orders of adjacent seeds different for a million epochs.
         count, epoch_seed = self._settings["num_samples"], self._settings["seed"] * 1_000_003 + self.epoch
         if not -(2**63) <= epoch_seed < 2**64:  # the range of a generator; torch.initial_seed() has 64 bits
             epoch_seed %= 2**64
@@ -162,7 +164,7 @@ class ReshardableSampler(Sampler[int]):
         return self.state_at(self.num_taken, has_ended=self.has_ended)
 
     def state_at(self, num_taken: int, *, has_ended: bool) -> dict[str, Any]:
-        """The state after this rank has taken so many samples."""
+        """The state of this rank after ``num_taken`` samples."""
         whole = {**self._settings, "epoch": self.epoch, "stages": self._stages, "has_ended": has_ended}
         if self._ahead:
             whole["ahead"] = [[epoch, stages] for epoch, stages in self._ahead]
@@ -172,18 +174,18 @@ class ReshardableSampler(Sampler[int]):
         """Continue from a state.
 
         Raises:
-            CheckpointError: if it is the state of other samples, or of another rank.
+            CheckpointError: if the state is from a sampler with other settings, or from another rank.
         """
         self.rank, self.world_size = self._ranks_now()
         expected = {**self._settings, "rank": self.rank, "world_size": self.world_size}
         unlike = {key: state[key] for key in expected if state[key] != expected[key]}
         if unlike:
             raise CheckpointError(
-                "The state is that of another sampler.",
+                "The state belongs to another sampler.",
                 expected=", ".join(f"{key}={expected[key]}" for key in unlike),
                 got=", ".join(f"{key}={value}" for key, value in unlike.items()),
-                todo="pass the arguments of the sampler that was saved; where the number of ranks may change, save "
-                "Resharded(sampler)",
+                todo="create the sampler with the same arguments as the saved one; if the number of ranks may change, "
+                "save Resharded(sampler)",
             )
         self.epoch = state["epoch"]
         self._stages = [list(taken) for taken in state["stages"]]
@@ -192,13 +194,13 @@ class ReshardableSampler(Sampler[int]):
         self.generation += 1
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The state of all ranks together; some may have begun a later epoch.
+        """Merge the states of all ranks, of which some may have begun a later epoch.
 
         Raises:
-            CheckpointError: if the states are not those of all ranks of one job.
+            CheckpointError: if the states are not from all ranks of one job, in order.
         """
         first = min(states, key=lambda state: state["epoch"])
-        stages_by_epoch: dict[int, list[list[int]]] = {}  # before the states' ranks
+        stages_by_epoch: dict[int, list[list[int]]] = {}  # stages of earlier ranks
         for state in states:
             for epoch, stages in [[state["epoch"], state["stages"]], *state.get("ahead", [])]:
                 stages_by_epoch.setdefault(epoch, stages)
@@ -209,10 +211,10 @@ class ReshardableSampler(Sampler[int]):
             unlike = [key for key in (*_ALIKE, "stages", "rank", "world_size") if state[key] != expected[key]]
             if unlike:
                 raise CheckpointError(
-                    "Samplers of different ranks do not fit together.",
+                    "The ranks' sampler states cannot be merged.",
                     expected=", ".join(f"{key}={expected[key]}" for key in unlike),
                     got=", ".join(f"{key}={state[key]}" for key in unlike),
-                    where=f"rank {number} of those that saved",
+                    where=f"saved rank {number}",
                     todo="pass the same arguments and seed on all ranks, and save the samplers of all ranks together",
                 )
         whole = {key: first[key] for key in (*_ALIKE, "epoch")}
@@ -228,12 +230,12 @@ class ReshardableSampler(Sampler[int]):
         return {**whole, "ahead": ahead} if ahead else whole
 
     def split(self, whole: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-        """A rank's part of the remaining samples."""
+        """The state with which a rank takes its part of the remaining samples."""
         return {**whole, "num_taken": 0, "rank": rank, "world_size": world_size}
 
 
 def _taken_of(epoch: int, stages: Sequence[Sequence[int]], state: Mapping[str, Any]) -> int:
-    """How many samples of an epoch a rank has taken since the last change of the number of ranks."""
+    """Number of samples of an epoch that a rank has taken since the last change of ranks."""
     if state["epoch"] <= epoch:
         return int(state["num_taken"]) if state["epoch"] == epoch else 0
     left, ranks = int(state["num_samples"]) - sum(map(sum, stages)), int(state["world_size"])
@@ -241,7 +243,7 @@ def _taken_of(epoch: int, stages: Sequence[Sequence[int]], state: Mapping[str, A
 
 
 def _is_remaining(count: int, taken: Sequence[int]) -> torch.Tensor:
-    """Which positions of an order remain after ranks in turns have taken so many each; 1D, bool."""
+    """A 1D bool mask of the remaining positions, after ranks in turns have each taken their number of samples."""
     is_remaining = torch.ones(count, dtype=torch.bool, device="cpu")
     for rank, number in enumerate(taken):
         is_remaining[rank :: len(taken)][:number] = False
@@ -251,16 +253,16 @@ def _is_remaining(count: int, taken: Sequence[int]) -> torch.Tensor:
 class ReshardableLoader(Generic[T]):
     """A data loader over a `ReshardableSampler`; an iteration continues where the previous one stopped.
 
-    Its state counts the batches that were returned, however far the workers have read ahead. torchdata's
-    `StatefulDataLoader` works too, but its further state (of workers, of iterable data sets) is not saved, since it
-    cannot be split among other ranks.
+    Its state counts the batches that were returned, not the batches that workers have read ahead. torchdata's
+    `StatefulDataLoader` works too, but its additional state (of workers and iterable data sets) is not saved, because
+    it cannot be split among ranks.
 
     Args:
-        loader: with a `ReshardableSampler` as ``sampler`` and a fixed batch size. A loader with ``drop_last`` loses the
-            samples of a rank's last, smaller batch.
+        loader: a loader with a `ReshardableSampler` as ``sampler`` and a fixed batch size. A loader with ``drop_last``
+            loses the samples of a rank's last, smaller batch.
 
     Raises:
-        TypeError: for any other loader.
+        TypeError: for a loader with another sampler, or without a batch size.
 
     Examples:
         >>> from vescale_fsdp.checkpoint.data import ReshardableSampler
@@ -274,7 +276,7 @@ class ReshardableLoader(Generic[T]):
         sampler, batch_size = loader.sampler, loader.batch_size
         if not isinstance(sampler, ReshardableSampler) or batch_size is None:
             raise ArgumentError(
-                "The position of this data loader in its data is not known.",
+                "This data loader has no position that could be saved.",
                 expected="DataLoader(dataset, batch_size=n, sampler=ReshardableSampler(..))",
                 got=f"a {type(sampler).__name__}, batch_size={batch_size}",
             )
@@ -299,7 +301,7 @@ class ReshardableLoader(Generic[T]):
         self._has_ended = True
 
     def _rest(self, generation: int) -> Iterator[T]:
-        """Batches from this rank's position on, until the position is changed; nothing read ahead before is used."""
+        """Batches from this rank's position on, until the sampler's generation changes. Drops batches read ahead."""
         self._rewind()
         end = self._num_taken + len(self.sampler)
         for batch in self.loader:
@@ -309,17 +311,17 @@ class ReshardableLoader(Generic[T]):
                 return
 
     def renew(self, rank: int, world_size: int) -> None:
-        """As `ReshardableSampler.renew`."""
+        """See `ReshardableSampler.renew`."""
         self.sampler.renew(rank, world_size)
         self._follow()
 
     def __len__(self) -> int:
-        """Remaining batches of this rank."""
+        """Number of this rank's remaining batches."""
         self._rewind()
         return -(-len(self.sampler) // self._batch_size)
 
     def _rewind(self) -> None:
-        """Set the sampler back before the samples that were read ahead."""
+        """Set the sampler back to the last returned batch, before samples that workers have read ahead."""
         self.sampler.num_taken, self.sampler.has_ended = self._num_taken, self._has_ended
 
     def _follow(self) -> None:
@@ -330,14 +332,14 @@ class ReshardableLoader(Generic[T]):
         return self.sampler.state_at(self._num_taken, has_ended=self._has_ended)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; raises as the sampler does."""
+        """Continue from a state; raises the same errors as `ReshardableSampler.load_state_dict`."""
         self.sampler.load_state_dict(state)
         self._follow()
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """As `ReshardableSampler.merge`."""
+        """See `ReshardableSampler.merge`."""
         return self.sampler.merge(states)
 
     def split(self, whole: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-        """As `ReshardableSampler.split`."""
+        """See `ReshardableSampler.split`."""
         return self.sampler.split(whole, rank, world_size)

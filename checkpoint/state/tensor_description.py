@@ -1,7 +1,7 @@
-"""Describe live tensors as a manifest does, by arithmetic on this rank alone.
+"""Describe live tensors in the manifest's terms, without communication.
 
-`Describer` gives for one tensor: dtype, global shape, `Distribution`, and the local tensor whose bytes
-this rank would write. Nothing is communicated; ranks later compare digests of their descriptions.
+`Describer` returns a tensor's dtype, global shape, `Distribution`, and the local tensor that this rank stores. Ranks
+later compare digests of their descriptions.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ from vescale_fsdp.torch_private import StridedShard, is_wrapper, local_of
 
 
 class Described(NamedTuple):
-    """The description of a tensor in a manifest, and this rank's part of the tensor.
+    """The manifest's description of a tensor, and this rank's part of the tensor.
 
     Attributes:
-        local: row-major elements of the rank's region; None on a rank outside the tensor's mesh.
+        dtype: name of the dtype.
+        shape: global shape.
+        distribution: how the tensor is distributed over ranks.
+        local: this rank's part, its region's elements in row-major order; None on a rank outside the tensor's mesh.
     """
 
     dtype: str
@@ -53,7 +56,7 @@ _WHOLE = Distribution((), ())
 
 
 class _Known(NamedTuple):
-    """The distribution of one slot's tensors: weights, and moments that were created like them."""
+    """The cached distribution of one layout slot's tensors: the weights, and optimizer state created like them."""
 
     layout: GroupLayout  # a reference, so that its id is not reused
     shape: tuple[int, ...]
@@ -62,7 +65,7 @@ class _Known(NamedTuple):
     distribution: Distribution
 
     def holds_for(self, shape: tuple[int, ...], local_numel: int, placements: tuple[Placement, ...]) -> bool:
-        """Whether a tensor of the slot has this distribution; O(1) in ranks, like `_agrees`."""
+        """Whether a tensor of the slot has this distribution; O(1) in the number of ranks, like `_agrees`."""
         if self.shape != shape or self.local_numel != local_numel:
             return False
         return self.placements is placements or all(map(_alike, self.placements, placements))
@@ -77,19 +80,19 @@ def _alike(a: Placement, b: Placement) -> bool:
 
 
 class _MeshPosition(NamedTuple):
-    """A mesh's axes as rules for rank numbers, and this rank's coordinate on each; no axes outside the mesh."""
+    """A mesh's axes, each as a rule for rank numbers, and this rank's coordinate on each axis."""
 
     mesh: DeviceMesh  # a reference, so that its id is not reused
-    axes: Axes | None
+    axes: Axes | None  # None if this rank is outside the mesh
     coordinates: tuple[int, ...]
     disordered: frozenset[int] = frozenset()  # axes whose ranks are not in ascending order
 
 
 class Describer:
-    """Describes the tensors of one state; layouts met on the way are numbered in order of appearance.
+    """Describes the tensors of one state, and numbers their layouts in the order of their appearance.
 
     Args:
-        rank_of: number within the checkpoint's world of each global rank.
+        rank_of: global rank -> rank in the checkpoint's world; None if they are equal.
     """
 
     def __init__(self, rank_of: dict[int, int] | None = None) -> None:
@@ -102,7 +105,7 @@ class Describer:
 
     @property
     def layouts(self) -> tuple[GroupLayout, ...]:
-        """Layouts met so far; `LayoutCut.layout` is an index in this tuple."""
+        """The layouts of the tensors described so far; `LayoutCut.layout` is an index into this tuple."""
         return tuple(self._layout_numbers)
 
     def describe(self, name: str, tensor: torch.Tensor) -> Described:
@@ -138,15 +141,18 @@ class Describer:
         return Described(dtype, shape, known.distribution, local)
 
     def region(self, described: Described, rank: int) -> Region:
-        """A rank's region of a tensor that was described here."""
+        """A rank's region of a tensor that this object has described."""
         distribution = described.distribution
         key = (described.shape, id(distribution), rank)
-        _, found = self._regions.get(key, (None, None))
-        if found is None:
+        _, region = self._regions.get(key, (None, None))
+        if region is None:
             coordinates = [axis.coordinates([rank])[0] for axis in distribution.axes]
-            found = distribution.region(described.shape, coordinates, self.layouts)
-            self._regions[key] = (distribution, found)  # with a reference, so that the id is not reused
-        return found
+            region = distribution.region(described.shape, coordinates, self.layouts)
+            self._regions[key] = (
+                distribution,
+                region,
+            )  # a reference to the distribution: its id is not reused
+        return region
 
     def _distribution(self, name: str, tensor: DTensor, position: _MeshPosition) -> Distribution:
         assert position.axes is not None
@@ -162,7 +168,7 @@ class Describer:
                 shards[number] = (placement.dim, 1)  # type: ignore[attr-defined]
             elif not placement.is_replicate():
                 raise CheckpointError(
-                    "A tensor is not in a state that can be saved.",
+                    "A tensor has a placement that cannot be saved.",
                     expected="placements that are Shard, RaggedShard or Replicate",
                     got=tuple(map(str, tensor.placements)),
                     where=dotted_name(name),
@@ -177,17 +183,17 @@ class Describer:
         return Distribution(tuple(axis for axis, _ in pairs), tuple(cut for _, cut in pairs))
 
     def _check_order(self, name: str, tensor: DTensor, position: _MeshPosition) -> None:
-        """Refuse shards whose ranks cannot be determined."""
+        """Raise if it is undefined which rank has which shard."""
         for axis in position.disordered:
             placement = tensor.placements[axis]
             if placement.is_shard() or isinstance(placement, StridedShard):
                 raise CheckpointError(
-                    "This tensor is sharded over ranks that its mesh has out of order: torch's redistribute and FSDP2 "
+                    "A tensor is sharded over a mesh axis with ranks out of order: torch's redistribute and FSDP2 "
                     "assign different shards to them.",
                     expected="a mesh with ascending ranks along the axis, or a RaggedShard",
                     got=tensor.device_mesh.mesh.tolist(),
                     where=f"{dotted_name(name)}, mesh axis {axis}",
-                    todo="make the mesh with init_device_mesh",
+                    todo="create the mesh with init_device_mesh",
                 )
 
     def _ragged_cut(self, tensor: DTensor, placement: RaggedShard, coordinate: int) -> Cut:
@@ -224,15 +230,15 @@ class Describer:
 def _no_order(name: str, tensor: DTensor) -> CheckpointError:
     return CheckpointError(
         "The ranks' parts of a tensor are not ranges of its dims.",
-        expected="split factors that are sizes of later mesh axes over the same dim",
+        expected="split factors that are products of the sizes of later mesh axes over the same dim",
         got=f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}",
         where=dotted_name(name),
-        todo="redistribute it first, or store the tensor that view or flatten was called on",
+        todo="redistribute the tensor first, or store the tensor on which view or flatten was called",
     )
 
 
 def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
-    """One `Axis` per mesh axis; its coordinates are ranks in the process groups, see `dtensor.spec`."""
+    """One `Axis` per mesh axis; coordinates are ranks in the axis' process groups, see `dtensor.spec`."""
     numbers = ranks_by_group_rank(mesh).numpy()
     if rank_of is not None:
         # -1: not among the ranks that save.
@@ -241,7 +247,7 @@ def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
 
 
 def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
-    """One `Axis` per dim of an array of rank numbers: a rule if the numbers follow one, else a table."""
+    """One `Axis` per dim of an array of rank numbers: a rule if the numbers follow a rule, else a table."""
     coordinates = np.indices(numbers.shape)
     flat = numbers.reshape(-1).tolist()
     axes = []
@@ -259,9 +265,10 @@ def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
 def _agrees(
     layout: GroupLayout, index: int, tensor: DTensor, placement: RaggedShard, coordinate: int
 ) -> bool:
-    """Whether a layout agrees with a placement, which optimizers may use for tensors of other shapes.
+    """Whether a slot of a layout describes a tensor. Optimizers may use the placement for tensors of other shapes.
 
-    Only this rank's piece is compared, to stay O(1) in ranks; other ranks' differences change the digest.
+    Only this rank's piece is compared, which takes O(1) time in the number of ranks. A difference on another rank
+    changes that rank's digest.
     """
     slot = layout.slots[index]
     if slot.shape != tuple(tensor.shape) or layout.num_shards != placement.num_shards:
@@ -289,5 +296,5 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
             expected=f"a dense tensor with values and at most {MAX_DIMS} dims, or a DTensor of such",
             got=problem,
             where=dotted_name(name),
-            todo="save its dense parts (values, indices, scales) as tensors of their own",
+            todo="save its dense parts (values, indices, scales) as separate tensors",
         )

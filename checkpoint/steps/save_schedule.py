@@ -250,7 +250,7 @@ class SaveSchedule:
         all_wait: bool = False,
     ) -> _Announcement:
         rank = self._coordinator.rank
-        number = min(step, _LARGEST_STEP)  # only for the message; `alike` compares the step itself
+        number = min(step, _LARGEST_STEP)  # only for messages; `alike` compares the step itself
         steps = [(number << _RANK_BITS) + rank, (-number << _RANK_BITS) + rank]  # the newest and the oldest
         alike = [*words_of({"step": step}), int(force), *words_of({"metric": metric})]
         # Two numbers per policy. Their MAX names the highest rank that answered True, and the highest with False.

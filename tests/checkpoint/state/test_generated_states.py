@@ -85,7 +85,7 @@ def test_what_could_not_be_loaded_is_refused(kind: str, tmp_path: Path) -> None:
 
 def test_names_that_no_file_can_have(tmp_path: Path) -> None:
     """Half a surrogate pair is a string like any other, but no name of a tensor."""
-    with pytest.raises(CheckpointError, match="not text"):
+    with pytest.raises(CheckpointError, match="not valid text"):
         save(tmp_path / "c", {"\ud800": torch.ones(2)})
     save(tmp_path / "c", {"\ud800": "\udfff"})
     state = {"\ud800": ""}

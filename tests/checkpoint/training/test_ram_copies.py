@@ -145,7 +145,7 @@ def test_a_lost_clique_is_said_and_the_disk_counts(tmp_path: Path) -> None:
         assert (restored.step, restored.tier, restored.moves) == (4, "disk", ())
         assert [number for number, _ in restored.skipped] == [6]
         assert [text[:26] for text in said] == (["step 6 (ram) was skipped: "] if rank == 0 else [])
-        assert "none of rank 2, 3" in restored.skipped[0][1]
+        assert "no file of saved rank 2, 3" in restored.skipped[0][1]
 
 
 @pytest.mark.parametrize(("world", "behind"), [(4, False), (3, True), (5, False)])

@@ -85,7 +85,7 @@ def test_a_flipped_bit_stops_every_conversion(
     _flip(file)
     (tmp_path / "before").mkdir()
     with pytest.raises(
-        CorruptCheckpointError, match=r"not what was saved(.|\n)*tensor model\.w(.|\n)*" + file.name
+        CorruptCheckpointError, match=r"differs from the saved data(.|\n)*tensor model\.w(.|\n)*" + file.name
     ):
         _run(source, tmp_path / "before" / "deep" / "out", target, **options)
     assert (tmp_path / "sound").exists()

@@ -256,7 +256,7 @@ def test_an_optimizer_of_nobody_is_refused(tmp_path: Path, others: dict[str, str
         "rules_to": "hf",
         "model_prefix": "generator",
     }
-    with pytest.raises(ConversionError, match=r"belongs to(.|\n)*--optimizer drop"):
+    with pytest.raises(ConversionError, match=r"may belong to several models(.|\n)*--optimizer drop"):
         convert(source, str(tmp_path / "o.pt"), "torch", ConvertOptions(**options))
     convert(source, str(tmp_path / "o.pt"), "torch", ConvertOptions(**options, optimizer="drop"))
     assert sorted(torch.load(tmp_path / "o.pt", weights_only=True)) == ["discriminator", "generator"]
