@@ -1,4 +1,4 @@
-"""The function behind every ``to-...`` command: reads a source and writes it in another format.
+"""`convert`, the function of every ``to-...`` command: reads a source and writes it in another format.
 
 Modules that only some conversions need (casts, key rules, adapters) are imported by the step that needs them, since
 importing them all takes longer than a small conversion.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.formats.huggingface.class_check import ClassCheck, check_planned, check_written
 from vescale_fsdp.checkpoint.formats.huggingface.repository import (
@@ -17,12 +17,6 @@ from vescale_fsdp.checkpoint.formats.huggingface.repository import (
     config_class,
     own_config,
     own_settings,
-)
-from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import (
-    Compare,
-    absent_names,
-    find_ties,
-    left_out_by,
 )
 from vescale_fsdp.checkpoint.moves.carried_state import (
     CarriedState,
@@ -42,6 +36,9 @@ from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.quantization import find_quantized
 from vescale_fsdp.errors import ConversionError, format_bytes, some
 
+if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import Compare
+
 _ORDER_LOST = (
     "safetensors files do not keep the order of a model's parameters: a start on several ranks may have to move "
     "pieces between them, which only costs time"
@@ -53,7 +50,7 @@ _WITH_SETTINGS = ("hf", "bin", "shards", "deepspeed", "ranks")
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion did, or would do.
+    """The result of a conversion, or of a dry run.
 
     Examples:
         >>> import torch
@@ -71,7 +68,7 @@ class ConvertReport:
     outcome: Outcome
     tied: dict[str, str]  # name left out -> name under which its bytes are stored
     casts: dict[str, tuple[str, str]]  # name -> (type before, type after)
-    uncast: tuple[str, ...]  # codes and scales of quantised weights, which keep their types
+    uncast: tuple[str, ...]  # codes and scales of quantized weights, which keep their types
     left_assets: tuple[str, ...]  # files next to the settings that are not copied
     warnings: tuple[str, ...]
     dry_run: bool
@@ -129,14 +126,14 @@ def convert(
         source: an opened checkpoint.
         target: local path or fsspec URL.
         kind: ``"native"``, ``"dcp"``, ``"zarr"``, ``"hf"``, ``"adapter"`` or ``"torch"``.
-        options: defaults throughout if None.
+        options: None for the defaults.
         progress: called with bytes written since the last call, from several threads.
         announce: called once, before the first byte, with the number of bytes of tensors.
 
     Raises:
         ConversionError: if the target is refused, the state cannot be expressed in the format, or the class that a
-            Hugging Face folder's config.json names does not take the result. No file has its final name then.
-        CorruptCheckpointError: if the source turns out damaged.
+            Hugging Face folder's config.json names does not load the result. Then no file has its final name.
+        CorruptCheckpointError: if the source is damaged.
 
     Examples:
         >>> import torch
@@ -152,7 +149,7 @@ def convert(
         checks: list[ClassCheck] = []
 
         def require(check: ClassCheck | None) -> None:
-            """Refuse a result that its model class does not take; the last check goes into the report."""
+            """Refuse a result that its model class does not load; keep the last check for the report."""
             if check is not None:
                 check.require(target, is_required=options.require_check)
                 checks[:] = [check]
@@ -161,6 +158,7 @@ def convert(
             report.plan.when_written(read)
             require(check_written(report.plan, read, find_quantized))
 
+        # The class itself is asked about the written files, which a dry run does not have.
         require(check_planned(report.plan, find_quantized, asks="always" if options.dry_run else "doubt"))
         outcome = run_plan(
             replace(report.plan, when_written=check_files),
@@ -182,7 +180,7 @@ def convert(
 
 
 def _limits_of(options: ConvertOptions, source: Source, state: CarriedState) -> CopyLimits:
-    """Memory and threads; chunks that are decoded whole count towards the budget."""
+    """Memory and threads; chunks that are decoded whole count toward the budget."""
     limits = options.limits
     if options.merge is not None:
         limits = replace(limits, threads=1)  # merging needs memory for a whole matrix
@@ -206,7 +204,7 @@ def _overflows(state: CarriedState) -> list[str]:
 def plan_conversion(
     source: Source, target: str, kind: str, options: ConvertOptions, is_equal: Compare | None = None
 ) -> ConvertReport:
-    """What `convert` would write, from metadata; arguments as there.
+    """Plan what `convert` writes, from metadata. The arguments are those of `convert`.
 
     Args:
         is_equal: compares two tensors that config.json ties; by default their bytes are read.
@@ -221,7 +219,7 @@ def plan_conversion(
     state = _merged(state, kind, options, assets, source)
     state = _with_rules(state, kind, options, assets, source)
     warnings = [*source.warnings, *state.warnings]
-    described = sorted(source.file_metadata.keys() - {"format"})
+    described = sorted(source.file_metadata.keys() - {"format"})  # every file gets that one anyway
     changes_tensors = any((options.dequantize, options.quantize, options.rules, options.merge))
     if described and (kind != "hf" or changes_tensors):
         state = replace(state, file_metadata={})
@@ -265,17 +263,17 @@ def _assets_for(source: Source, kind: str, options: ConvertOptions) -> Assets:
     if url is None and not options.no_assets and kind == "hf" and source.kind in _WITH_SETTINGS:
         own = own_settings(source.store)
         url = None if own is None else own.where
-    # The assets of an adapter are those of its base model; they are read by `adapter_state`.
+    # `adapter_state` reads the assets of an adapter, which belong to its base model.
     return Assets(None if kind == "adapter" else url, options.include_asset)
 
 
 def _config(assets: Assets, source: Source) -> dict[str, Any]:
-    """The config.json that is copied, else the one next to the source; empty if there is none."""
+    """The config.json that is copied, else the source's own; empty if there is none."""
     return assets.config if assets.config is not None else own_config(source.store)
 
 
 def _state_for(kind: str, source: Source, options: ConvertOptions) -> CarriedState:
-    """The entries of a source that a target takes, under the names that they have there."""
+    """The entries of the source that the target stores, under the names of the target."""
     if kind == "adapter":
         from vescale_fsdp.conversion.formats.peft import adapter_state
 
@@ -291,7 +289,7 @@ def _state_for(kind: str, source: Source, options: ConvertOptions) -> CarriedSta
 def _dequantized(
     state: CarriedState, options: ConvertOptions, assets: Assets, source: Source
 ) -> CarriedState:
-    """Quantised weights as floats, and a config.json that says so."""
+    """Dequantize weights if requested, and update config.json."""
     if options.dequantize is None:
         return state
     from vescale_fsdp.checkpoint.moves.casting import float_type
@@ -307,14 +305,14 @@ def _dequantized(
 def _merged(
     state: CarriedState, kind: str, options: ConvertOptions, assets: Assets, source: Source
 ) -> CarriedState:
-    """The weights with an adapter merged into them."""
+    """Merge an adapter into the weights if requested."""
     if options.merge is None:
         return state
     from vescale_fsdp.conversion.formats.detect import open_source
     from vescale_fsdp.conversion.formats.peft import PeftConfig, require_adapter
     from vescale_fsdp.conversion.merge_adapter import merged_state
 
-    if source.kind == "hf":  # an adapter has the names that the model has in memory
+    if source.kind == "hf":  # an adapter uses the model's names in memory
         state = _with_rules(state, kind, replace(options, rules_to="ours"), assets, source)
     require_adapter(options.merge)
     adapter = open_source(options.merge, kind="adapter")
@@ -325,7 +323,7 @@ def _merged(
 def _with_rules(
     state: CarriedState, kind: str, options: ConvertOptions, assets: Assets, source: Source
 ) -> CarriedState:
-    """Names, shapes and values as key rules change them."""
+    """Apply key rules if requested."""
     if options.rules is None:
         return state
     from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
@@ -343,13 +341,17 @@ def _with_rules(
 def _with_ties(
     state: CarriedState, kind: str, source: Source, assets: Assets, is_equal: Compare | None
 ) -> tuple[CarriedState, dict[str, str], Sequence[str]]:
-    """Tied weights as the target stores them.
+    """Leave out tied weights, or store them, as the target requires.
 
     Returns:
-        The state; the names that are left out, with the name that each is tied to; warnings where config.json ties
-        weights that differ.
+        The state; the names that are left out, with the name that each is tied to; warnings if config.json ties weights
+        that differ.
     """
-    if kind == "hf" and assets.config is not None:
+    if kind == "adapter" or (kind == "hf" and assets.config is None):
+        return state, {}, ()
+    from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import absent_names, find_ties, left_out_by
+
+    if kind == "hf":
         tied, warnings, differing = find_ties(state.views, assets.settings, is_equal)
         if differing:
             # The result's config.json ties nothing, so the names that the class would tie are all stored.
@@ -366,8 +368,6 @@ def _with_ties(
                     todo=f"leave one out, such as --exclude {alias}, or pass the config.json of the right class",
                 )
         return state.without(tied), tied, warnings
-    if kind in ("hf", "adapter"):
-        return state, {}, ()
     aliases, warnings_of_class = left_out_by(source, state.views)
     return state.with_aliases(aliases), {}, warnings_of_class
 
@@ -375,7 +375,7 @@ def _with_ties(
 def _newly_quantized(
     state: CarriedState, options: ConvertOptions, assets: Assets, source: Source
 ) -> CarriedState:
-    """Weights as codes and scales, and a config.json that says so."""
+    """Quantize weights if requested, and update config.json."""
     if not options.quantize:
         return state
     from vescale_fsdp.conversion.quantization import newly_quantized
@@ -388,7 +388,7 @@ def _newly_quantized(
 def _quantized_names(
     state: CarriedState, options: ConvertOptions, kind: str, assets: Assets, source: Source
 ) -> frozenset[str]:
-    """Names of codes and scales, which casts leave as they are; empty where it does not matter."""
+    """Names of codes and scales, which casts do not change; empty if no later step uses the names."""
     has_config = assets.config is not None
     if not options.dtype and not (kind == "hf" and has_config):
         return frozenset()
@@ -399,7 +399,7 @@ def _quantized_names(
 def _with_casts(
     state: CarriedState, kind: str, options: ConvertOptions, assets: Assets, quantized: frozenset[str]
 ) -> tuple[CarriedState, dict[str, tuple[str, str]]]:
-    """Floats cast as requested, and a config.json that says so.
+    """Cast floats if requested, and update config.json.
 
     Returns:
         The state, and the types of each cast tensor before and after.
@@ -457,7 +457,7 @@ def _check_growth(state: CarriedState, source: Source, *, keeps_repeats: bool) -
     sizes = {name: written_bytes(view) for name, view in state.views.items()}
     total = sum(sizes.values())
     if not is_inflated(total, 0):
-        return  # small enough whatever is stored: the stored bytes need not be counted
+        return  # small enough, however few bytes are stored
     inputs = {(id(each), name): each for view in state.views.values() for each, name in view.sources()}
     stored = {key: each.tensors[key[1]].stored_nbytes for key, each in inputs.items()}
     if not is_inflated(total, sum(stored.values())):

@@ -9,7 +9,7 @@ from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.errors import ConversionError
 
 _MAX_PARTS = 65_536  # each part has a journal, which all other parts look for
-# Options that change how the result is written, not what is written: a resumed run may have others.
+# Options that change how the result is written, not what is written: a resumed run may change them.
 _HOW_IT_RUNS = {"overwrite", "resume", "dry_run", "part", "memory_budget_bytes", "threads", "require_check"}
 
 
@@ -20,25 +20,26 @@ class ConvertOptions:
     Args:
         assets: folder or URL whose settings files are copied (Hugging Face target); None for the source's own if
             it is a Hugging Face folder.
-        include_asset: name patterns of other files there that are copied too.
+        include_asset: name patterns of other files in that folder to copy.
         no_assets: copy no settings files, not even the source's own.
         model_prefix: the prefix of the model's names in the source; None to detect it.
         prefix: the prefix of the model's names in the result; None to keep the source's.
         dtype: casts, as texts for `CastRules.parse`.
-        dequantize: the float type that quantised weights become; None to keep their codes and scales.
-        quantize: schemes for weights, as texts for `QuantizeRules.parse`; weights that are already quantised are
+        dequantize: the float type that quantized weights become; None to keep their codes and scales.
+        quantize: schemes for weights, as texts for `QuantizeRules.parse`; weights that are already quantized are
             refused.
         merge: folder or URL of an adapter that is merged into the model (Hugging Face target); None for none.
         adapter_name: which of several adapters is written (adapter target).
         include, exclude: name patterns of the result.
         optimizer: how optimizer state is written: ``"keep"``, ``"nested"``, ``"flattened"`` or ``"drop"``.
         rules: key rules: the name of a shipped set or a TOML file; None to keep all names.
-        rules_to: which side of the rules the result is on, ``"hf"`` or ``"ours"``; None: hf for that target.
+        rules_to: which side of the rules the result is on, ``"hf"`` or ``"ours"``; None: ``"hf"`` for a Hugging Face
+            target, else ``"ours"``.
         on_disagreement: what to do with parameters that rules join and whose steps, options or groups differ:
             ``"refuse"``, or take the values of the ``"first"``.
         max_shard_bytes: limit of tensor bytes per data file.
-        ranks, granularity: what a native checkpoint is laid out for; texts for `parse_granularities`, with names
-            as `fully_shard` of a layer knows them.
+        ranks: number of ranks that a native checkpoint is laid out for.
+        granularity: texts for `parse_granularities`, with names of parameters relative to their layer.
         require_check: refuse a Hugging Face folder if it cannot be checked against the class that its config.json
             names.
         overwrite: replace the files in the target.
@@ -97,7 +98,7 @@ class ConvertOptions:
 
     @property
     def limits(self) -> CopyLimits:
-        """Memory and threads, as the copying code takes them."""
+        """Memory and threads, as `CopyLimits`."""
         return CopyLimits(self.memory_budget_bytes, self.threads)
 
     def asked(self) -> dict[str, str]:

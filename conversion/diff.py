@@ -31,7 +31,7 @@ _F64 = dtype_from_torch("float64")
 
 
 class _Tolerance(NamedTuple):
-    """Arguments of `diff` that say when two values are equal."""
+    """Arguments of `diff` that define when two values are equal."""
 
     rtol: float
     atol: float
@@ -72,7 +72,7 @@ def diff(
     model_prefix: str | None = None,
     progress: Progress = no_progress,
 ) -> tuple[tuple[Difference, ...], int]:
-    """All differences, and how many tensors were compared.
+    """All differences, and the number of tensors that were compared.
 
     Models are compared under their own names, whatever their prefixes. Everything else, including values that are not
     tensors, is compared by full name, unless one of the two has nothing else (a Hugging Face folder).
@@ -81,21 +81,21 @@ def diff(
         a, b: opened checkpoints.
         rtol, atol: floats are equal if ``|a - b| <= atol + rtol * |b|``. If both are 0, bytes are compared.
         ignore_dtype: compare floats of different dtypes by value.
-        model_only: compare the models alone.
+        model_only: compare only the models.
         model_prefix: the prefix of the model's names, on the sides that have such names; None to detect it.
         progress: called with bytes read since the last call.
 
     Raises:
-        ConversionError: if neither side has a tensor, or none has the prefix.
-        CorruptCheckpointError: if a file turns out damaged while reading.
+        ConversionError: if neither side has a tensor, or no tensor has the prefix.
+        CorruptCheckpointError: if a file is damaged.
 
     Examples:
         >>> import torch
         >>> from vescale_fsdp.conversion import open_source
         >>> torch.save({"w": torch.ones(4)}, "a.pt"), torch.save({"w": torch.tensor([1, 1, 1, 2.0])}, "b.pt")
         (None, None)
-        >>> found, compared = diff(open_source("a.pt"), open_source("b.pt"))
-        >>> found[0].text, compared
+        >>> differences, compared = diff(open_source("a.pt"), open_source("b.pt"))
+        >>> differences[0].text, compared
         ('1 of 4 values differ', 1)
     """
     tolerance = _Tolerance(rtol, atol, ignore_dtype)
@@ -123,7 +123,7 @@ def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tupl
     """The tensors of both sides, by keys that are equal for the same tensor.
 
     Raises:
-        ConversionError: if neither side has a tensor, or none has the prefix.
+        ConversionError: if neither side has a tensor, or no tensor has the prefix.
     """
     start = f"{model_prefix.rstrip('.')}." if model_prefix else ""
     if not a.tensors and not b.tensors:
@@ -147,7 +147,7 @@ def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tupl
 
 
 def _compare_metadata(a: Source, b: Source) -> Iterator[Difference]:
-    """Differences of the ``__metadata__`` of safetensors files; loaders of quantised tensors may need it."""
+    """Differences of the ``__metadata__`` of safetensors files; loaders of quantized tensors may need it."""
     left, right = (
         {f"__metadata__ {k}": v for k, v in s.file_metadata.items() if k != "format"} for s in (a, b)
     )
@@ -216,7 +216,7 @@ def _compare(
         return [Difference(name, "dtype", f"{left.dtype.name} and {right.dtype.name}")]
     a, b, repeats = _without_common_repeats(a, b)
     count, worst = 0, 0.0
-    step = _READ_BYTES // max(left.dtype.itemsize, right.dtype.itemsize)
+    step = _READ_BYTES // max(left.dtype.itemsize, right.dtype.itemsize)  # as many items of both
     for p, q in zip(pieces_of(a, _READ_BYTES, step), pieces_of(b, _READ_BYTES, step), strict=True):
         x, y = p.view(left.dtype.raw), q.view(right.dtype.raw)
         progress(p.nbytes + q.nbytes)
@@ -250,7 +250,7 @@ def _without_common_repeats(a: TensorView, b: TensorView) -> tuple[TensorView, T
             where=f"tensor {a.info.name}",
             todo="compare the stored bytes in Python, or a sample: vescale-convert report A --against B",
         )
-    return left, right, a.info.numel // max(1, left.info.numel)
+    return left, right, a.info.numel // max(1, left.info.numel)  # 1: empty tensors
 
 
 def _far(x: np.ndarray, a: DType, y: np.ndarray, b: DType, tolerance: _Tolerance) -> tuple[int, float]:

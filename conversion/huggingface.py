@@ -60,13 +60,13 @@ class HuggingFace(Form):
     small parts only where key rules, or shards along other dims than the first, mix the bytes of several ranks.
 
     Args:
-        assets: folder or URL with config.json, tokenizer files and so on, which are copied.
+        assets: folder or URL with config.json, tokenizer files and so on, to be copied.
         rules: key rules from the model's names to Hugging Face's: a shipped set's name or a TOML file.
         dtype: the type that floats are cast to, or several texts such as ``"*.gate.bias=float32"``.
-        model_prefix: start of the model's names in the state, such as ``"model"``; everything else is left out then.
-            By default the model is detected, and entries of neither the model nor its optimizer are refused.
-        max_shard_bytes: the most bytes of tensors in one file.
-        budget_bytes: the most bytes of other ranks' tensors that a rank buffers.
+        model_prefix: prefix of the model's names in the state, such as ``"model"``; all other entries are left out.
+            By default the model is detected, and entries outside the model and its optimizer are refused.
+        max_shard_bytes: maximum bytes of tensors per file.
+        budget_bytes: maximum bytes of other ranks' tensors that a rank buffers.
         require_check: refuse a save that the class in config.json does not load, or whose class is not in the shipped
             table. By default a mismatch is a warning, since the class itself, which may accept other names too, is
             not asked while a model trains.
@@ -138,17 +138,17 @@ class HuggingFace(Form):
         repository_folder(storage).clear_away()
 
     def left_out(self, structure: Structure) -> Collection[str]:
-        """The optimizer's tensors. Others may be left out too, which only all ranks together can decide."""
+        """Names of the optimizer's tensors. The joint plan of all ranks may leave out more."""
         leaves = NativeLeaves(structure, "the state")
         optimizer = set(optimizer_names(leaves.paths))
-        kept = {place for name, place in leaves.tensors.items() if name not in optimizer}
-        return [entry.name for place, entry in enumerate(structure.entries) if place not in kept]
+        kept = {number for name, number in leaves.tensors.items() if name not in optimizer}
+        return [entry.name for number, entry in enumerate(structure.entries) if number not in kept]
 
     def _planned(self, shards: HeldShards, is_equal: Compare) -> tuple[OutputPlan, Sequence[str]]:
         """The files of the repository, and warnings.
 
         Raises:
-            ConversionError: without ``model_prefix``, for entries of neither the model nor its optimizer.
+            ConversionError: without ``model_prefix``, for entries outside the model and its optimizer.
         """
         others = (*find_model(shards.source, self.model_prefix).others, *shards.source.omitted)
         if others and self.model_prefix is None:

@@ -5,7 +5,7 @@
     IA3     W * l                        and the bias times l if l scales the layer's output
 
 The product of whole matrices differs in the last bits from the products of their parts. So a matrix is computed whole
-and kept until another one is read: memory is one matrix and its change. A conversion that merges has one thread.
+and kept until another one is read: memory is one matrix and its change. A conversion that merges uses one thread.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def merged_state(
     base = base.with_aliases({name: kept for name, kept in aliases.items() if kept in changed_tensors})
     merge = _Merge(base.views, config, model_config, adapter.url)
     merge.find_root(changed)
-    # First, since a LoRA of an embedding may apply to an embedding that is stored whole too.
+    # Whole weights first: a LoRA may apply to an embedding that the adapter also stores whole.
     for name, view in whole_weights.items():
         merge.replace(name, view)
     for module, module_parts in parts.items():
@@ -112,7 +112,7 @@ class MergedView(TensorView):
 
     Args:
         inputs: the base's weight, and the parts of the adapter.
-        compute: makes the new weight from the inputs; it may write into the first.
+        compute: computes the new weight from the inputs; may write into the first.
         recipe: identifies the computation.
         latest: shared by all views, so that memory contains one matrix.
         lost: name -> number of finite values that became infinite in the base's type.
@@ -168,7 +168,7 @@ def _raw_type(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _read(view: TensorView) -> torch.Tensor:
-    """All of a tensor."""
+    """Read a whole tensor."""
     import torch
 
     info = view.info
@@ -286,7 +286,7 @@ class _Merge:
             self._set(bias, (self._current(bias), scales), _with_ia3_bias, "IA3 bias")
 
     def _current(self, name: str) -> TensorView:
-        """A weight as merged so far."""
+        """A weight, with the changes that were merged so far."""
         return self.merged[name][0] if name in self.merged else self.base[name]
 
     def _set(
@@ -326,12 +326,14 @@ def _with_lora(
     delta = _as_loaded(b) @ _as_loaded(a)
     delta = (delta.T if is_transposed else delta) * scaling
     if magnitudes is None:
-        weight += delta.to(weight.dtype) if is_embedding else delta  # only for embeddings peft rounds twice
+        weight += (
+            delta.to(weight.dtype) if is_embedding else delta
+        )  # peft rounds the change first, for embeddings only
         return weight
-    # The expressions of peft, whose rounding they share: ``1 *`` is its scaling.
+    # The same expressions as in peft, for the same rounding; ``1 *`` is peft's scaling.
     rows = (weight.T if is_transposed else weight) + 1 * (delta.T if is_transposed else delta)
     norms = torch.linalg.norm(rows, dim=1).to(rows.dtype)
-    del rows  # memory for one matrix less
+    del rows  # frees the memory of one matrix
     factors = (_as_loaded(magnitudes) / norms).view(-1, 1)
     return (factors.T if is_transposed else factors) * (weight + delta)
 

@@ -1,8 +1,8 @@
-"""Quantized weights: which tensors are codes and scales, their values as floats, and codes and scales made of floats.
+"""Quantized weights: find codes and scales, dequantize them to floats, and quantize floats.
 
     q.weight (fp8)  + q.weight_scale_inv | q.weight_scale     blocks, rows, or one scale: DeepSeek, compressed-tensors
     w (fp8)         + w_scale_inv | w_scale                   stacked experts
-    w_blocks        + w_scales                                mxfp4: gpt-oss, whose weight is the transpose
+    w_blocks        + w_scales                                mxfp4: gpt-oss; the weight is the transpose
     q.weight (int8) + q.SCB (+ q.weight_format)               bitsandbytes, 8 bits
     q.weight (u8)   + q.weight.absmax, .quant_map, ...        bitsandbytes, nf4 and fp4, nested scales too; the bytes
                                                               may be stored as bfloat16 (FSDP-QLoRA) or another dtype
@@ -10,7 +10,7 @@
 
 Scales are ordinary floats by dtype, but a weight is code times scale: rounding a scale changes every weight of its
 block. Scales are recognized by the tensors next to them and, where a config.json has a quantization config, by the
-names that loaders look for. Other kinds of codes are refused by name, since a partly dequantized weight would be wrong.
+names that loaders look for. Other kinds of codes are refused, since a partly dequantized model would be wrong.
 
     --quantize fp8-128x128              matrices of linear layers, as in DeepSeek-V3 (not embeddings, heads and routers,
                                         and no matrix with a side that is not a multiple of 128)
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 BITSANDBYTES_STATE = ".quant_state.bitsandbytes__"  # follows the name of a packed weight, whatever its dtype
 
-# Integers under these names are codes; others (position ids, counters) are what they seem.
+# Integers with these names are codes; others (position ids, counters) are ordinary integers.
 _CODES = re.compile(
     r"(q?weights?|[^.]*_(packed|blocks|codes)|[^.]*weight_(packed|quantized)|qweight|qzeros|W_q|codes|"
     r"_?(weight_)?(q?data|int_data|qdata)|[^.]*:_?(q|int_)?data)",
@@ -51,7 +51,7 @@ _CODES = re.compile(
 _SCALE_WORDS = re.compile(
     r"scale|absmax|amax|quant|zero|(^|[._:])scb$|codebook|table|shift|offset|g_idx", re.IGNORECASE
 )
-# Of attention: the codes are not next to these scales, but in the layers of the same module.
+# Scales of attention: their codes are not next to them, but in layers of the same module.
 _KV_SCALE = re.compile(r"(q|k|v|kv|prob|attn)_(scale|zero_point)(_float)?")
 _LOADERS_NAMES = re.compile(
     r"(q|k|v|kv|prob|attn|weight|input|output|activation|[^.]*_proj)_(global_)?(scale|zero_point)s?(_inv|_2)?"
@@ -68,13 +68,13 @@ def find_quantized(infos: Iterable[TensorInfo], config: Mapping[str, Any] | None
     }
     packed = {name.partition(BITSANDBYTES_STATE)[0] for name in dtypes if BITSANDBYTES_STATE in name}
     codes |= packed & dtypes.keys()
-    # Modules with codes. The parts of a tensor subclass (weight._data) are codes of the module around, and a weight has
-    # parts of its own (weight.absmax).
+    # Modules with codes, and weights with parts of their own (weight.absmax). Parts of a tensor subclass
+    # (weight._data) are codes of the enclosing module.
     containers = set(codes)
     for name in codes:
         module, _, leaf = name.rpartition(".")
         containers |= {module, module.rpartition(".")[0]} if leaf.startswith("_") else {module}
-    around = {name[:at] for name in containers for at, letter in enumerate(name) if letter == "."}
+    parents = {name[:at] for name in containers for at, letter in enumerate(name) if letter == "."}
     is_declared = bool(config and (config.get("quantization_config") or config.get("compression_config")))
 
     def is_scale(name: str) -> bool:
@@ -84,7 +84,7 @@ def find_quantized(infos: Iterable[TensorInfo], config: Mapping[str, Any] | None
             module in containers or (last in ("quant_state", "meta") and outer in containers)
         ):
             return True
-        if _KV_SCALE.fullmatch(leaf) and module in around:
+        if _KV_SCALE.fullmatch(leaf) and module in parents:
             return True
         return is_declared and _LOADERS_NAMES.fullmatch(leaf) is not None
 
@@ -93,7 +93,7 @@ def find_quantized(infos: Iterable[TensorInfo], config: Mapping[str, Any] | None
 
 _F32 = dtype_from_torch("float32")
 _BLOCK = (128, 128)  # of transformers' FineGrainedFP8Config, where config.json does not name one
-_MX_BLOCK = 32
+_MX_BLOCK = 32  # of all MX formats, by the specification of OCP
 _FLOAT8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _MOST_STATE_BYTES = 2**16  # of the JSON in a bitsandbytes tensor
 
@@ -111,7 +111,7 @@ def dequantized(state: CarriedState, config: Mapping[str, Any], dtype: DType) ->
         raise ConversionError(
             "There is nothing to dequantize.",
             expected="weights of fp8, mxfp4, int8 or nf4, with their scales",
-            got=f"{len(model)} tensors, none of them codes",
+            got=f"{len(model)} tensors without codes",
             todo="leave out --dequantize; --dtype casts ordinary floats",
         )
     floats = _Dequantization(model, _block_of(config), dtype)
@@ -126,13 +126,13 @@ def dequantized(state: CarriedState, config: Mapping[str, Any], dtype: DType) ->
             got=some(codes),
             todo="dequantize with the library that made them, or leave them out with --exclude",
         )
-    # A scale of activations, say, or of a weight that is stored as floats.
+    # For example, a scale of activations, or of a weight that is stored as floats.
     warning = (f"scales without a weight of their own are left out: {some(left)}",) if left else ()
     return state.with_replaced(floats.weights, floats.used.union(left), warning)
 
 
 def _block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The size of a block that config.json names, or implies as transformers does; None if it says nothing."""
+    """The size of a block that config.json names, or implies as in transformers; None if it does neither."""
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     sizes = [quantization.get("weight_block_size")]
     groups = quantization.get("config_groups") or {}
@@ -149,8 +149,8 @@ class _Dequantization:
 
     Args:
         views: the model's tensors.
-        block: rows and columns that share a scale, where config.json says so.
-        dtype: of the weights.
+        block: rows and columns that share a scale, if config.json names them.
+        dtype: of the dequantized weights.
 
     Attributes:
         weights: name -> (the weight, the name of its codes).
@@ -199,7 +199,7 @@ class _Dequantization:
         self.used.update(used)
 
     def _in_blocks(self, codes: TensorView, kind: str, scales: TensorView) -> TensorView:
-        """Values of codes whose last two dims have a scale per block, row, or tensor."""
+        """Dequantize codes with one scale per block of the last two dims, per row, or per tensor."""
         shape, of_scales = codes.info.shape, scales.info.shape
         if scales.info.numel == 1:
             of_scales = (1,) * len(shape)
@@ -225,7 +225,7 @@ class _Dequantization:
             raise _mismatch(view, stored, f"{rows} scales")
         scales = MappedView(Reshape((rows, *(1,) * (len(view.info.shape) - 1))), (_as_float(stored),))
         values = DecodedView(view, _table("int8"), "int8")
-        # The reciprocal of 127 in the digits that bitsandbytes multiplies by.
+        # 1 / 127, with the digits of bitsandbytes.
         scaled = ScaledView(
             values, scales, (1, *view.info.shape[1:]), self.dtype, factor=7.874015718698502e-3
         )
@@ -251,7 +251,7 @@ class _Dequantization:
         state = next((n for n in parts if n.startswith(f"{name}{BITSANDBYTES_STATE}")), None)
         if state is None:
             raise _mismatch(
-                view, self.views[f"{name}.absmax"], f"a tensor {name}{BITSANDBYTES_STATE}nf4 beside them"
+                view, self.views[f"{name}.absmax"], f"a tensor {name}{BITSANDBYTES_STATE}nf4 next to them"
             )
         try:
             facts = json.loads(_small(self.views[state], _MOST_STATE_BYTES).tobytes())
@@ -269,9 +269,9 @@ class _Dequantization:
         numel = flat.info.numel
         from vescale_fsdp.views.float_codes import nibble_table
 
-        table = nibble_table(_small(self.views[f"{name}.quant_map"], 64).view("float32"))
+        table = nibble_table(_small(self.views[f"{name}.quant_map"], 64).view("float32"))  # 16 numbers
         values = DecodedView(flat, table, f"nibbles {table.tobytes().hex()[:256]}")
-        if scales.info.shape != (-(-2 * numel // run),):
+        if scales.info.shape != (-(-2 * numel // run),):  # 2: values per byte
             raise _mismatch(view, scales, f"a scale for each {run} of {2 * numel} values")
         scaled = ScaledView(values, scales, (run,), self.dtype)
         self._add(name, MappedView(Reshape(shape), (scaled,)), (name, *parts))
@@ -280,7 +280,7 @@ class _Dequantization:
         scales = self.views[f"{name}.absmax"]
         if scales.info.dtype.kind == "float":
             return _as_float(scales)
-        table = _small(self.views[f"{name}.nested_quant_map"], 1024).view("float32")
+        table = _small(self.views[f"{name}.nested_quant_map"], 1024).view("float32")  # 256 numbers
         values = DecodedView(scales, table[:, None], f"table {table.tobytes().hex()}")
         nested, run = _as_float(self.views[f"{name}.nested_absmax"]), int(facts["nested_blocksize"])
         return ScaledView(values, nested, (run,), offset=float(facts["nested_offset"]))
@@ -293,7 +293,7 @@ def _table(kind: str) -> np.ndarray:
 
 
 def _as_float(scales: TensorView) -> TensorView:
-    """Scales as float32: their own values, or the powers of two that bytes stand for."""
+    """Scales as float32: their values, or the powers of two that bytes encode."""
     dtype = scales.info.dtype
     if dtype.name in ("float8_e8m0fnu", "uint8"):
         return DecodedView(scales, _table("e8m0"), "e8m0")
@@ -328,7 +328,7 @@ def _some_block_fits(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> bool
 
 
 def _fitting_sizes(size: int, count: int) -> tuple[int, int]:
-    """The smallest and the largest block that cut ``size`` items into ``count``; the first is larger if none does."""
+    """The smallest and the largest size of blocks, for ``count`` blocks of ``size`` items; empty range if none fits."""
     if count < 1:
         return 1, 0
     if count == 1:
@@ -340,7 +340,7 @@ def _small(view: TensorView, most: int) -> np.ndarray:
     """All bytes of a small tensor.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: if it has more than ``most`` bytes.
     """
     import numpy as np
 
@@ -362,7 +362,7 @@ def _mismatch(codes: TensorView, scales: TensorView, expected: str) -> CorruptCh
 
 SCHEMES = ("fp8-128x128", "mxfp4")
 _KEEP = "keep"
-# Embeddings, routers, norms and heads: the models of the schemes have these in floats.
+# Embeddings, routers, norms and heads: models of these schemes keep them as floats.
 _NOT_LINEAR = re.compile(
     r"(^|\.)(\w*embed\w*|wte|wpe|\w*head|output|score|classifier|\w*norm\w*|ln_\w+|\w*router|\w*gate)\.weight"
 )
@@ -378,8 +378,8 @@ class QuantizeRules:
     """Which weights are quantized.
 
     Args:
-        scheme: of all weights that are quantized; config.json can name one.
-        has_default: whether the weights are included that the scheme's own models have quantized.
+        scheme: the scheme of all quantized weights; config.json can name only one.
+        has_default: whether to include the weights that models of this scheme quantize.
         patterns: name pattern -> whether it is quantized; the first pattern that matches counts, before the default.
     """
 
@@ -389,7 +389,7 @@ class QuantizeRules:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> QuantizeRules:
-        """From texts such as ``fp8-128x128`` or ``*.visual.*=keep``.
+        """Parse texts such as ``fp8-128x128`` or ``*.visual.*=keep``.
 
         Raises:
             ConversionError: for an unknown scheme, or two schemes for one model.
@@ -416,7 +416,7 @@ class QuantizeRules:
         """Whether a tensor is quantized.
 
         Raises:
-            ConversionError: if a pattern names a tensor that cannot be.
+            ConversionError: if a pattern names a tensor that cannot be quantized.
         """
         shape, is_mxfp4 = info.shape, self.scheme == "mxfp4"
         fits = info.dtype.kind == "float" and info.numel > 0
@@ -441,10 +441,10 @@ class QuantizeRules:
 def newly_quantized(
     state: CarriedState, texts: Sequence[str], config: Mapping[str, Any]
 ) -> tuple[CarriedState, dict[str, Any]]:
-    """The state with weights of its model quantized, and config.json's ``quantization_config`` for it.
+    """Quantize the model's weights; returns the state, and its ``quantization_config`` for config.json.
 
     Raises:
-        ConversionError: if the model is quantized already, or no weight can be.
+        ConversionError: if the model is already quantized, or no weight can be quantized.
     """
     rules = QuantizeRules.parse(texts)
     infos = {name: view.info for name, view in state.views.items() if name in state.is_model}
@@ -452,7 +452,7 @@ def newly_quantized(
         raise _bad(
             "weights that are ordinary floats",
             f"quantized ones: {some(sorted(already))}",
-            "make them floats first, if that is meant: --dequantize bf16 beside --quantize",
+            "to requantize them, pass --dequantize bf16 together with --quantize",
         )
     for pattern in rules.patterns:
         if not any(fnmatchcase(name, pattern) for name in infos):
@@ -494,8 +494,8 @@ def _codes_and_scales(name: str, view: TensorView, scheme: str) -> tuple[TensorV
     values, mxfp4 = MappedView(Permute((0, 2, 1)), (values,)), Mxfp4Encoding()
     codes = EncodedView(values, mxfp4, f"{name}_blocks")
     scales = EncodedView(values, mxfp4, f"{name}_scales", wants_scales=True)
-    return MappedView(Reshape((experts, n, k // 32, 16)), (codes,)), scales
+    return MappedView(Reshape((experts, n, k // 32, 16)), (codes,)), scales  # 32 values are 16 bytes
 
 
 def _bad(expected: str, got: object, todo: str) -> ConversionError:
-    return ConversionError("The weights cannot be quantized so.", expected=expected, got=got, todo=todo)
+    return ConversionError("The weights cannot be quantized this way.", expected=expected, got=got, todo=todo)

@@ -1,4 +1,4 @@
-"""What `checkpoint.load` asks of a conversion: a checkpoint of any format, dequantized and under the state's names."""
+"""Opens a checkpoint of any format for `checkpoint.load`, dequantized and renamed by key rules if requested."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_for_load(url: str, options: SourceOptions) -> OpenedSource:
     """Open a checkpoint; only its metadata is read.
 
     Raises:
-        ConversionError: if no known format's files are there, or the options do not fit them.
+        ConversionError: if the files have no known format, or the options do not fit them.
     """
     source = open_source(url)
     config = own_config(source.store) if options.config is None else Assets(options.config).config or {}
@@ -36,13 +36,13 @@ def open_for_load(url: str, options: SourceOptions) -> OpenedSource:
         to_hf = options.rules_to == "hf"
         state = state_with_rules(state, load_rules(options.rules), config, to_hf=to_hf)
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
-    # Dequantized weights have left no codes, whatever config.json says.
+    # After dequantization there are no codes, even if config.json has a quantization config.
     quantized = find_quantized(infos, config) if options.dequantize is None else frozenset[str]()
     return OpenedSource(source, state, quantized, partial(left_out_by, source), _adapter_names)
 
 
 def _adapter_names(live: Collection[str], stored: Collection[str]) -> dict[str, str]:
-    """Names in a folder of peft's adapter -> names in the model that trains it; empty for another checkpoint.
+    """Names in a peft folder -> names in the model that trains the adapter; empty if ``stored`` has no such names.
 
     Raises:
         ConversionError: if the live model has several adapters.

@@ -1,6 +1,6 @@
-"""Every file of a checkpoint, looked at once for its own sake: what `verify` and the converter's verify do.
+"""Check every file of a native or zarr checkpoint once, for `verify`.
 
-What a load proves of the bytes that it reads stands in `read_plan` and `zarr_chunks`. Needs no torch.
+Loads verify the bytes that they read by themselves: see `native/read.py` and `zarr/chunks.py`. Needs no torch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import VescaleError
 
 _SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while in the cache
-_MOST_MISSING = 1000  # files of ranks that are named one by one
+_MOST_MISSING = 1000  # missing files of ranks that are reported one by one
 
 
 class Check(NamedTuple):
-    """What came of one look: at a stripe of a rank's file, or at a file of an array.
+    """The result of one check: of a stripe of a rank's file, or of a file of an array.
 
     Attributes:
-        problem: the error a load would raise; None if all is well.
+        problem: the error that a load would raise; None if there is none.
         num_bytes: bytes that were hashed.
         holds_tensors: whether the file has any of the tensors' values.
     """
@@ -48,11 +48,11 @@ class Check(NamedTuple):
 def check_files(
     storage: Storage, manifest: Manifest, tell: Callable[[Check], object], *, threads: int
 ) -> None:
-    """Hash every byte and compare; ``tell`` is called, from several threads, with what came of each look."""
+    """Hash and compare every byte; ``tell`` is called with each result, from several threads."""
     if manifest.is_zarr:
         for check in _array_checks(ChunkTables(storage, manifest)):
             tell(check)
-    parts = max(1, threads // manifest.world_size)  # of one file, where there are more threads than files
+    parts = max(1, threads // manifest.world_size)  # parts of each file, if there are more threads than files
     ranks = _ranks_to_check(storage, manifest, tell)
 
     def check_part(number: int) -> None:
@@ -60,19 +60,19 @@ def check_files(
             tell(check)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-verify") as pool:
-        for _ in pool.map(check_part, range(len(ranks) * parts)):
+        for _ in pool.map(check_part, range(len(ranks) * parts)):  # the loop raises what a thread has raised
             pass
 
 
 def rank_file_problem(storage: Storage, manifest: Manifest, rank: int) -> str | None:
-    """What is wrong with a rank's file, whose bytes are all hashed; None if nothing is."""
+    """The first problem of a rank's file, all of whose bytes are verified; None if there is none."""
     problems = (check.problem for check in _rank_file_checks(storage, manifest, rank, 0, 1))
     return next((problem for problem in problems if problem is not None), None)
 
 
 def _ranks_to_check(storage: Storage, manifest: Manifest, tell: Callable[[Check], object]) -> Sequence[int]:
-    """The ranks whose files are looked at one by one: all, or where a manifest counts far more of them than there are
-    files, those that are there and the first of the others."""
+    """The ranks whose files are checked one by one. At most `_MOST_MISSING` missing files are checked like this; all
+    other missing files are reported as one problem."""
     if manifest.world_size <= _MOST_MISSING:
         return range(manifest.world_size)
     there = set(storage.list_files())
@@ -87,13 +87,13 @@ def _ranks_to_check(storage: Storage, manifest: Manifest, tell: Callable[[Check]
 def _rank_file_checks(
     storage: Storage, manifest: Manifest, rank: int, part: int, parts: int
 ) -> Iterator[Check]:
-    """The stripes of one of ``parts`` equal parts of one rank's file: each is read from front to back."""
+    """Verify the stripes of part number ``part`` of ``parts`` equal parts of a rank's file, from front to back."""
     file = RankFile(manifest, rank)
     holds_tensors = not manifest.is_zarr
     try:
         opened = OpenRankFile(storage, file)
-    except (VescaleError, OSError) as error:
-        if part == 0:
+    except (VescaleError, OSError) as error:  # reported, so that the other files are checked too
+        if part == 0:  # once per file, not for each of its parts
             yield Check(file.name, str(error), 0, holds_tensors)
         return
     scratch = bytearray(_SCRATCH_BYTES)
@@ -103,13 +103,13 @@ def _rank_file_checks(
             problem = None
             try:
                 opened.verify_stripe(index, opened.hash_stripe(index, scratch))
-            except (VescaleError, OSError) as error:
+            except (VescaleError, OSError) as error:  # the stripes after it are checked too
                 problem = str(error)
             yield Check(file.name, problem, stop - start, holds_tensors)
 
 
 def _array_checks(tables: ChunkTables) -> Iterator[Check]:
-    """Every file of the zarr form's arrays."""
+    """Verify every file of the arrays in the zarr form."""
     manifest = tables.manifest
     for name, expected in group_files(manifest).items():
         yield Check(name, _json_problem(tables.storage, name, expected, "a group"), 0, False)
@@ -121,7 +121,7 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
         )
         yield Check(name, problem, 0, False)
         if problem is not None:
-            continue  # which chunks it has is what is wrong
+            continue  # the metadata is damaged, so its chunks are not known
         for box in chunk_boxes(manifest.entries[place].shape, manifest.chunk_sizes[place]):
             num_bytes, problem = 0, None
             try:
@@ -132,12 +132,13 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
 
 
 def _json_problem(storage: Storage, name: str, expected: bytes, of: str) -> str | None:
-    """What is wrong with a small file that follows from the manifest."""
+    """The problem of a small file whose content follows from the manifest; None if there is none."""
     try:
         with closing(storage.open_file(name)) as reader:
-            found = bytearray(min(reader.size_bytes, len(expected)))
+            content = bytearray(min(reader.size_bytes, len(expected)))  # a damaged file may be of any size
             is_same = reader.size_bytes == len(expected)
-            reader.read_at(0, [found])
+            reader.read_at(0, [content])
+    # EOFError: a file that became shorter; ValueError: not a regular file.
     except (VescaleError, OSError, EOFError, ValueError) as error:
         return f"{of}: {error}"
-    return None if is_same and found == expected else f"{of}: {name} is not what follows from the manifest"
+    return None if is_same and content == expected else f"{of}: {name} differs from what the manifest implies"

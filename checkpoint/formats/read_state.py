@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, UnknownNameError, some
 from vescale_fsdp.layout.geometry import Box, FlatRange
 
-_MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB
+_MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB; a larger file is not a manifest
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -316,11 +316,16 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     def _unpack(self, blob: memoryview, file_name: str) -> dict[str, Any]:
         where = f"{self.storage.where}/{file_name}"
+<<<<<<< HEAD
         packed = unpack_blob(blob, where=where) if any(blob[:8]) else {}
+=======
+        found = unpack_blob(blob, where=where) if any(blob[:8]) else {}  # a length of 0: this rank had none
+>>>>>>> main
         values = {}
         for name, (tree, tensors) in packed.items():
             try:
                 values[name] = decode(tree, functools.partial(leaf_of, tensors), where)
+            # Of `decode`, for a damaged tree.
             except (LookupError, TypeError, ValueError, RecursionError) as error:
                 raise CorruptCheckpointError(
                     "A per-rank value is damaged.",

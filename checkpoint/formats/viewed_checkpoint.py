@@ -153,7 +153,7 @@ class ViewedCheckpoint(Loadable):
         self._views = [carried.views[name] for _, name in names]
         self.left_out = carried.left_out
         matched = match(state, tree, include, live=live, gives_modules=False)
-        matched.require_fit(self.where, strict=False)
+        matched.require_fit(self.where, strict=False)  # missing names may still get aliases
         matched.reads = [read for read in matched.reads if matched.fits(read, *self._type_of(read))]
         filled, aliases = {read.name for read in matched.reads}, aliases_of(leaves)
         matched.missing = [name for name in matched.missing if filled.isdisjoint(aliases.get(name, ()))]
@@ -207,7 +207,7 @@ class ViewedCheckpoint(Loadable):
             assert self._init is not None
             self._init(owner)
         again = self._match(state, include)
-        again.unexpected = matched.unexpected
+        again.unexpected = matched.unexpected  # the ranks have compared these already
         return again
 
     def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
@@ -375,6 +375,7 @@ class _ViewReads(Reads):
                 _fill_box(read)
                 self.meter.advance(read.box.numel * read.target.itemsize)
 
+        # Views compute, and the ranks of a node share its cores.
         cores = max(1, (os.cpu_count() or 1) // num_neighbours())
         in_threads(min(self.storage.read_threads, cores), work, self._boxes())
         self.num_bytes_read = total
@@ -411,6 +412,7 @@ def _share_of(rank: int, seen_by_rank: Sequence[Sequence[SeenPieces]]) -> Iterat
     ranges: dict[tuple[str, int], dict[int, SeenPieces]] = {}
     for reader, seen in enumerate(seen_by_rank):
         for pieces in seen:
+            # In an order that is the same on all ranks.
             ranges.setdefault((pieces.file, pieces.start), {})[reader] = pieces
     for number, by_reader in enumerate(ranges.values()):
         if list(by_reader)[number % len(by_reader)] == rank:  # round robin, to balance the work
@@ -420,6 +422,7 @@ def _share_of(rank: int, seen_by_rank: Sequence[Sequence[SeenPieces]]) -> Iterat
 def _cut(box: Box, itemsize: int, first: int) -> Iterator[tuple[Box, int]]:
     """Cut a row-major box into consecutive boxes of at most `_BOX_BYTES`; yields each with its first item's index."""
     nbytes = box.numel * itemsize
+    # The outermost, so that the parts follow each other in memory.
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
     if nbytes <= _BOX_BYTES or dim is None:
         if box.numel:

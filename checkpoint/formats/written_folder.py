@@ -1,12 +1,12 @@
-"""A folder that ranks write together and that appears whole: beside its place and renamed, or its deciding file last.
+"""A folder that ranks write together and that becomes valid in one step: by a rename, or by its decisive file.
 
-    local          .name.saving/..                     until all have written; then it is `name`, at once
-    object store   name/..  and its marker             while `config.json` (or `.metadata`) is gone; it comes last
+    local          .name.saving/..       renamed to `name` after all ranks have written
+    object store   name/.. and a marker  without `config.json` (or `.metadata`), which is written last
 
-What was there stays whole on disks until the rename, whoever dies when. Disks that rename no folders get the files one
-by one, the deciding one last (`checkpoint.storage.file_system`). Object stores rename nothing: an old folder there
-is no longer valid once the first byte is written. A marker tells our own readers so, where they would take files
-without the deciding one.
+On disks, an old folder stays whole until the rename, even if ranks are killed. Where folders cannot be renamed, files
+are moved one by one, the decisive one last (`checkpoint.storage.file_system`). Object stores rename nothing: an old
+folder there is no longer valid once the first byte is written. A marker makes our own readers refuse such a folder,
+if they would accept files without the decisive one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vescale_fsdp.errors import CheckpointError, some
 
 @dataclass(frozen=True)
 class WrittenFolder:
-    """Where a form's files go.
+    """The folder of a form's files.
 
     Args:
         final: the folder.
-        kind: what it is to be, for messages.
-        decisive: the file without which loaders refuse it.
-        is_ours: whether a file may be part of such a folder, and so be replaced with it.
-        marker: a file that is there while the folder is written; empty where ``decisive`` says enough.
+        kind: its kind, for messages.
+        decisive: name of the file without which loaders refuse the folder.
+        is_ours: whether a file may be part of such a folder, so that it may be replaced.
+        marker: name of a file that exists while the folder is written; empty if a missing ``decisive`` is enough.
     """
 
     final: Storage
@@ -43,16 +43,16 @@ class WrittenFolder:
 
     @cached_property
     def working(self) -> Storage:
-        """Where files are written."""
+        """The storage that files are written to."""
         return self.final if self.final.in_order else self.final.beside(f".{self.final.location[-1]}.saving")
 
     def claim(self, held: ExitStack, *, overwrite: bool) -> None:
-        """Refuse a folder that must not be replaced, then keep other jobs out."""
+        """Refuse a folder that must not be replaced, then lock it."""
         self._prove_free(overwrite)
         self.working.check_not_planted()
         with lock_errors(self.final):
             held.enter_context(self.working.lock())
-        self._prove_free(overwrite)  # another job may have been at work
+        self._prove_free(overwrite)  # again: another job may have written before the lock was taken
 
     def _prove_free(self, overwrite: bool) -> None:
         if self.final.info("") is not None:
@@ -60,7 +60,7 @@ class WrittenFolder:
         names = [name for name in self.final.list_files() if name not in LOCK_NAMES]
         foreign = [name for name in names if name != self.marker and not self.is_ours(name)]
         if foreign:
-            todo = "save to another path, or move what is not of it away: the whole folder is replaced"
+            todo = "save to another path, or move the other files away: the whole folder is replaced"
             raise self._refusal(f"nothing, or only files of {self.kind}", some(foreign), todo)
         is_torn = self.marker in names if self.marker else self.decisive not in names
         if names and not overwrite and not is_torn:
@@ -69,11 +69,11 @@ class WrittenFolder:
 
     def _refusal(self, expected: str, got: str, todo: str) -> CheckpointError:
         return CheckpointError(
-            "The path already holds something.", expected=expected, got=got, where=self.final.where, todo=todo
+            "The path already holds files.", expected=expected, got=got, where=self.final.where, todo=todo
         )
 
     def begin(self) -> None:
-        """Before any rank writes: nothing of an attempt that was killed is left, and what is old no longer counts."""
+        """Before any rank writes: remove files of a killed attempt; an old folder in an object store gets invalid."""
         if not self.final.in_order:
             for name in self.working.list_folder(""):
                 if name not in LOCK_NAMES:
@@ -83,13 +83,13 @@ class WrittenFolder:
         self.working.remove(self.decisive)
 
     def commit(self, closing: Sequence[ClosingFile], data_files: Sequence[str]) -> None:
-        """When all have written: the small files, and the folder is what it was written to be.
+        """After all ranks have written: write the small files and make the folder valid.
 
         Args:
-            data_files: names of those that ranks have written.
+            data_files: names of the files that ranks have written.
         """
         try:
-            *others, last = sorted(closing, key=lambda file: file.name == self.decisive)
+            *others, last = sorted(closing, key=lambda file: file.name == self.decisive)  # False sorts first
             assert last.name == self.decisive, f"{self.kind} is made valid by {self.decisive}"
             for file in others:
                 _put(self.working, file)
@@ -112,28 +112,26 @@ class WrittenFolder:
         try:
             self.final.take_over(self.working, self.decisive)
             self.final.sync_folder("")
-            for name in LOCK_NAMES:
+            for name in LOCK_NAMES:  # renamed together with the folder
                 self.final.remove(name)
         except BaseException as error:
-            error.add_note(
-                f"{self.final.where} is the old folder or the new one, whole, or holds no {self.decisive}"
-            )
+            error.add_note(f"{self.final.where} is the whole old or new folder, or has no {self.decisive}")
             raise
 
     def _left(self) -> str:
-        """What has become of the path if a save fails."""
+        """The state of the path after a failed save, for messages."""
         if self.final.in_order:
-            return f"{self.final.where} holds no {self.decisive}, without which nobody loads it, until a save succeeds"
-        return f"{self.final.where} is as it was before"
+            return f"{self.final.where} has no {self.decisive}, and cannot be loaded, until a save succeeds"
+        return f"{self.final.where} is unchanged"
 
     def _remove_stale(self, new: Collection[str]) -> None:
-        """Old files of the same kind that the new folder does not have."""
+        """Remove old files of the same kind that are not in the new folder."""
         for name in self.final.list_files():
             if name not in new and self.is_ours(name):
                 self.final.remove(name)
 
     def clear_away(self) -> None:
-        """After a failure: nothing that was written is left on disks; on object stores nothing that counts."""
+        """After a failure: remove written files from disks; in object stores they are invalid without ``decisive``."""
         if not self.final.in_order:
             self.working.remove("")
 
@@ -142,7 +140,7 @@ def _put(storage: Storage, file: ClosingFile) -> None:
     """Write a small file, durably."""
 
     def write() -> None:
-        with storage.create(file.name, 0) as out:
+        with storage.create(file.name, 0) as out:  # 0: its size is not known yet
             offset = 0
             for piece in file.pieces():
                 out.write_at(offset, [piece])

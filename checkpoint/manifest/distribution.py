@@ -327,6 +327,7 @@ def shard_order(shards: Mapping[int, tuple[int, int]], sizes: Sequence[int]) -> 
         sizes: of all axes of the mesh.
     """
     orders: dict[int, list[int]] = {}
+    # From the last axis on: a split factor is a product of later axes' sizes.
     for axis in sorted((axis for axis in shards if sizes[axis] > 1), reverse=True):
         dim, split_factor = shards[axis]
         order = orders.setdefault(dim, [])

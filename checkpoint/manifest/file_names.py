@@ -21,18 +21,17 @@ from itertools import accumulate
 from urllib.parse import quote
 
 FORMAT_NAME = "vescale-checkpoint"
-FORMAT_VERSION = 2  # the newest version; FORMAT.md lists the changes of each
 MANIFEST_NAME = "manifest.json"
 ZARR_NAME = "zarr.json"  # metadata of an array or a group
 
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-(\d{8,})")  # 8 digits: listings by name are in the order of steps
 _RANK_FILE = re.compile(r"(\d{5,})-of-\d{5,}\.safetensors")
 _PLAIN = " !#$&'()+,;=@[]{}~-_."
 _MAX_PART_BYTES = 200  # file systems accept 255
 _MAX_PATH_BYTES = (
     600  # object stores accept 1024, which includes the checkpoint's folder and the chunk's name
 )
-_HEAD_BYTES = 100
+_HEAD_BYTES = 100  # enough to recognize the tensor
 
 
 def step_name(step: int) -> str:

@@ -27,7 +27,6 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
 )
 from vescale_fsdp.checkpoint.manifest.file_names import (
     FORMAT_NAME,
-    FORMAT_VERSION,
     array_paths,
     array_paths_1,
 )
@@ -46,10 +45,11 @@ from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import FlatRange
 
+FORMAT_VERSION = 2  # the newest version; FORMAT.md lists the changes of each
 STRIPE_BYTES = 1 << 20  # 1 MiB: one checksum each, and the unit of verified reads
 SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
 
-_SAVE_ID = re.compile(r"[0-9a-f]{16}")
+_SAVE_ID = re.compile(r"[0-9a-f]{16}")  # part of paths, which it must not leave
 _MAX_STRIPE_BYTES = 1 << 30  # 1 GiB: a reader allocates a stripe
 _MAX_NUMEL = 1 << 62  # larger counts overflow the 64-bit integers of torch and numpy
 _MAX_RANKS = 1 << 20  # bounds the time of computations for each rank
@@ -229,7 +229,7 @@ class Manifest:
                 "user": self.metadata,
             }
         )
-        return content[:-1] + _seal(hex_digest_of(content))
+        return content[:-1] + _seal(hex_digest_of(content))  # the seal ends with the closing brace
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, where: str) -> Manifest:
@@ -257,7 +257,7 @@ class Manifest:
             for problem in _problems(manifest):
                 raise _corrupt(where, problem)
             decode(manifest.structure.tree, partial(_check_leaf, manifest, where), where)
-        except CheckpointError:
+        except CheckpointError:  # says already what is wrong
             raise
         except Exception as error:  # JSON of wrong types or numbers raises errors of any class
             raise _corrupt(where, f"{type(error).__name__}: {error}") from error
@@ -331,7 +331,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
             content = {key: value for key, value in parse_json(raw).items() if key != "checksum"}
             if data.get("checksum") != hex_digest_of(dump_json(content)):
                 raise _corrupt(where, "the checksum does not fit the content")
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise _corrupt(where, str(error)) from error
     version = data.get("version")
     # After the checksum: a flipped bit can turn version 1 into 3, and no user should update because of that.
@@ -356,7 +356,7 @@ def _check_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None
     """Check the references of a leaf of the state tree, before a state is matched with the tree."""
     if node["$"] == "tensor":
         index = node["i"]
-        if type(index) is not int or not 0 <= index < len(manifest.entries):
+        if type(index) is not int or not 0 <= index < len(manifest.entries):  # a bool is an int too
             raise _corrupt(where, f"tensor number {index!r} of {len(manifest.entries)}")
         if node.get("numpy") and not is_numpy_dtype(manifest.entries[index].dtype):
             raise _corrupt(where, f"an array of dtype {manifest.entries[index].dtype}")
@@ -374,6 +374,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     save_id, stripe_bytes = manifest.save_id, manifest.stripe_bytes
     valid = {
         "save_id": isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None,
+        # `type`: a bool is an int too.
         "world_size": type(world_size) is int and 1 <= world_size <= _MAX_RANKS,
         "stripe_bytes": type(stripe_bytes) is int
         and 16 <= stripe_bytes <= _MAX_STRIPE_BYTES
@@ -409,6 +410,7 @@ def _entry_problems(manifest: Manifest, index: int, entry: Entry) -> Iterator[st
     if manifest.is_zarr:
         entry.name.encode()  # raises for half a surrogate pair, which no folder's name can have
         chunks = manifest.chunk_sizes[index]
+        # Their lengths are compared below.
         is_inside = all(1 <= size <= max(1, full) for size, full in zip(chunks, entry.shape, strict=False))
         count = prod(-(-full // max(1, size)) for size, full in zip(chunks, entry.shape, strict=False))
         if len(chunks) != len(entry.shape) or not is_inside or count > _MAX_CHUNKS:

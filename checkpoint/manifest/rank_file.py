@@ -179,7 +179,7 @@ class RankFile:
             "format": FORMAT_NAME,
             "version": str(self.manifest.version),
             "save_id": self.manifest.save_id,
-            "rank": str(self.rank),
+            "rank": str(self.rank),  # safetensors allows no values but strings here
             "world_size": str(self.manifest.world_size),
         }
         entries = self.manifest.entries
@@ -217,7 +217,7 @@ def _item(name: str, code: str, numel: int, start: int, stop: int) -> str:
 
 
 def _pad(text: bytes) -> bytes:
-    padded = round_up(8 + len(text), _HEADER_ALIGN_BYTES)
+    padded = round_up(8 + len(text), _HEADER_ALIGN_BYTES)  # 8: the length before the text
     return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
 
 
@@ -282,7 +282,7 @@ class ShareFinder:
         for coordinates, region in touching:
             ranks = holders.ranks_at(coordinates)
             if manifest.split_bytes is None:
-                ranks = [min(ranks, key=self._cost)]
+                ranks = [min(ranks, key=self._cost)]  # each replica has stored all of its region
             for replica, rank in enumerate(ranks):
                 share = manifest.split(index, region, replica, len(ranks))
                 for part in overlaps(share, wanted) if share.numel else ():

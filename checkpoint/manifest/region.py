@@ -171,7 +171,7 @@ def _relative(inner: Box, outer: Box) -> Box:
 def runs_of_box(sizes: tuple[int, ...], box: Box, *, max_gap_numel: int) -> list[FlatRange]:
     """Flat runs of a row-major tensor that cover a box; gaps of at most ``max_gap_numel`` elements are included."""
     runs = [FlatRange(0, 1)]
-    for offset, size, stride, full in reversed(
+    for offset, size, stride, full in reversed(  # from the innermost dim outward
         list(zip(box.offsets, box.sizes, contiguous_strides(sizes), sizes, strict=True))
     ):
         whole_dim = size == full and len(runs) == 1 and runs[0] == FlatRange(0, stride)

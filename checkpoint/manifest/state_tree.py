@@ -37,12 +37,13 @@ def join_name(parent: str, key: object) -> str:
 
     Such a name belongs to one leaf only, whereas two leaves may have the same name with dots.
     """
-    text = str(key).replace("~", "~0").replace("/", "~1")
+    text = str(key).replace("~", "~0").replace("/", "~1")  # ~ first, or the escapes would be escaped
     return f"{parent}/{text}" if parent else text
 
 
 def split_name(name: str) -> tuple[str, ...]:
     """The keys, as text, that `join_name` joined."""
+    # ~0 last: ~01 stands for ~1.
     return tuple(part.replace("~1", "/").replace("~0", "~") for part in name.split("/"))
 
 
@@ -77,7 +78,7 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
     if kind == "float" and value in ("nan", "inf", "-inf"):
         return float(value)
     if kind == "bytes" and isinstance(value, str):
-        data = base64.b64decode(value, validate=True)
+        data = base64.b64decode(value, validate=True)  # else it skips what is not base64
         return bytearray(data) if node.get("array") is True else data
     if kind == "complex" and isinstance(value, list):
         return complex(*(decode(part, tensor, where) for part in value))

@@ -45,7 +45,7 @@ def dump_json(value: Json) -> bytes:
     return _encode(value).encode()
 
 
-_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # NaN is not JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Entry:
             raise TypeError(f"tensor {name!r:.80} of dtype {dtype!r:.80}")
         cuts = tuple(cut_from_json(cut) for cut in data["cuts"])
         axes = whole_numbers([data["axes"]])[0]
-        return cls(name, intern(dtype), tensor_shape(data["shape"]), axes, cuts)
+        return cls(name, intern(dtype), tensor_shape(data["shape"]), axes, cuts)  # many tensors, few dtypes
 
 
 @dataclass(frozen=True)

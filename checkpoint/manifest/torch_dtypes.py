@@ -17,6 +17,7 @@ from vescale_fsdp.layout.dtypes import DType, known_dtype
 if TYPE_CHECKING:
     import torch
 
+# torch has few kernels for wide unsigned integers, and no integers of 16 bytes.
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 

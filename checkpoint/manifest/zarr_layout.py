@@ -47,7 +47,7 @@ def as_arrays(manifest: Manifest, chunks: Sequence[tuple[int, ...]] | None = Non
 def chunk_shape(manifest: Manifest, index: int) -> tuple[int, ...]:
     """Sizes of a tensor's chunks: whole rows of about 4 MiB, and at most a shard along dims that are cut."""
     entry = manifest.entries[index]
-    sizes = [max(1, size) for size in entry.shape]
+    sizes = [max(1, size) for size in entry.shape]  # zarr has no chunks of size 0
     limit_rows = None
     for axis, cut in zip(manifest.structure.axes[entry.axes], entry.cuts, strict=True):
         if isinstance(cut, ShardCut):
@@ -129,7 +129,7 @@ def array_json(manifest: Manifest, index: int) -> bytes:
     attributes: dict[str, Json] = {"logical_dtype": entry.dtype}
     if manifest.version >= 2:
         attributes["name"] = entry.name
-    cut = entry.cuts[-1] if entry.cuts else None
+    cut = entry.cuts[-1] if entry.cuts else None  # a layout's cut is applied last
     if isinstance(cut, LayoutCut):
         layout = manifest.structure.layouts[cut.layout]
         attributes["block_numel"] = layout.slots[cut.slot].block_numel

@@ -183,6 +183,7 @@ class LiveObjects:
             chosen = min(fitting, key=lambda model: len(model.names))
             names = [chosen.names[id(param)] for param in params]
         else:
+            # Of several modules with a parameter, the first one wins.
             owners = {id(param): model for model in reversed(self._models) for param in model.params}
             unknown = [param for param in params if id(param) not in owners]
             if unknown:
@@ -240,7 +241,7 @@ def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in names:
         short = name
-        for start in sorted(starts, key=len, reverse=True):
+        for start in sorted(starts, key=len, reverse=True):  # inner wrappers first
             if short.startswith(start):
                 short = start.removesuffix("module.") + short.removeprefix(start)
         found[name] = without_wrappers(short)
@@ -311,7 +312,7 @@ def unsaved_meta_buffers(live: LiveObjects) -> dict[str, nn.Module]:
         saved = live.module_state(model).raw
         for path, owner in model.named_modules():
             for name, buffer in owner.named_buffers(recurse=False):
-                full = f"{path}.{name}".removeprefix(".")
+                full = f"{path}.{name}".removeprefix(".")  # the root module's path is empty
                 if buffer.is_meta and full not in saved:
                     found[full] = owner
     return found
@@ -351,6 +352,7 @@ def allocate(live: LiveObjects, names: Iterable[str], buffers: Iterable[str]) ->
 
 def home_device(state: Mapping[str, Any]) -> torch.device:
     """The device of a module's tensors, or the one that tensors on the meta device are for."""
+    # torch's optimizers keep step counts, which have no dims, on the CPU.
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.ndim]
     there = [tensor.device for tensor in tensors if not tensor.is_meta]
     if there:
@@ -372,7 +374,7 @@ def _require_memory(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """All parameters and buffers by every name that they have."""
-    params = model.named_parameters(remove_duplicate=False)
+    params = model.named_parameters(remove_duplicate=False)  # also the other names of tied parameters
     return [*params, *model.named_buffers(remove_duplicate=False)]
 
 

@@ -127,7 +127,7 @@ class Match:
             return
         if self.mismatched:
             name, (stored, own) = next(iter(self.mismatched.items()))
-            is_cast = stored.split(" ", 1)[1] == own.split(" ", 1)[1]
+            is_cast = stored.split(" ", 1)[1] == own.split(" ", 1)[1]  # the shapes, which follow the dtypes
             raise CheckpointError(
                 f"{len(self.mismatched)} tensors have another shape or dtype than in the checkpoint.",
                 expected=f"{stored} (as saved)",
@@ -185,7 +185,7 @@ class Match:
             return ""
         own, stored = self.renaming
         text = f"the checkpoint has {stored!r} where the state has {own!r}: "
-        if stored[:-1] in self.containers and own == "":
+        if stored[:-1] in self.containers and own == "":  # [:-1]: without the dot
             return f"{text}pass {{{stored[:-1]!r}: state}}, or "
         if own[:-1] in self.containers and stored == "":
             return f"{text}pass what is under {own[:-1]!r} itself, or "
@@ -280,6 +280,7 @@ class _Matcher:
             ]
             finishers = self._optimizers([(n, named) for n, named in owners if named is not None], node, name)
             if finishers is not None and len(finishers) == len(target):
+                # Calls all, and gives the list itself.
                 return lambda: (target, [finish() for finish in finishers])[0]
         items = node.get("v") if kind == "tuple" and isinstance(node, Mapping) else node
         if isinstance(target, (list, tuple)) and isinstance(items, list) and len(items) == len(target):
@@ -358,6 +359,7 @@ class _Matcher:
                 for key, value in done.items():  # not update(), which adds to a Counter's numbers
                     taker[key] = value
                 return taker
+            # A mapping that cannot be changed is replaced.
             return {key: value for key, value in {**taker, **done}.items() if key not in dropped}
 
         return finish
@@ -369,6 +371,7 @@ class _Matcher:
             owner: the optimizer and the parameter whose state the node is, if it is one's.
         """
         if has_tensors(node):
+            # Requests the tensors now; their values come later.
             decode(node, lambda leaf: self._shared(leaf, name, owner))
         return lambda: decode(node, lambda leaf: self._shared(leaf, name, owner))
 
@@ -526,7 +529,7 @@ class _Matcher:
                 # Its own tensor even if the checkpoint has one for several parameters: an optimizer that steps many
                 # parameters in one call would count up a shared step several times.
                 new = NewTensor(inner, int(item["i"]), named.params[fqn], str(kind), named.optimizer)
-                kept[kind] = partial(getattr, self._new(new), "value")
+                kept[kind] = partial(getattr, self._new(new), "value")  # allocated after the match
             elif isinstance(value, Mapping):
                 kept[kind] = self.visit(value, item, inner, True)
             else:
@@ -674,7 +677,7 @@ def _give(target: Any, state: Any, name: str, **options: Any) -> Any:
     try:
         with torch.inference_mode() if is_inference else NULL_CONTEXT:
             target.load_state_dict(state, **options)
-    except Exception as error:
+    except Exception as error:  # of any class: it is the object's own code
         raise CheckpointError(
             "An object refused the state that was stored for it.",
             expected=f"load_state_dict of {type(target).__qualname__} to return",
@@ -706,6 +709,7 @@ def _holds_tensors(value: Any) -> bool:
 
 def _is_fillable(array: np.ndarray) -> bool:  # type: ignore[type-arg]
     """Whether torch can write to an array's memory."""
+    # torch has no negative strides.
     return array.flags.writeable and min(array.strides, default=0) >= 0 and is_numpy_dtype(str(array.dtype))
 
 
@@ -809,5 +813,6 @@ class NewTensor:
         else:  # LBFGS computes its numbers too from the gradients of all parameters, so they are DTensors
             whole = torch.empty(shape, dtype=dtype, device=param.to_local().device)
             replicated = [Replicate()] * param.device_mesh.ndim
+            # A check communicates.
             self.value = DTensor.from_local(whole, param.device_mesh, replicated, run_check=False)
         return self.value

@@ -151,6 +151,7 @@ def optimizer_state(node: Json, known: Collection[str] = ()) -> OptimizerState |
         states = [optimizer_state(item, known) for item in node]
         parts = [state for state in states if state is not None and not state.is_numbered]
         names = [name for part in parts for name in part.names]
+        # State of one parameter in two optimizers cannot be told apart once it is joined.
         return _joined(parts) if len(parts) == len(node) and len(set(names)) == len(names) else None
     items = items_of_node(node)
     if items is None or isinstance(node, list):
@@ -163,7 +164,7 @@ def optimizer_state(node: Json, known: Collection[str] = ()) -> OptimizerState |
     groups = [] if groups is None and state else groups
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return None
-    groups = [{"params": [], **group} for group in groups]
+    groups = [{"params": [], **group} for group in groups]  # some trainers leave the parameters out
     if not all(isinstance(group["params"], list) for group in groups):
         return None
     params = set(map(str, chain.from_iterable(group["params"] for group in groups))) or set(map(str, state))

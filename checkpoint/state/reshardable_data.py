@@ -144,6 +144,7 @@ class ReshardableSampler(Sampler[int]):
 
     def _own(self) -> torch.Tensor:
         """This rank's samples since the last change of the number of ranks, 1D."""
+        # The factor: seeds next to each other share no epoch's order in their first million epochs.
         count, epoch_seed = self._settings["num_samples"], self._settings["seed"] * 1_000_003 + self.epoch
         if not -(2**63) <= epoch_seed < 2**64:  # the range of a generator; torch.initial_seed() has 64 bits
             epoch_seed %= 2**64
@@ -302,7 +303,7 @@ class ReshardableLoader(Generic[T]):
         self._rewind()
         end = self._num_taken + len(self.sampler)
         for batch in self.loader:
-            self._num_taken = min(self._num_taken + self._batch_size, end)
+            self._num_taken = min(self._num_taken + self._batch_size, end)  # the last batch may be smaller
             yield batch
             if generation != self.sampler.generation:
                 return

@@ -132,6 +132,7 @@ class Describer:
         if known is None or not known.holds_for(shape, local.numel(), tensor.placements):
             distribution = self._distribution(name, tensor, position)
             known = _Known(layout, shape, local.numel(), tensor.placements, distribution)
+            # `holds_for` does not compare units, which may differ between tensors of a slot.
             if not any(isinstance(cut, UnitsCut) for cut in distribution.cuts):
                 self._known.setdefault(key, known)
         return Described(dtype, shape, known.distribution, local)
@@ -234,6 +235,7 @@ def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
     """One `Axis` per mesh axis; its coordinates are ranks in the process groups, see `dtensor.spec`."""
     numbers = ranks_by_group_rank(mesh).numpy()
     if rank_of is not None:
+        # -1: not among the ranks that save.
         numbers = np.vectorize(lambda rank: rank_of.get(int(rank), -1))(numbers)
     return axes_of_ranks(numbers)
 
@@ -249,7 +251,7 @@ def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
         wanted = coordinates[dim].reshape(-1).tolist()
         rules = [Axis(size, stride, base) for base in (0, min(flat)) if stride > 0]
         fitting = [rule for rule in rules if rule.coordinates(flat) == wanted]
-        table = tuple(sorted(zip(flat, wanted, strict=True)))
+        table = tuple(sorted(zip(flat, wanted, strict=True)))  # equal on all ranks
         axes.append(fitting[0] if fitting else Axis(size, 1, 0, table))
     return tuple(axes)
 

@@ -74,10 +74,10 @@ class MadeFolders:
         while at is not None and not at.is_dir():
             missing.append(at)
             at = at.parent
-        for absent in reversed(missing):
+        for absent in reversed(missing):  # outer folders first
             try:
                 absent.mkdir()
-            except FileExistsError:
+            except FileExistsError:  # another process was faster
                 if not absent.is_dir():
                     raise
             else:
@@ -86,7 +86,7 @@ class MadeFolders:
 
     def remove_empty(self) -> None:
         """Remove the empty ones of the folders that were made."""
-        for folder in sorted(self._made, key=lambda path: -len(path.parts)):
+        for folder in sorted(self._made, key=lambda path: -len(path.parts)):  # inner folders first
             with contextlib.suppress(OSError):  # not empty, or already removed by another process
                 folder.rmdir()
 
@@ -162,7 +162,7 @@ class FileWriter(ABC):
             return
         try:
             self.close()
-        except BaseException:
+        except BaseException:  # a file that is not complete must not stay
             self.abort()
             raise
 
@@ -527,7 +527,7 @@ class StagedFile:
             storage.retrying(lambda: self._write(self._working))
 
     def _write(self, name: str) -> None:
-        with self._storage.create(name, 0) as file:
+        with self._storage.create(name, 0) as file:  # 0: its size is not known yet
             position, pieces = 0, iter(self._pieces())
             while True:
                 with reading_source():

@@ -1,4 +1,8 @@
-"""Checksums: the algorithms, and how checksums of pieces are joined. No other module names an algorithm.
+"""Checksums of stored bytes: the algorithms, and how checksums of pieces are joined.
+
+All code of ``checkpoint`` and ``conversion`` that computes a checksum of stored bytes calls this module. Hashes of
+names (`file_names`), signatures (`ranks.stores`) and hashes in the rest of the package are computed where they are
+used.
 
 bytes                                         algorithm    here
 stripes of files, rows of a journal           xxh3-64      checksum_of, RunningChecksum
@@ -52,7 +56,7 @@ class Crc:
         """CRC of many pieces from the (CRC, bytes) of each, in their order."""
         joined = 0
         for crc, nbytes in pieces:
-            joined = self.combine(joined, crc, nbytes) if joined else crc
+            joined = self.combine(joined, crc, nbytes) if joined else crc  # a CRC of 0 times any power is 0
         return joined
 
 
@@ -73,12 +77,13 @@ def _crc32_function() -> Callable[[Any], int]:
 def _crc32c(data: Any) -> int:
     import google_crc32c  # here: the import takes 4 ms, and most commands do not need it
 
+    # google_crc32c refuses memoryviews.
     crc: int = google_crc32c.value(bytes(data) if isinstance(data, memoryview) else data)
     return crc
 
 
-CRC32 = Crc(0xEDB88320, _crc32)
-CRC32C = Crc(0x82F63B78, _crc32c)
+CRC32 = Crc(0xEDB88320, _crc32)  # of IEEE 802.3
+CRC32C = Crc(0x82F63B78, _crc32c)  # of Castagnoli
 
 _ONE = 0x80000000  # the polynomial 1: in reflected order the highest bit is the lowest power
 
@@ -94,7 +99,7 @@ def _multiply(a: int, b: int, polynomial: int) -> int:
     return product
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # pieces have few different lengths
 def _power_of_x(bits: int, polynomial: int) -> int:
     """x ** bits modulo the polynomial, by squaring."""
     result, base = _ONE, _ONE >> 1

@@ -29,12 +29,13 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.storage.lock_file import NO_LINKS
 
+# What file systems answer to calls that they do not support.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR)
 _NO_RENAMES = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # gcsfuse reports EMFILE where a folder has more files than a limit, which is 0 by default.
 _NO_FOLDER_RENAMES = (*_NO_RENAMES, errno.EMFILE, errno.EXDEV)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
+_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2  # of Linux's headers
 _PROBE_PREFIX = ".probe-"
 _MIN_QUERY_BYTES = 1 << 20  # 1 MiB: mincore costs more than it saves for less
 _SAMPLES = 4  # pages that mincore is called for
@@ -103,7 +104,7 @@ def _log_missing(folder: Path, known: FileSystem) -> None:
 
 
 def _probed(folder: Path, durable: bool, flock: bool) -> FileSystem:
-    name = folder / f"{_PROBE_PREFIX}{os.urandom(8).hex()}"
+    name = folder / f"{_PROBE_PREFIX}{os.urandom(8).hex()}"  # ranks may probe at the same time
     linked, renamed = name.with_name(f"{name.name}.link"), name.with_name(f"{name.name}.renamed")
     folder_syncs = not durable or sync_names(folder)
     try:
@@ -188,7 +189,7 @@ def move_over(new: Path, target: Path, last: str = "") -> None:
             os.rename(target, aside)
             try:
                 os.rename(new, target)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: the old folder gets its name back
                 os.rename(aside, target)
                 raise
     except OSError as error:
@@ -208,10 +209,10 @@ def _move_files(new: Path, target: Path, last: Path) -> None:
     """Move every file of a folder to another folder, and remove the files there that the first one lacks."""
     names = {path.relative_to(new) for path in new.rglob("*") if not path.is_dir()}
     old = {path.relative_to(target) for path in target.rglob("*") if not path.is_dir()}
-    for name in sorted(old, key=lambda name: name != last):
+    for name in sorted(old, key=lambda name: name != last):  # False sorts first: `last` is removed first
         if name == last or name not in names:
             (target / name).unlink()
-    for name in sorted(names, key=lambda name: (name == last, name)):
+    for name in sorted(names, key=lambda name: (name == last, name)):  # `last` is moved last
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(new / name, target / name)
 
@@ -241,7 +242,7 @@ def is_cached(path: Path, start: int, stop: int) -> bool:
     mincore = _c_function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
     if mincore is None or stop - start < _MIN_QUERY_BYTES:
         return True
-    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # mappings begin there
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # A private copy, never written to: ctypes cannot give the address of read-only memory.
@@ -254,6 +255,7 @@ def is_cached(path: Path, start: int, stop: int) -> bool:
     num_pages, num_cached = (stop - first) // mmap.PAGESIZE, 0
     for sample in range(_SAMPLES):
         answer = ctypes.create_string_buffer(1)
-        at = (2 * sample + 1) * num_pages // (2 * _SAMPLES) * mmap.PAGESIZE
+        at = (2 * sample + 1) * num_pages // (2 * _SAMPLES) * mmap.PAGESIZE  # the middle of each quarter
+        # An error counts as cached.
         num_cached += mincore(address + at, mmap.PAGESIZE, answer) != 0 or answer.raw[0] & 1
     return 2 * num_cached >= _SAMPLES

@@ -78,13 +78,13 @@ class Journal:
         Raises:
             ConversionError: if another run is writing to the target.
         """
-        self.claim()
+        self.claim()  # an older journal is removed only under its lock
         self.store.remove(self.name)
         self.release()
         folders = self.store.folders
         folders.make()
         if isinstance(self.store, LocalStorage):
-            self._lock(os.O_CREAT | os.O_EXCL)
+            self._lock(os.O_CREAT | os.O_EXCL)  # of two runs that start now, one makes it
         head = {"version": _VERSION, "plan": self.fingerprint, "run": self._run}
         try:
             self._append(head | {"made_folders": folders.levels, "asked": dict(self.requested)})

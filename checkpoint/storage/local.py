@@ -107,7 +107,7 @@ class _LocalWriter(FileWriter):
                 reserve(self._file, reserved_bytes)
                 if size_bytes is not None:
                     os.ftruncate(self._file, size_bytes)
-        except OSError:
+        except OSError:  # such as a full disk: no empty file stays
             self.abort()
             raise
 
@@ -154,7 +154,7 @@ def _transfer(
     while first < len(views):
         batch = views[first : first + _MAX_BUFFERS]
         done = call(file, batch, offset)
-        if done == 0 and any(len(view) for view in batch):
+        if done == 0 and any(len(view) for view in batch):  # empty buffers transfer nothing either
             return offset
         offset += done
         while first < len(views) and done >= len(views[first]):
@@ -183,7 +183,7 @@ class _LocalReader(FileReader):
         self._size = _size_of_file(path)
         if lasting:
             self._file = _open(path)
-        elif _slots.acquire(blocking=False):
+        elif _slots.acquire(blocking=False):  # else the file is opened for each read
             try:
                 self._file = _open(path)
             except BaseException:
@@ -259,7 +259,7 @@ def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
     """
     if start >= stop or sys.platform != "linux":
         return None
-    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # mappings begin there
     with _opened(path) as file:
         try:
             # Writable, since torch warns of read-only arrays; private, so that a write could not reach the file.
@@ -367,11 +367,12 @@ class LocalStorage(Storage):
         return _LocalWriter(path, self._durable, is_new=False)
 
     def beside(self, name: str) -> LocalStorage:
+        # Beside a link's target, where one rename is enough.
         return self._like_this(Path(os.path.realpath(self.root)).with_name(name))
 
     def take_over(self, other: Storage, last: str = "") -> None:
         assert isinstance(other, LocalStorage)
-        self._open_files.clear()
+        self._open_files.clear()  # of the old folder
         move_over(other.root, Path(os.path.realpath(self.root)), last)
         other.remove("")
 
@@ -388,7 +389,7 @@ class LocalStorage(Storage):
         path = self._at(name)
         _size_of_file(path)
         with open(path, "rb") as file:
-            data = file.read(limit_bytes + 1)
+            data = file.read(limit_bytes + 1)  # one more shows that the file is larger
         if len(data) > limit_bytes:
             raise ValueError(f"{path} is larger than {limit_bytes} bytes")
         return data
@@ -472,7 +473,7 @@ class LocalStorage(Storage):
     def rename(self, old: str, new: str) -> None:
         try:
             os.replace(self.root / old, self.root / new)
-        except FileNotFoundError:
+        except FileNotFoundError:  # another process may have renamed it
             if not (self.root / new).is_file():
                 raise
 
@@ -502,7 +503,7 @@ class LocalStorage(Storage):
             status = os.statvfs(existing)
         except OSError:  # not supported by the file system; without room, a write fails later
             return None
-        return status.f_bavail * status.f_frsize if status.f_blocks else None
+        return status.f_bavail * status.f_frsize if status.f_blocks else None  # 0 blocks: it reports no sizes
 
     def remove_empty(self, name: str) -> None:
         with contextlib.suppress(OSError):
@@ -518,6 +519,7 @@ class LocalStorage(Storage):
 
     def check_root(self) -> str | None:
         existing = next(folder for folder in (self.root, *self.root.parents) if os.path.lexists(folder))
+        # By default os.access asks for the real user; files are written by the effective one.
         ids = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
         problem, cure = None, ALLOW_WRITES
         if not os.path.isdir(existing):
@@ -538,7 +540,7 @@ class LocalStorage(Storage):
             newest_s = max(at.lstat().st_mtime for at in (path, *path.rglob("*")))
         except FileNotFoundError:  # another process changes the folder now
             return False
-        return time.time() - newest_s > seconds or seconds <= 0
+        return time.time() - newest_s > seconds or seconds <= 0  # 0: also a file with a time in the future
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -593,7 +595,7 @@ def make_private(folder: Path) -> None:
         StorageError: if the folder is a link, belongs to another user, or other users may enter or replace it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
+    with contextlib.suppress(FileExistsError):  # checked below
         folder.mkdir(0o700)
     status, parent = folder.lstat(), folder.parent.stat()
     problem = None

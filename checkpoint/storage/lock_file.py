@@ -29,8 +29,8 @@ NO_LINKS = (
     errno.EMLINK,
     errno.EINVAL,
 )
-_LEASE_S = 120.0
-_RENEWALS = 8  # per lease
+_LEASE_S = 120.0  # so long an owner that died on another host blocks others
+_RENEWALS = 8  # per lease; some of them may fail
 _LIMIT_BYTES = 1 << 12  # 4 KiB
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
 _log = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ def _pid_namespace() -> str:
 def _start_of(pid: int) -> str:
     """When a process started; empty if there is no such process, or the time is not known."""
     try:
+        # Field 22; the process's name in field 2 may contain spaces and brackets.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (FileNotFoundError, ProcessLookupError):
         return ""
@@ -143,6 +144,7 @@ def _read(path: Path) -> str:
     Raises:
         FileNotFoundError: if there is none.
     """
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(file, errors="replace") as text:
         return text.read(_LIMIT_BYTES)

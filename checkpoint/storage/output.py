@@ -177,7 +177,7 @@ class Output:
     def finished_copies(self, name: str) -> Iterator[str]:
         """The names under which a finished file may be: its temporary one, or the final one if a run was interrupted
         while it published. Each is looked up when it is asked for: another part may rename the file meanwhile."""
-        for each in dict.fromkeys((self.store.working_name(name), name)):
+        for each in dict.fromkeys((self.store.working_name(name), name)):  # streams have one name for both
             if self.store.size(each) == self._files.sizes[name]:
                 yield each
 
@@ -203,6 +203,7 @@ class Output:
                     self._remove_old(leftovers=False)
                 yield
             except BaseException as error:
+                # A full disk or a stop by hand: the finished files are good.
                 self._clean_up(keep_finished=isinstance(error, (OSError, KeyboardInterrupt)))
                 raise
             finally:
@@ -303,7 +304,7 @@ class Output:
         ):  # of a part that was killed while it published
             self.store.remove(name)
         for journal in self._journals:
-            self.store.remove(journal.name)
+            self.store.remove(journal.name)  # last: without journals, the result counts as published
         return True
 
     @property

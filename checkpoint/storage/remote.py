@@ -37,6 +37,7 @@ T = TypeVar("T")
 _TRIES = 5  # in addition to the file system's own retries; 3 s of pauses in total
 _FIRST_PAUSE_S = 0.2
 _PATIENCE_S = 60.0  # no try begins later: some clients retry for minutes themselves
+# Another try would get the same answer.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 # Transient errors of clients that are not OSErrors; by name, since a client is installed only if it is used.
 _PASSING = {
@@ -52,7 +53,7 @@ _PASSING = {
     "http.client.HTTPException",
     "urllib3.exceptions.HTTPError",
 }
-_WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")
+_WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")  # a save makes no bucket
 _PASSING_CODES = re.compile(
     "SlowDown|RequestTimeout|RequestTimeTooSkewed|InternalError|ServiceUnavailable|Throttling"
 )
@@ -138,11 +139,12 @@ class MultipartWriter(_StreamWriter):
 
     def _upload(self, number: int, body: bytes) -> dict[str, Any]:
         answer = self._call("upload_part", PartNumber=number, Body=body)
+        # Wanted again when the upload is completed.
         checksums = {key: answer[key] for key in ("ChecksumSHA256",) if key in answer}
         return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
 
     def close(self) -> None:
-        if self._filling or not self._parts:
+        if self._filling or not self._parts:  # an upload has at least one part
             self._send()
         parts = [part.result() for part in self._parts]
         self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
@@ -150,7 +152,7 @@ class MultipartWriter(_StreamWriter):
         self._filesystem.invalidate_cache(self._path)
 
     def _discard(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)  # first: S3 keeps parts that arrive after the abort
         self._call("abort_multipart_upload")
 
 
@@ -368,7 +370,7 @@ class RemoteStorage(Storage):
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         if not replace and self.exists(name):
             raise FileExistsError(self._path(name))
-        mode = "overwrite" if replace else "create"
+        mode = "overwrite" if replace else "create"  # "create": the store refuses to replace, where it can
         self.retrying(lambda: self.filesystem.pipe_file(self._path(name), data, mode=mode))
 
     def exists(self, name: str) -> bool:
@@ -381,6 +383,7 @@ class RemoteStorage(Storage):
             paths = self.retrying(lambda: self.filesystem.ls(self._path(name), detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
+        # Some stores end folders with a slash.
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     @property

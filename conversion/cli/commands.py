@@ -1,6 +1,6 @@
 """The commands of ``vescale-convert``: each calls one function of the library and prints its result.
 
-The ``to-...`` commands are made from the table of formats. Names of the library's package load on first use, and
+The ``to-...`` commands are generated from the table of formats. Names of the library's package load on first use, and
 modules that only one command needs are imported by that command, so that ``--help`` stays fast.
 """
 
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vescale_fsdp import checkpoint, conversion
-from vescale_fsdp.checkpoint.manifest.file_names import FORMAT_VERSION
 from vescale_fsdp.checkpoint.storage.progress import ProgressBar
 from vescale_fsdp.conversion.cli.options import (
     CONVERT_OPTIONS,
@@ -49,6 +48,8 @@ def _print_versions(ctx: click.Context, param: click.Parameter, is_set: bool) ->
         import platform
         from importlib.metadata import version
 
+        from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION
+
         click.echo(
             f"vescale-convert {version('vescale-fsdp')}, checkpoint format {FORMAT_VERSION}, "
             f"torch {version('torch')}, Python {platform.python_version()}"
@@ -74,7 +75,7 @@ def cli() -> None:
 
 
 def _open(src: str, step: int | None, **options: Any) -> Source:
-    """Open a checkpoint; of a run folder, the newest step unless one is given."""
+    """Open a checkpoint; for a run folder, the newest step unless ``step`` is given."""
     return conversion.open_source(src, step="newest" if step is None else step, **options)
 
 
@@ -274,7 +275,7 @@ def _convert(
     quiet: bool,
     **fields: Any,
 ) -> None:
-    """Run one conversion and print what it did; ``fields`` are those of `ConvertOptions`."""
+    """Run one conversion and print a summary; ``fields`` are fields of `ConvertOptions`."""
     if fields["rules_to"] is not None and fields["rules"] is None:
         raise click.UsageError("--rules-to needs --rules")
     if fields.pop("adapter", False):
@@ -332,11 +333,11 @@ def merge_command(**arguments: Any) -> None:
 
 
 _CHECKED_BY = {"table": "shipped table", "class": "class itself"}
-_MOST = 20  # names per line; ``--json`` lists them all
+_MOST = 20  # names per line; ``--json`` lists all names
 
 
 def summary(report: ConvertReport) -> str:
-    """What a conversion did, in a few lines."""
+    """Summarize a conversion in a few lines."""
     verb = "would write" if report.dry_run else "wrote"
     model = report.state.model
     prefixes = ", ".join(f"{prefix}." for prefix in model.candidates) or model.prefix or "(root)"
@@ -364,7 +365,7 @@ def summary(report: ConvertReport) -> str:
         lines.append(f"left out: {some(_by_container(report), _MOST)}")
     lines += [f"left out: {alias} (tied to {kept})" for alias, kept in report.tied.items()]
     if report.uncast:
-        lines.append(f"not cast, since quantised or a scale: {some(report.uncast, _MOST)}")
+        lines.append(f"not cast, since quantized or a scale: {some(report.uncast, _MOST)}")
     if report.left_assets:
         lines.append(f"files not copied (--include-asset PATTERN does): {some(report.left_assets, _MOST)}")
     lines += [f"cast: {name} from {old} to {new}" for name, (old, new) in report.casts.items()]
@@ -372,8 +373,7 @@ def summary(report: ConvertReport) -> str:
 
 
 def _by_container(report: ConvertReport) -> list[str]:
-    """The entries that were left out. Those of one container are one item: the counters and random states of a trainer
-    may be a hundred entries."""
+    """The omitted entries, with one item per container: a trainer may store a hundred counters and random states."""
     containers: dict[str, list[str]] = {}
     for name in report.dropped_others:
         root, *inner = map(str, report.source.path(name))

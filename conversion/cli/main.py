@@ -37,14 +37,14 @@ _TODO = {
 
 
 def main() -> None:
-    """Entry point: an error becomes one message and exit code 1, Ctrl-C becomes exit code 130.
+    """Run ``vescale-convert``. An error becomes one message and exit code 1, Ctrl-C becomes exit code 130.
 
     A second Ctrl-C ends the process at once. Files on the disk are then as safe as after a crash.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names in pickles may contain characters that cannot be encoded; stderr escapes them by default.
         sys.stdout.reconfigure(errors="backslashreplace")
-    gc.disable()  # objects of a command live until it ends, and scanning those of a large plan takes seconds
+    gc.disable()  # objects live until the command ends, and scanning the objects of a large plan takes seconds
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:  # shells ignore SIGINT in background jobs
         signal.signal(signal.SIGINT, _interrupt)
@@ -91,7 +91,7 @@ def _fail(message: str, code: int = 1) -> int:
 
 
 def _print_error(message: str) -> None:
-    """With ``--json`` a failure is printed as JSON too."""
+    """With ``--json``, print the error as JSON too."""
     if "--json" in sys.argv[1:]:
         click.echo(json.dumps({"error": message}))
 
@@ -106,6 +106,7 @@ def _what_happened(error: OSError) -> str:
 
 
 def _what_to_do(error: OSError) -> str:
+    # The first word is the command.
     resume = f"; {_RESUME}" if any(word.startswith(_RESUMABLE) for word in sys.argv[1:2]) else ""
     if "what to do" in str(error):
         return resume if isinstance(error, ConnectionError) else ""

@@ -1,4 +1,9 @@
-"""The arguments and options of ``vescale-convert``."""
+"""The arguments and options of ``vescale-convert``.
+
+The Python name of an option of the ``to-..`` commands, such as ``max_shard_bytes`` for ``--max-shard-size``, is a field
+of `ConvertOptions`. Exceptions are the options of the source, ``as_json`` and ``quiet``, which are arguments of
+`commands._convert`, and ``adapter``, which selects a target.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +69,7 @@ class Size(click.ParamType[int]):
 
 
 class FiniteRange(click.FloatRange):
-    """Finite numbers: nan and infinity are no tolerances."""
+    """A range of finite numbers, for tolerances."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -101,7 +106,7 @@ def with_options(*options: Decorator) -> Decorator:
     """Several options as one decorator; help lists them in this order."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
+        for option in reversed(options):  # the decorator applied last is listed first
             command = option(command)
         return command
 
@@ -161,13 +166,13 @@ WRITING_OPTIONS = with_options(
     click.option(
         "--dequantize",
         metavar="TYPE",
-        help="Convert quantised weights (fp8, mxfp4, bitsandbytes, compressed-tensors) to this float type.",
+        help="Convert quantized weights (fp8, mxfp4, bitsandbytes, compressed-tensors) to this float type.",
     ),
     click.option(
         "--quantize",
         multiple=True,
         metavar="[PATTERN=]SCHEME",
-        help="Quantise weights to fp8-128x128 or mxfp4; PATTERN=keep leaves some as they are (repeatable).",
+        help="Quantize weights to fp8-128x128 or mxfp4; PATTERN=keep leaves some as they are (repeatable).",
     ),
     click.option("--rules", cls=RulesOption, type=Location(), metavar="NAME|FILE"),
     click.option(
@@ -201,7 +206,7 @@ WRITING_OPTIONS = with_options(
     click.option(
         "--threads", type=click.IntRange(1), default=4, show_default=True, help="Threads that read and write."
     ),
-    click.option("--overwrite", is_flag=True, help="Replace what is in OUT."),
+    click.option("--overwrite", is_flag=True, help="Replace the files in OUT."),
     click.option("--resume", is_flag=True, help="Continue an interrupted run that had the same options."),
     click.option(
         "--part",

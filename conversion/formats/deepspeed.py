@@ -1,8 +1,8 @@
-"""Read checkpoints of DeepSpeed's ZeRO-1, 2 and 3, and its universal ones, by range and without DeepSpeed.
+"""Read DeepSpeed's ZeRO-1, 2 and 3 checkpoints and universal checkpoints, by range and without DeepSpeed.
 
-The model is what DeepSpeed's ``zero_to_fp32.py`` produces, and more. Trained parameters are their fp32 masters; the
-16-bit copies, which are the rounded masters, are not read. Buffers and frozen parameters keep the saved type, and tied
-weights stay tied. The optimizer's moments, steps and options are named after the parameters, as torch names them.
+The model includes everything that DeepSpeed's ``zero_to_fp32.py`` writes. Trained parameters are read from their fp32
+masters; the 16-bit copies, which are rounded masters, are not read. Buffers and frozen parameters keep their dtype, and
+tied weights stay tied. The optimizer's moments, steps and options are named by parameter, as in torch.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _OWN = {
     *("frozen_param_fragments", "ds_config", "ds_version", "dp_world_size", "mp_world_size", "num_experts"),
     *("universal_checkpoint_info", "checkpoint_parallel_dimensions", "ds_autoep_layers", "autoep_layers"),
 }
-# What reading raises where a key is missing or its value has another type than DeepSpeed writes.
+# Errors of reading files in which a key is missing or its value does not have DeepSpeed's type.
 _DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 
 
 def open_deepspeed(store: Storage) -> Source:
     """Open a DeepSpeed checkpoint, or the folder around it with a file ``latest``.
 
-    Directories and pickles of the files are read. Pickled objects that are neither tensors nor plain values are not
-    imported, and left out.
+    Reads the directories and pickles of the files. Pickled objects other than tensors and plain values are omitted, and
+    never imported.
 
     Raises:
-        ConversionError: for one that is spread over more than data-parallel ranks, or lacks the optimizer's files.
+        ConversionError: if it uses more than data parallelism, or the optimizer's files are missing.
         CorruptCheckpointError: if files are missing, damaged or from different saves.
     """
     files = ZeroFiles.find(store)
@@ -74,11 +74,11 @@ class ModelFile:
 
     Args:
         opened: the file.
-        module: its state dict: tensors, empty ones where ZeRO-3 has sharded them.
-        shapes: of trained parameters, by group; None without ZeRO.
+        module: the state dict; a parameter that ZeRO-3 has sharded is an empty tensor.
+        shapes: shapes of trained parameters, by group; None without ZeRO.
         frozen: shapes of parameters that are not trained (ZeRO-2 and 3).
         fragments: a rank's part of each frozen parameter, flat.
-        shared: names that are tied to another -> that one.
+        shared: tied name -> the name of the stored weight.
     """
 
     opened: TorchFile
@@ -93,7 +93,7 @@ class ModelFile:
         """Read one file.
 
         Raises:
-            CorruptCheckpointError: if it is not one of DeepSpeed's.
+            CorruptCheckpointError: if it is not a DeepSpeed file.
         """
         opened = TorchFile.open(store, file, stand_ins=True)
         content = opened.content
@@ -113,12 +113,12 @@ class ModelFile:
 
     @cached_property
     def rest(self) -> dict[Path, Any]:
-        """Everything that is not DeepSpeed's own: counters, schedulers, the user's state."""
+        """Entries other than DeepSpeed's own, by path: counters, schedulers, the user's state."""
         rest = {k: v for k, v in self.opened.content.items() if k not in _OWN and v is not None}
         return flatten(rest, is_tensor_ref)
 
     def differs(self, path: Path, others: list[ModelFile]) -> bool:
-        """Whether other ranks' files have another value than this one at a path of `rest`."""
+        """Whether the value at a path of `rest` differs between this file and the files of other ranks."""
         leaf = self.rest[path]
         theirs = [other.rest.get(path) for other in others]
         if not is_tensor_ref(leaf):
@@ -165,7 +165,7 @@ class _Reader:
         return entries.source("deepspeed", self._store, facts)
 
     def _trained(self) -> ZeroShards | UniversalFolder | None:
-        """The reader of the trained parameters; None for a checkpoint without ZeRO, whose model file has them."""
+        """The reader of the trained parameters; None for a checkpoint without ZeRO, whose model file stores them."""
         files, shapes = self._files, self._model.shapes
         if shapes is not None and files.parameters:
             self._require_all_known(shapes)
@@ -192,8 +192,11 @@ class _Reader:
         )
 
     def _require_all_known(self, shapes: Shapes) -> None:
-        """Refuse a universal checkpoint whose first model file, which alone is read, describes a part of the model:
-        other stages of a pipeline have other parameters, other tensor-parallel ranks other parts of buffers."""
+        """Refuse a universal checkpoint whose first model file describes only a part of the model.
+
+        Only that file is read. Files of other pipeline stages describe other parameters, and files of other
+        tensor-parallel ranks other parts of buffers.
+        """
         trained = {name for group in shapes for name in group}
         unknown = sorted(self._files.parameters.keys() - trained - self._model.module.keys())
         buffers = set(self._model.opened.content.get("buffer_names") or ())
@@ -209,7 +212,7 @@ class _Reader:
             )
 
     def _add_model(self, trained: ZeroShards | UniversalFolder | None) -> None:
-        """Add parameters and buffers in the module's order, then those that the module does not list."""
+        """Add parameters and buffers in the module's order, then parameters that the module does not list."""
         model, entries = self._model, self._entries
         masters = dict.fromkeys(name for group in model.shapes or () for name in group)
         for name in dict.fromkeys([*model.module, *masters, *model.frozen, *model.shared]):
@@ -220,7 +223,7 @@ class _Reader:
             elif self._files.is_stage3 and stored in model.frozen:
                 entries.add_tensor(path, self._frozen(stored, path))
             elif (leaf := model.module.get(stored, model.fragments.get(stored))) is not None:
-                # ZeRO-3 leaves an empty tensor of a parameter that it has sharded; no other key describes this one.
+                # An empty tensor is a parameter that ZeRO-3 has sharded; here no other key has its shape.
                 if self._files.is_stage3 and isinstance(leaf, TensorRef) and 0 in leaf.shape:
                     raise model.opened.damaged(
                         f"the shape of {stored}, which is cut over ranks",

@@ -6,8 +6,8 @@
                  [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    one rank's masters and moments
                  zero/NAME/fp32.pt, exp_avg.pt ..       universal checkpoint: one folder per parameter
 
-Checkpoints that are spread over more than data-parallel ranks (tensors, experts, stages of a pipeline) are refused,
-with the way to a universal checkpoint, in which DeepSpeed has joined them.
+Checkpoints of tensor, expert or pipeline parallelism are refused, with advice to make a universal checkpoint, in which
+DeepSpeed has joined the parts.
 
     single_partition_of_fp32_groups | fp32_flat_groups     masters: flat tensors, one per group of parameters
     base_optimizer_state | optimizer_state_dict            torch's state of the masters: flat moments, steps, options
@@ -23,8 +23,8 @@ with the way to a universal checkpoint, in which DeepSpeed has joined them.
                 zero/NAME/step.pt                                a number
                 zero/optimizer_state.pt                          the optimizer's groups
 
-Names and shapes come from the model file. The sizes of the parts, and the addresses that ranks record for their
-parameters, are checked against them.
+Names and shapes come from the model file. The sizes of parts and the recorded addresses of parameters in the ranks'
+files are checked against them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _PARAMETER = re.compile(r"zero/.+/fp32\.pt")
 _ANY = rf"(?:{_MODEL.pattern}|{_OPTIM.pattern}|{_PARAMETER.pattern}|layer_\d+-model_\d+-model_states\.pt)"
-_SPREAD = (  # files of other parallelisms, and what those spread over ranks
+_SPREAD = (  # files of other kinds of parallelism, and the parts that ranks share
     (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "stages of a pipeline"),
     (
         re.compile(r"(layer_\d+_expert|expert|expp_rank)_\d+_.*_states\.pt"),
@@ -84,13 +84,13 @@ def checkpoint_folder(store: Storage) -> str:
             expected=f"one of {some(folders)}",
             got=named,
             where=f"{store.where}/{_LATEST}",
-            todo="pass the folder of one checkpoint, or copy the one that latest names",
+            todo="pass the folder of one checkpoint, or copy the checkpoint that latest names",
         )
     if len(folders) == 1:
         return f"{folders[0]}/"
     raise ConversionError(
         "The folder contains several checkpoints." if folders else "There are no DeepSpeed files.",
-        expected="one, or a file named latest that says which",
+        expected="one checkpoint, or a file named latest that names one",
         got=some(folders) if folders else some(files),
         where=store.where,
         todo="pass the folder of one checkpoint",
@@ -105,7 +105,7 @@ class ZeroFiles:
         where: path of the checkpoint, for messages.
         folder: the checkpoint's folder in the store, with a trailing slash; empty for the store itself.
         model: the model file, or with ZeRO-3 one per rank.
-        optim: files of the ranks' masters and moments, in order of rank; none without ZeRO, and in universal
+        optim: files of the ranks' masters and moments, in order of rank; empty without ZeRO and for universal
             checkpoints.
         parameters: the files of each parameter in a universal checkpoint.
         is_stage3: whether each rank has a model file.
@@ -125,7 +125,7 @@ class ZeroFiles:
         """Find the files in a store.
 
         Raises:
-            ConversionError: if ranks are more than data-parallel.
+            ConversionError: if the checkpoint uses more than data parallelism.
             CorruptCheckpointError: if files of some ranks are missing.
         """
         folder = checkpoint_folder(store)
@@ -175,17 +175,17 @@ class ZeroFiles:
         )
 
     def require_all(self, ranks: int) -> None:
-        """Refuse more or fewer files than ``ranks`` ranks have written.
+        """Check that there are files of ``ranks`` ranks.
 
         Raises:
-            CorruptCheckpointError: if so.
+            CorruptCheckpointError: if there are more or fewer files.
         """
         for files, kind in (
             (self.optim, "optim_states"),
             (self.model if self.is_stage3 else (), "model_states"),
         ):
             if files and len(files) != ranks:
-                raise _missing(f"{len(files)} files *_{kind}.pt", f"those of {ranks} ranks", self.where)
+                raise _missing(f"{len(files)} files *_{kind}.pt", f"files of {ranks} ranks", self.where)
 
 
 def _missing(got: str, expected: str, where: str) -> CorruptCheckpointError:
@@ -288,9 +288,9 @@ class RankShards:
         masters: the flat fp32 parameters of each group.
         states: the optimizer's state of each master.
         groups: the optimizer's groups: options, and numbers of masters.
-        paddings: elements at the end of each group that masters lack and moments may have.
-        gaps: elements after each parameter of each group; None for none.
-        addresses: for each group, the place of parameters in the rank's part, where the file records it.
+        paddings: padding elements at the end of each group, which moments may include and masters do not.
+        gaps: padding elements after each parameter of each group; None if there are none.
+        addresses: for each group, recorded addresses of parameters in the rank's part; empty if none are recorded.
         ranks: number of ranks that share the parameters.
     """
 
@@ -308,7 +308,7 @@ class RankShards:
         """Read one file.
 
         Raises:
-            ConversionError: if it has parameters of experts.
+            ConversionError: if it contains expert-parallel parameters.
             CorruptCheckpointError: if it is damaged.
         """
         opened = TorchFile.open(store, file, stand_ins=True)
@@ -354,12 +354,13 @@ class RankShards:
         return tuple(moments)
 
     def counts(self, number: int) -> dict[str, Any]:
-        """Numbers in the state of a master, such as the step."""
+        """Scalars in the state of a master, such as the step."""
         group = next((group for group in self.groups if number in group["params"]), {})
         state = {"step": group.get("step"), **self.states[number]}
         return {
             kind: value
             for kind, value in state.items()
+            # Not isinstance: a bool is an int too.
             if type(value) in (int, float) or (isinstance(value, TensorRef) and value.shape == ())
         }
 
@@ -411,7 +412,7 @@ class ZeroShards:
             numels = [math.prod(shape) for shape in group.values()]
             gaps = self.first.gaps[number] if self.first.gaps is not None else [0] * len(numels)
             parts = [rank.masters[number].numel for rank in self.ranks]
-            # Where DeepSpeed stores the padding at the end, it is to a multiple of twice the ranks.
+            # DeepSpeed may store padding at the end, up to a multiple of twice the number of ranks.
             self._check_size(sum(parts), sum(numels) + sum(gaps), align=2 * len(self.ranks))
             all_runs += runs_of_groups(numels, gaps, number, parts)
         return all_runs
@@ -429,13 +430,13 @@ class ZeroShards:
         return runs_of_parameters(numels, ranks, parts)
 
     def _check_size(self, stored: int, needed: int, *, align: int) -> None:
-        """Refuse masters of another size than the parameters', up to padding to a multiple of ``align``."""
+        """Refuse masters whose size differs from ``needed`` by more than padding to a multiple of ``align``."""
         if stored < needed or -(-stored // align) != -(-needed // align):
-            todo = "copy all files again, those of the model and of the ranks from one save"
+            todo = "copy all files again: model files and ranks' files of the same save"
             raise self.first.opened.damaged(f"masters of {needed} elements", f"{stored}", todo)
 
     def _check_addresses(self) -> None:
-        """Refuse masters whose place differs from the one that their rank has recorded."""
+        """Refuse parameters whose computed address differs from the address that a rank has recorded."""
         for number, rank in enumerate(self.ranks):
             for group, recorded in enumerate(rank.addresses):
                 for name, address in recorded.items():
@@ -447,7 +448,7 @@ class ZeroShards:
                         raise rank.opened.damaged(expected, f"(start, elements, group) {computed}")
 
     def weight(self, name: str, path: Path) -> StoredTensor:
-        """The masters of a parameter."""
+        """The fp32 masters of a parameter, as one tensor."""
         shape = next(group[name] for group in self.shapes if name in group)
         masters = [rank.masters for rank in self.ranks]
         return tensor_of_runs(path, shape, self.runs[name], masters, self.first.opened)
@@ -506,7 +507,7 @@ def tensor_of_runs(
 def add_param_groups(
     entries: Entries, groups: Iterable[Mapping[str, Any]], shapes: Shapes, opened: TorchFile
 ) -> None:
-    """Add the optimizer's options, with the names of parameters in place of numbers of masters."""
+    """Add the optimizer's options, with names of parameters instead of numbers of masters."""
     for number, group in enumerate(groups):
         path: Path = ("optimizer", "param_groups", ListIndex(number))
         for option, value in group.items():
@@ -532,10 +533,10 @@ class UniversalFolder:
         self._common = TorchFile.open(store, common, stand_ins=True) if has_common else None
 
     def weight(self, name: str, path: Path) -> StoredTensor:
-        """The masters of a parameter.
+        """The fp32 masters of a parameter, as one tensor.
 
         Raises:
-            CorruptCheckpointError: if its folder is not there.
+            CorruptCheckpointError: if the parameter's folder is missing.
         """
         return self._tensor(name, "fp32", path)
 
@@ -548,7 +549,7 @@ class UniversalFolder:
         ref = content.get("param") if isinstance(content, Mapping) else content
         if not isinstance(ref, TensorRef):
             raise opened.damaged("a tensor", type(ref).__name__)
-        if len(ref.shape) == len(shape):  # has its own shape, smaller than the model's where that is padded
+        if len(ref.shape) == len(shape):  # stored with its own shape, which is smaller if the model pads it
             return opened.tensor(path, ref)
         if ref.shape != (math.prod(shape),):
             raise opened.damaged(f"{math.prod(shape)} elements, of shape {shape}", f"shape {ref.shape}")
@@ -569,7 +570,7 @@ class UniversalFolder:
             add_param_groups(entries, groups, self._shapes, self._common)
 
     def _add_state(self, entries: Entries, name: str, group_step: Any) -> None:
-        """Add the moments and the step of a parameter; its own step, or else the one of its group."""
+        """Add the moments and the step of a parameter: its own step, or else the step of its group."""
         kinds = [file.rpartition("/")[2].removesuffix(".pt") for file in self._files.parameters[name]]
         moments = [kind for kind in kinds if kind not in ("fp32", "step")]
         for kind in moments:

@@ -31,10 +31,11 @@ from vescale_fsdp.lazy import lazy_function
 
 _log = logging.getLogger(__name__)
 _with_side_files = lazy_function("vescale_fsdp.conversion.formats.side_files", "with_side_files")
-_TRAINED = ("dcp", "shards", "hf", "bin", "ranks")  # in these folders trainers leave files of their own
+# Formats whose folders may contain files of a trainer (`side_files`).
+_TRAINED = ("dcp", "shards", "hf", "bin", "ranks")
 _STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
-_LISTED_STEPS = 8  # the most that an error lists
-# Files that decide the format of a checkpoint in a folder below.
+_LISTED_STEPS = 8  # maximum number of steps that an error lists
+# Files that identify a checkpoint in a subfolder.
 _INSIDE = (
     rf"([^/]+/)*({re.escape(MANIFEST_NAME)}|(diffusion_pytorch_)?model\.safetensors(\.index\.json)?|\.metadata"
     r"|[^/]*mp_rank_\d+_model_states\.pt|model_world_size_\d+_rank_\d+\.pt)"
@@ -46,7 +47,7 @@ _FOREIGN = (
         "Megatron-LM's per-rank files, which do not say what part of a tensor each holds",
         "save with --ckpt-format torch_dist, which is torch.distributed.checkpoint",
     ),
-    (r".*\.gguf", "llama.cpp's quantised file", "convert the repository that it was made from"),
+    (r".*\.gguf", "llama.cpp's quantized file", "convert the repository that it was made from"),
     (
         r"(.*/)?(tf_model.*\.h5|flax_model.*\.msgpack)",
         "weights of TensorFlow or Flax",
@@ -85,7 +86,7 @@ _NEVER_EMPTY = re.compile(
     rf"\.(safetensors(\.index\.json)?|bin|pth?|ckpt)$|(^|/)(\.metadata|zarr\.json|{re.escape(MANIFEST_NAME)})$"
 )
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
-_MOST_NUMBERED = 10_000  # a file's name can state any count
+_MOST_NUMBERED = 10_000  # limits the work: a file's name can claim any count
 
 
 def open_source(
@@ -100,9 +101,9 @@ def open_source(
     Args:
         url: local path or fsspec URL of a folder, or of a file for single-file formats.
         kind: the format, by its name in `vescale_fsdp.formats.FORMATS`; None to detect it.
-        trust_pickle: whether pickles may import and run what they name.
-        step: the step, if ``url`` is a run folder; ``"newest"`` for the newest step of a run folder, and for any other
-            folder the checkpoint in it.
+        trust_pickle: whether pickles may import and run code.
+        step: the step to open, if ``url`` is a run folder. With ``"newest"``, ``url`` may be a run folder, of which the
+            newest step is opened, or a checkpoint.
 
     Raises:
         ConversionError: if the path contains no known format.
@@ -116,7 +117,7 @@ def open_source(
         ('torch', ['model.w'], 24)
     """
     url = os.fspath(url)
-    url = url.rstrip("/") if len(url) > 1 else url
+    url = url.rstrip("/") if len(url) > 1 else url  # the root of the file system is a slash alone
     folder = open_store(url)
     files = folder.list_files()
     steps = steps_in(files) if kind is None or step is not None else {}
@@ -144,7 +145,7 @@ def open_source(
             todo="save it again as dicts and lists of tensors, or use another copy",
         ) from error
     except VescaleError as error:
-        # An incomplete checkpoint, or one of another kind, explains most errors; those are more useful messages.
+        # Most errors are caused by an incomplete checkpoint or a wrong kind, which are clearer messages.
         if listed := folder.list_files():
             refuse_incomplete(folder, listed, error)
         else:
@@ -172,7 +173,7 @@ def _refuse_other_kind(kind: str, folder: Storage, url: str, error: VescaleError
 
 
 def _detect(folder: Storage, url: str) -> str:
-    """The name of the format of the files at ``url``; ``folder`` has none if ``url`` is a file."""
+    """The name of the format at ``url``; ``folder`` lists no files if ``url`` is a file."""
     files = folder.list_files()
     for kind, form in all_formats() if files else ():
         # In a folder with a model and an adapter, the model is the checkpoint.
@@ -240,7 +241,7 @@ def refuse_incomplete(store: Storage, files: Iterable[str], error: VescaleError 
 
     Raises:
         ConversionError: naming the unfinished work, and what to do.
-        CorruptCheckpointError: if files are empty that no format leaves empty.
+        CorruptCheckpointError: if a file is empty that is never empty in any format.
     """
     names = sorted(files)
     refuse_pointers(store, names, error)
@@ -280,7 +281,7 @@ def _missing_numbers(files: Iterable[str]) -> list[str]:
 
 
 def steps_in(files: Collection[str]) -> dict[int, str]:
-    """Step -> folder of each finished checkpoint, of a run folder with these files; empty for a checkpoint's folder."""
+    """The folders of finished checkpoints in a run folder, by step; none if the files are a checkpoint themselves."""
     patterns = [form.file for form in FORMATS.values() if not form.is_file]
     deciding = re.compile("|".join(f"(?:{pattern})" for pattern in (*patterns, DCP_INSIDE)))
     steps: dict[int, str] = {}
@@ -297,15 +298,15 @@ def steps_in(files: Collection[str]) -> dict[int, str]:
 def step_url(
     url: str, steps: Mapping[int, str], abandoned: Collection[int], step: int | Literal["newest"] | None
 ) -> str:
-    """The folder of a step of the run in ``url``.
+    """The URL of a step's folder in the run folder ``url``.
 
     Args:
-        abandoned: steps that a rollback has left behind: never the newest, but readable by number.
+        abandoned: steps that a rollback has abandoned. They are readable by number, but never chosen as the newest.
 
     Raises:
         ConversionError: if no step is named, or the step does not exist.
     """
-    # As `CheckpointManager.restore` chooses it. None if a rollback has abandoned all steps.
+    # The same choice as in `CheckpointManager.restore`; None if a rollback has abandoned all steps.
     newest = max((number for number in steps if number not in abandoned), default=None)
     wanted = newest if step == "newest" else step
     if isinstance(wanted, int) and wanted in steps:

@@ -5,9 +5,9 @@
                                   decoder.layers.mlp.linear_fc1._extra_state/shard_0_4         pickled objects
     common.pt                     arguments, iteration, groups of the optimizer
 
-Megatron stacks equal layers in one tensor; here they become one tensor per layer, as in memory. The norm before a
-projection gets Transformer Engine's name, which Megatron mostly stores too. The model's weights are the fp32 masters
-where the checkpoint has any: the stored 16-bit weights are the rounded masters.
+Megatron stacks equal layers in one tensor. Here each layer is a tensor of its own, as in memory. A norm before a
+projection gets Transformer Engine's name, which Megatron usually stores too. The model's weights are the fp32 masters
+if the checkpoint contains them: the stored 16-bit weights are rounded masters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import Box
 
-_STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")
+_STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # a number after it: one layer alone
 _COMMON_FILE = "common.pt"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+)\.(.+))?")
 _MASTER = "fp32_param"
@@ -41,18 +41,16 @@ _BY_RANGES = (
     "the optimizer is left out: its state is stored by ranges of buffers, not by parameter; Megatron stores it by "
     "parameter with --dist-ckpt-optim-fully-reshardable"
 )
-_NOT_OPTIONS = (
-    "params",
-    "step",
-)  # Megatron stores no parameters of groups; the step becomes state of parameters
+# Keys of parameter groups that are not options: ``params`` is empty, and the step is added to each parameter's state.
+_NOT_OPTIONS = ("params", "step")
 
 
 @dataclass
 class LayerStacks:
-    """Splits stacks of layers, and finds the layers' items when they are read.
+    """Splits stacks of layers, and locates the items of layers when they are read.
 
     Args:
-        locate: finds the items of a stack's chunk in its file.
+        locate: locates the items of a stack's chunk in its file.
     """
 
     locate: Callable[[TensorInfo, StoredChunk], StoredChunk]
@@ -84,7 +82,7 @@ class LayerStacks:
         return replace(chunk, box=Box(chunk.box.offsets[1:], chunk.box.sizes[1:]), offset=key[1])
 
     def located(self, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
-        """Find the items of a chunk, of a layer or of another tensor, in its file; for `Source.locate`."""
+        """Locate the items of a chunk in its file, for `Source.locate`."""
         origin = self._origins.get((chunk.file, chunk.offset))
         if origin is None:
             return self.locate(info, chunk)
@@ -102,7 +100,7 @@ class LayerStacks:
 
 
 def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
-    """Open such a checkpoint; reads metadata and ``common.pt``.
+    """Open a ``torch_dist`` checkpoint; reads metadata and ``common.pt``.
 
     Raises:
         ConversionError: if it has no tensors of a model.
@@ -112,7 +110,7 @@ def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
     stored = open_dcp(store, trust_pickle=trust_pickle, stand_ins=True)
     model: dict[str, StoredTensor] = {}
     states: dict[str, dict[str, StoredTensor]] = {}  # kind of state -> name of the weight -> tensor
-    others: list[str] = []  # names of the optimizer's tensors that belong to no single weight
+    others: list[str] = []  # names of optimizer tensors that do not belong to a single weight
     for name, tensor in stored.tensors.items():
         match = _OPTIMIZER.match(name)
         if match is None:
@@ -146,7 +144,7 @@ def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
         for name, tensor in tensors.items():
             stacks.add(entries, path_of, name, tensor)
     _add_common(entries, TorchFile.open(store, _COMMON_FILE, stand_ins=True))
-    # Values are pickled objects: states of layers in Transformer Engine's own form, random states of ranks.
+    # Values are pickled objects: extra state of Transformer Engine's layers, random states of ranks.
     entries.omitted += [*others, *stored.values]
     return entries.source("megatron", store, stored.facts, locate=stacks.located)
 
@@ -156,8 +154,8 @@ def _state_path(kind: str, name: str) -> Path:
 
 
 def _locate(stored: Source, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
-    """Find the items of a chunk in its file; chunks of ``common.pt`` have their place already."""
-    # DCP's metadata does not say where a chunk's items are, so its sources have `locate`.
+    """Locate the items of a chunk in its file; chunks of ``common.pt`` are already located."""
+    # DCP's metadata does not contain the addresses of items, so its sources have `locate`.
     assert stored.locate is not None
     return chunk if chunk.file == _COMMON_FILE else stored.locate(info, chunk)
 
@@ -187,7 +185,7 @@ def _add_common(entries: Entries, common: TorchFile) -> None:
 
 
 def _groups(value: Any) -> Iterator[dict[str, Any]]:
-    """Options of each parameter group, of any number of nested optimizers."""
+    """Options of each parameter group, in nested optimizers too."""
     if not isinstance(value, Mapping):
         return
     for key, inner in value.items():
@@ -228,6 +226,7 @@ def _steps(value: Any) -> Iterator[Any]:
     """Step counts anywhere in an optimizer's state; Megatron has one count for all parameters."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
+            # Not isinstance: a bool is an int too.
             is_count = type(inner) in (int, float) or (isinstance(inner, TensorRef) and inner.shape == ())
             if key in ("step", "common_step") and is_count:
                 yield inner

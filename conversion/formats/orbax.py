@@ -1,4 +1,4 @@
-"""Read Orbax checkpoints of JAX models: an array of zarr, version 2 or 3, for each leaf of a tree.
+"""Read Orbax checkpoints of JAX models: a zarr array, version 2 or 3, for each leaf of a tree.
 
     _METADATA                       the tree: for each leaf, the keys of the dicts and lists around it
     params.dense.kernel/.zarray     use_ocdbt=False               params.dense.kernel/zarr.json     use_zarr3=True
@@ -25,12 +25,12 @@ from vescale_fsdp.layout.foreign_json import parse_json
 TREE_FILE = "_METADATA"
 _STRINGS_FILE = "_strings.json"
 _MODEL = "params"
-# Leaves that are no arrays; the last three are empty containers.
+# Types of leaves other than arrays, and their values; the last three are empty containers.
 _VALUES: dict[str, Callable[[], Any]] = {"None": lambda: None, "Dict": dict, "List": list, "Tuple": tuple}
 
 
 def open_orbax(store: Storage) -> Source:
-    """Open what Orbax saved without OCDBT: a folder with a tree, or a step with trees under items' names.
+    """Open an Orbax checkpoint without OCDBT: a folder with a tree, or a step folder with a tree in each item.
 
     Raises:
         ConversionError: for OCDBT, which is another file format.
@@ -45,6 +45,7 @@ def open_orbax(store: Storage) -> Source:
             where=store.where,
             todo="save it again with PyTreeCheckpointHandler(use_ocdbt=False)",
         )
+    # In the folder itself, or one item below.
     trees = sorted(file for file in files if file.rpartition("/")[2] == TREE_FILE and file.count("/") < 2)
     items = [tree.removesuffix(TREE_FILE) for tree in trees]
     entries, arrays = Entries(), Arrays(store, files)
@@ -64,7 +65,7 @@ def open_orbax(store: Storage) -> Source:
 def _add_item(
     entries: Entries, arrays: Arrays, store: Storage, files: set[str], folder: str, container: Path
 ) -> None:
-    """Add the leaves of the tree in a folder, whose name ends in a slash or is empty."""
+    """Add the leaves of the tree in ``folder``, a path that ends in a slash or is empty."""
     tree = parse_json(store.read(folder + TREE_FILE))["tree_metadata"]
     leaves = dict(_leaves(tree))
     has_model = any(keys[0] == _MODEL and len(keys) > 1 for keys in leaves)

@@ -1,4 +1,4 @@
-"""peft's adapters: the folder as a source and as a target, its config, and the names of its tensors.
+"""peft adapters: the folder as a source and as a target, the config, and the names of tensors.
 
     adapter_model.safetensors    the matrices
     adapter_config.json          rank, alpha, and the base model
@@ -33,6 +33,7 @@ from vescale_fsdp.layout.foreign_json import parse_json
 
 ROOT = "base_model.model."
 _PARTS = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|ia3_l|modules_to_save"
+# An adapter is a submodule, whose name cannot contain dots.
 _TRAINED = re.compile(rf"(?P<module>.+)\.(?P<part>{_PARTS})\.(?P<adapter>[^.]+)(?P<rest>\..+)?")
 
 
@@ -44,8 +45,10 @@ class TrainedName(NamedTuple):
 
 
 def trained_names(names: Iterable[str]) -> dict[str, TrainedName]:
-    """The names that belong to adapters -> their names in a folder, which have peft's prefix even if the model in
-    training has no wrapper (transformers' ``add_adapter``)."""
+    """Names of adapter tensors in a training state -> names in a peft folder.
+
+    Names in the folder have peft's prefix even if the model is not wrapped (transformers' ``add_adapter``).
+    """
     trained = {}
     for name in names:
         match = _TRAINED.fullmatch(name)
@@ -59,11 +62,11 @@ def trained_names(names: Iterable[str]) -> dict[str, TrainedName]:
 
 
 def trained_biases(names: Iterable[str], adapter: Collection[str], which: str) -> dict[str, str]:
-    """The biases of the base that were trained together with an adapter: name in training -> name in a folder.
+    """The base model's biases that were trained with an adapter: name in training -> name in a peft folder.
 
     Args:
-        names: of all tensors.
-        adapter: names of the adapter's tensors.
+        names: the names of all tensors.
+        adapter: the names of the adapter's tensors.
         which: ``none``, ``all`` or ``lora_only``, as in the adapter's config.
     """
     if which == "none":
@@ -78,10 +81,10 @@ def trained_biases(names: Iterable[str], adapter: Collection[str], which: str) -
 
 
 def one_adapter(trained: dict[str, TrainedName], adapter: str | None, where: str) -> dict[str, str]:
-    """The tensors of one adapter: name in training -> name in a folder.
+    """The tensors of one adapter: name in training -> name in a peft folder.
 
     Args:
-        adapter: its name; None if there is only one.
+        adapter: name of the adapter; None if there is only one.
 
     Raises:
         ConversionError: if there is no such adapter, or several and no name is given.
@@ -140,7 +143,7 @@ class PeftConfig:
         rank_patterns, alpha_patterns: regular expression for the end of a module's name -> rank or alpha.
         is_rank_stabilised: whether alpha is divided by the square root of the rank, not by the rank.
         is_dora: whether rows have trained magnitudes.
-        biases: the biases of the base that were trained too: ``none``, ``all`` or ``lora_only``.
+        biases: which biases of the base were trained too: ``none``, ``all`` or ``lora_only``.
     """
 
     kind: str
@@ -157,10 +160,10 @@ class PeftConfig:
         """Read the adapter_config.json of a folder.
 
         Args:
-            todo: the last part of the error for a folder without one.
+            todo: advice in the error for a folder without the file.
 
         Raises:
-            ConversionError: if there is none, or this kind of adapter cannot be merged here.
+            ConversionError: if there is no such file, or this kind of adapter cannot be merged here.
         """
         where = f"{store.where}/{ADAPTER_CONFIG}"
         if store.size(ADAPTER_CONFIG) is None:
@@ -199,12 +202,13 @@ class PeftConfig:
         return _of_pattern(self.rank_patterns, module, self.rank)
 
     def scaling_of(self, module: str) -> float:
-        """The factor of the product of a module's two matrices."""
+        """The factor of the product of a module's two LoRA matrices."""
         rank, alpha = self.rank_of(module), _of_pattern(self.alpha_patterns, module, self.alpha)
         return alpha / math.sqrt(rank) if self.is_rank_stabilised else alpha / rank
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    # The match that peft makes.
     return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
@@ -243,7 +247,7 @@ def require_adapter(url: str) -> None:
     """Refuse a path that is not a peft folder.
 
     Raises:
-        ConversionError: if it is not; names the files in it.
+        ConversionError: if it is not one; lists the files in it.
     """
     store = open_store(url)
     if store.size(ADAPTER_FILE) is None:
@@ -260,7 +264,7 @@ def require_adapter(url: str) -> None:
 def adapter_state(
     source: Source, model_prefix: str | None, adapter_name: str | None, assets: str | None
 ) -> CarriedState:
-    """One adapter of a training state, without the base, under the names that it has in a peft folder.
+    """One adapter of a training state, without the base, under the names of a peft folder.
 
     Args:
         adapter_name: the adapter; None if there is only one.
@@ -293,7 +297,7 @@ def _settings(assets: str | None) -> Storage:
 
 
 def plan_adapter(state: CarriedState, assets: str | None) -> OutputPlan:
-    """The two files of a peft folder."""
+    """Plan the two files of a peft folder."""
     store = _settings(assets)
     views = {view.info.name: view for view in state.views.values()}
     header = make_header(view.info for view in views.values())
@@ -303,7 +307,7 @@ def plan_adapter(state: CarriedState, assets: str | None) -> OutputPlan:
 
 
 def _check_ranks(views: Mapping[str, TensorView], config: PeftConfig, where: str) -> None:
-    """Refuse a config whose ranks are not those of the matrices: its alpha would be wrong too."""
+    """Refuse a config whose ranks differ from the ranks of the matrices: its alpha would be wrong too."""
     for name, view in views.items():
         module, part, _ = name.partition(".lora_A.")
         rank = config.rank_of(module.removeprefix(ROOT))

@@ -8,8 +8,8 @@
     trainer_state.json                                   trainer_state                Trainer
     meta.pt                                              at the root                  Lightning and Fabric
 
-Their state joins the model's under these names. A file whose pickle names more than tensors and plain values is left
-out with a warning: the weights can be read without it.
+Their state is added to the model's under these names. A file whose pickle contains other objects than tensors and plain
+values is omitted with a warning: the weights can be read without it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _OF_RANK = re.compile(r"(rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 _LIGHTNING = "meta.pt"
 _TRAINER_STATE = "trainer_state.json"
 _Locate = Callable[[TensorInfo, StoredChunk], StoredChunk]
-_OMITTED = ("training_args.bin",)  # a pickled class of arguments, no state
+_OMITTED = ("training_args.bin",)  # pickled arguments of the training script, not state
 
 
 def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
-    """The source with the state in a trainer's files next to it; reads their pickles and JSON.
+    """A source, with the state in the trainer's files next to it; reads the pickles and JSON of these files.
 
     Raises:
         CorruptCheckpointError: if a file is damaged, or has an entry that the checkpoint has too.
@@ -53,6 +53,7 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
                 read_files.append(file)
             except ConversionError as error:
                 entries.omitted.append(file)
+                # 3: the problem, what was expected, what is there.
                 entries.warnings.append(f"{file} is left out. {' '.join(str(error).splitlines()[:3])}")
         elif file in _OMITTED:
             entries.omitted.append(file)
@@ -80,7 +81,7 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
 
 
 def _container(file: str) -> Path | None:
-    """The path under which the state in a file belongs; None for files without state."""
+    """The path under which the state in a file is added; None for files without state."""
     if match := _STATE.fullmatch(file):
         return (match[1],)
     if match := _OF_RANK.fullmatch(file):
@@ -91,7 +92,7 @@ def _container(file: str) -> Path | None:
 def _located(
     locate: _Locate, side_files: frozenset[str], info: TensorInfo, chunk: StoredChunk
 ) -> StoredChunk:
-    """Find the items of a chunk in its file; chunks of a trainer's file have their place already."""
+    """Locate the items of a chunk in its file; chunks of a trainer's file are already located."""
     return chunk if chunk.file in side_files else locate(info, chunk)
 
 

@@ -1,8 +1,8 @@
 """How formats are written, and the reader of the zarr format.
 
-A new format has a row in `vescale_fsdp.formats`, which names its reader, and as a target a row here. Planners of files
-are imported when a conversion to the format runs: a conversion to DCP does not wait for the libraries of other
-formats, and ``--help``, which is made from this table, waits for none.
+A new format needs a row in `vescale_fsdp.formats`, which names its reader, and a row here if it can be written. The
+planner of a format is imported when a conversion to the format runs. So a conversion to DCP does not load libraries of
+other formats, and ``--help``, which uses this table, loads none.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ TARGETS = {
 
 
 def open_zarr(store: Storage) -> Source:
-    """Open a zarr hierarchy; one that is the zarr form of a native checkpoint by its manifest.
+    """Open a zarr hierarchy; the zarr form of a native checkpoint is opened by its manifest.
 
     Raises:
         CorruptCheckpointError: if it is damaged.

@@ -26,7 +26,7 @@ from vescale_fsdp.conversion.report.tensor_values import ValueDistance, ValueSum
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.model_shapes import natural_key
 
-_PIECE_BYTES = 4 * 2**20  # 4 MiB are read at a time, from either side
+_PIECE_BYTES = 4 * 2**20  # 4 MiB, read at a time from each checkpoint
 _SAMPLED_PIECES = 4  # pieces that are read of a sampled tensor
 _MOST_STEPS = 10_000
 _VALUE_CHARS = 200
@@ -39,11 +39,11 @@ def checkpoint_report(
 
     Args:
         source: the checkpoint that the page describes.
-        against: another checkpoint, which the values are compared with.
+        against: another checkpoint to compare values with.
         progress: called with bytes read since the last call.
 
     Raises:
-        CorruptCheckpointError: if a file turns out damaged while reading.
+        CorruptCheckpointError: if a file is damaged.
     """
     files = FileNumbers()
     left, right = _pairs(source, against)
@@ -136,6 +136,7 @@ def _starts(numel: int, step: int, *, is_sampled: bool) -> Sequence[int]:
     """The first items of the pieces that are read; the pieces of a sample are spread evenly."""
     if not is_sampled:
         return range(0, numel, step)
+    # - 1: the last piece ends with the tensor.
     return [index * (numel - step) // (_SAMPLED_PIECES - 1) for index in range(_SAMPLED_PIECES)]
 
 
@@ -194,7 +195,7 @@ def holders_of(tensor: StoredTensor, files: FileNumbers) -> list[list[int]]:
 
 
 def layout_to_json(layout: GroupLayout) -> dict[str, object]:
-    """A layout as the page draws it: the place of each slot in the buffer, or the pieces of a scattered slot."""
+    """A layout as JSON for the page: the offset of each slot in the buffer, and the pieces of scattered slots."""
     slots = [
         [slot.fqn, slot.offset, slot.numel, slot.block_numel, [list(run) for run in slot.runs]]
         for slot in layout.slots
@@ -206,16 +207,16 @@ _PLACE = "REPORT_DATA"
 
 
 def report_page(report: Mapping[str, Any]) -> str:
-    """One HTML document.
+    """The page as one HTML document.
 
     Args:
-        report: what `checkpoint_report` returns.
+        report: the result of `checkpoint_report`.
     """
     files = resources.files(__package__)
     page = files.joinpath("page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):
         page = page.replace(f"/* {name} */", files.joinpath(name).read_text(encoding="utf-8"))
-    # Names come from a file, and none of them may end the script element.
+    # Escaped, since a tensor's name could end the script element.
     data = json.dumps(report, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     before, _, after = page.partition(_PLACE)
     return f"{before}{data}{after}"

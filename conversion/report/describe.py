@@ -12,7 +12,7 @@ from vescale_fsdp.layout.model_shapes import natural_key
 
 
 def describe(source: Source) -> dict[str, Any]:
-    """The contents of a source as plain values, without the values of its tensors."""
+    """The contents of a source as plain values, without data of tensors."""
     try:
         model = find_model(source)
         prefix = None if model.candidates else model.prefix
@@ -69,7 +69,7 @@ def draw(source: Source, number: int | None = None) -> str:
 
 
 def format_description(description: dict[str, Any]) -> str:
-    """What `describe` returns, as a table."""
+    """Format the result of `describe` as a table."""
     rows = [("tensor", "dtype", "shape", "bytes", "chunks", "files")]
     rows += [
         (

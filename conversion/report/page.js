@@ -31,7 +31,7 @@ const shapeOf = (tensor) => tensor.shape.join(" × ") || "scalar";
 const stat = (tensor, key) => (tensor.stats ? tensor.stats[key] : undefined);
 const apart = (tensor) => (tensor.diff ? tensor.diff.relative ?? tensor.diff.max : undefined);
 
-// -- the rows that are to be seen: a tree, or a flat list ------------------------------------------
+// -- visible rows: a tree, or a flat list -----------------------------------------------------------
 const tree = new Map([["", []]]); // prefix -> [{name, prefix | tensor}]
 function grow() {
   for (const tensor of report.tensors) {
@@ -76,11 +76,11 @@ function update() {
   if (!text && order === "tree") state.rows = treeRows("", 0, []);
   else {
     const wanted = pattern(text);
-    const found = report.tensors.filter((tensor) => wanted.test(tensor.name.toLowerCase()));
+    const matches = report.tensors.filter((tensor) => wanted.test(tensor.name.toLowerCase()));
     const key = { bytes: (t) => t.bytes, norm: (t) => stat(t, "norm"), nan: (t) => stat(t, "nan"),
       zero: (t) => (stat(t, "zero") || 0) / Math.max(1, numel(t)), diff: apart }[order];
-    if (key) found.sort((a, b) => (key(b) ?? -1) - (key(a) ?? -1));
-    state.rows = found.map((tensor) => ({ node: { label: tensor.name, tensor }, depth: 0 }));
+    if (key) matches.sort((a, b) => (key(b) ?? -1) - (key(a) ?? -1));
+    state.rows = matches.map((tensor) => ({ node: { label: tensor.name, tensor }, depth: 0 }));
   }
   const shown = state.rows.filter((row) => row.node.tensor).length;
   $("count").textContent = text ? `${shown} of ${report.tensors.length}` : `${report.tensors.length} tensors`;
@@ -88,7 +88,7 @@ function update() {
   draw();
 }
 
-// -- drawing only the rows in view: a page of 100,000 tensors opens as fast as one of ten ----------
+// -- draw only the rows in view: a page of 100,000 tensors opens as fast as a page of ten ----------
 const COLUMNS = [["dtype", ""], ["shape", ""], ["bytes", "n keep"], ["min", "n"], ["max", "n"], ["mean", "n"], ["norm", "n"], ["NaN", "n"], ["zeros", "n"]];
 function cells(node) {
   const t = node.tensor;
@@ -127,7 +127,7 @@ function toggle(prefix) {
 // -- one tensor --------------------------------------------------------------------------------------
 function svg(width, height, parts) {
   const holder = element("div");
-  holder.innerHTML = `<svg viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" role="img">${parts.join("")}</svg>`; // numbers only
+  holder.innerHTML = `<svg viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" role="img">${parts.join("")}</svg>`; // contains numbers only, so no markup can be injected
   return holder.firstChild;
 }
 function histogram(stats) {
@@ -160,7 +160,7 @@ function holderBar(tensor) {
   });
   const picture = svg(560, 20, parts.map((p) => p[0]));
   picture.querySelectorAll("title").forEach((title, i) => (title.textContent = parts[i][1]));
-  const list = element("p", "quiet", "held by: " + parts.slice(0, 6).map((p) => p[1]).join("; ") + (parts.length > 6 ? " .." : ""));
+  const list = element("p", "quiet", "stored in: " + parts.slice(0, 6).map((p) => p[1]).join("; ") + (parts.length > 6 ? " .." : ""));
   const holder = element("div");
   holder.append(picture, list);
   return holder;
@@ -186,8 +186,8 @@ function choose(tensor) {
   detail.append(facts);
   if (compared) {
     const d = tensor.diff;
-    const text = !d ? "the other has no tensor of this name and shape" : !d.differing ? `equal to the other's${d.sampled ? " in a sample" : ""}`
-      : `${d.differing} of ${d.sampled || numel(tensor)} values are not the other's` + (d.max ? `, by up to ${number(d.max)}` : "") + (!d.max || d.relative === undefined ? "" : `; relative distance ${number(d.relative)}`);
+    const text = !d ? "the other checkpoint has no tensor of this name and shape" : !d.differing ? `equal to the other checkpoint's${d.sampled ? " in a sample" : ""}`
+      : `${d.differing} of ${d.sampled || numel(tensor)} values differ from the other checkpoint's` + (d.max ? `, by up to ${number(d.max)}` : "") + (!d.max || d.relative === undefined ? "" : `; relative distance ${number(d.relative)}`);
     detail.append(element("p", "", text));
   }
   detail.append(stats && stats.bins ? histogram(stats) : element("p", "quiet", stats ? "no finite values" : "codes: no statistics without their scales"));
@@ -196,7 +196,7 @@ function choose(tensor) {
   draw();
 }
 
-// -- lanes: a row of pixels per rank, however many there are -------------------------------------------
+// -- lanes: a band of pixels per rank, for any number of ranks -----------------------------------------
 function lanes() {
   const layout = report.layouts[$("layout").value], canvas = $("lanes"), scale = window.devicePixelRatio || 1;
   const width = (canvas.width = Math.round(canvas.clientWidth * scale)), height = (canvas.height = Math.round(canvas.clientHeight * scale));
@@ -215,7 +215,7 @@ function lanes() {
     }
   });
   const padding = layout.shards * layout.size - held;
-  $("lanetext").textContent = `${layout.shards} ranks, ${layout.size} items each, ${number((100 * padding) / Math.max(1, held))} % padding; a row per rank, a colour per tensor`;
+  $("lanetext").textContent = `${layout.shards} ranks, ${layout.size} items each, ${number((100 * padding) / Math.max(1, held))} % padding; a row per rank, a color per tensor`;
 }
 function under(event) {
   const layout = report.layouts[$("layout").value], box = $("lanes").getBoundingClientRect();
@@ -273,8 +273,8 @@ function head() {
   const some = (count, one) => `${count} ${one}${count === 1 ? "" : "s"}`;
   const bad = report.tensors.filter((t) => stat(t, "nan") || stat(t, "inf")).length;
   const lacking = compared ? report.tensors.filter((t) => !t.diff && t.stats).length : 0, more = compared ? report.only_there.length : 0;
-  const notes = [bad && `NaN or infinity in ${some(bad, "tensor")}`, lacking && `no match there for ${some(lacking, "tensor")}`,
-    more && `only there: ${report.only_there.slice(0, 8).join(", ")}${more > 8 ? ` and ${more - 8} more` : ""}`].filter(Boolean);
+  const notes = [bad && `NaN or infinity in ${some(bad, "tensor")}`, lacking && `no match in the other checkpoint for ${some(lacking, "tensor")}`,
+    more && `only in the other checkpoint: ${report.only_there.slice(0, 8).join(", ")}${more > 8 ? ` and ${more - 8} more` : ""}`].filter(Boolean);
   $("notice").hidden = !notes.length;
   $("notice").textContent = notes.join("; ");
   $("head").append(element("span", "name", "name"), ...COLUMNS.map(([name, kind]) => element("span", kind, name)), element("span", "n keep", compared ? "distance" : ""));
@@ -291,9 +291,9 @@ function rest() {
 }
 head();
 grow();
-let only = tree.get(""); // folders that hold one thing are opened at once
+let only = tree.get(""); // folders with a single entry start open
 while (only.length === 1 && only[0].prefix !== undefined) state.open.add(only[0].prefix), (only = tree.get(only[0].prefix));
-const wanted = new URLSearchParams(location.hash.slice(1)); // #q=text&sort=bytes&tensor=name: a view to send to others
+const wanted = new URLSearchParams(location.hash.slice(1)); // #q=text&sort=bytes&tensor=name: a link to this view
 $("search").value = wanted.get("q") || "";
 if (wanted.get("sort")) $("sort").value = wanted.get("sort");
 $("search").addEventListener("input", () => { $("list").scrollTop = 0; update(); });

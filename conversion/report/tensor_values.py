@@ -1,4 +1,4 @@
-"""Statistics of a tensor's values, and the distance between two tensors, added up piece by piece.
+"""Statistics of a tensor's values, and the distance between two tensors, accumulated piece by piece.
 
 The histogram counts magnitudes. A bin covers two powers of two, so one pass is enough for any range.
 
@@ -61,7 +61,7 @@ class ValueSummary:
             return
         self.least = min(self.least, float(values.min()))
         self.largest = max(self.largest, float(values.max()))
-        wide = values.astype(np.float64)
+        wide = values.astype(np.float64)  # long sums of float32 lose digits
         self.total += float(wide.sum())
         self.squares += float(np.dot(wide, wide))
         self.zeros += int(np.count_nonzero(values == 0))
@@ -110,7 +110,7 @@ class ValueDistance:
         self.reference += float(np.dot(b[finite], b[finite]))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; "relative" is the norm of the distance by the other tensor's norm, absent if that is zero."""
+        """Plain values; "relative" is the distance's norm divided by the other tensor's norm, if that is not zero."""
         distance: dict[str, Any] = {"differing": self.differing, "max": self.largest}
         if self.reference:
             distance["relative"] = math.sqrt(self.squares / self.reference)

@@ -2,7 +2,7 @@
 
 Moments have the shape of their parameter, and the same rules apply to them. A step counter is one number per parameter:
 a result gets the counter of the first tensor that it was made from. Optimizer state of any other shape (row factors,
-quantised blocks) is refused, since it cannot be known how rules change it.
+quantized blocks) is refused, since rules do not define how it changes.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def state_with_rules(
     to_hf: bool,
     on_disagreement: str = "refuse",
 ) -> CarriedState:
-    """The state in the names and layouts of the other side.
+    """Convert a state to the names and layouts of the other side.
 
     Args:
         on_disagreement: what to do if rules join parameters whose steps, options or groups differ: ``"refuse"``, or
-            use the values of the ``"first"``.
+            use the values of the ``"first"`` parameter.
 
     Raises:
         ConversionError: if the rules do not fit the model, or cannot be applied to the optimizer state.
@@ -110,7 +110,7 @@ def state_with_rules(
 def _check_agreement(
     state: CarriedState, own: Collection[str], entries: Mapping[str, _OptimizerEntry], applied: Applied
 ) -> None:
-    """Refuse to join parameters whose step counters, options or groups differ: the result has one of each."""
+    """Refuse to join parameters whose step counters, options or groups differ: the result has only one of each."""
     joined = {
         fqn: names for fqn, names in applied.origins.items() if len(names) > 1 and fqn not in applied.aliases
     }
@@ -135,7 +135,7 @@ def _check_agreement(
 
 
 def _value_of(state: CarriedState, name: str) -> Any:
-    """The value of an entry; of a tensor with one item, its bytes."""
+    """The value of an entry; for a tensor with one item, its bytes."""
     if name not in state.views:
         return state.values[name]()
     import numpy as np
@@ -155,7 +155,7 @@ def _disagreement(fqn: str, slot: str, values: Mapping[str, Any]) -> ConversionE
 
 
 class _Entries:
-    """The entries of the result; refuses two of one name."""
+    """Collects the entries of the result; refuses two entries of one name."""
 
     def __init__(self) -> None:
         self.views: dict[str, TensorView] = {}
@@ -184,12 +184,12 @@ class _Entries:
 
 
 def _check_has_name(state: CarriedState, name: str, own: Collection[str]) -> None:
-    """Refuse moments whose parameter is only known by its number, since rules need its name."""
+    """Refuse moments that identify their parameter by number, since rules need its name."""
     path = state.path(name)
-    home = optimizer_container(path) if name in own else None
-    if home is None or state.views[name].info.numel == 1:
+    container = optimizer_container(path) if name in own else None
+    if container is None or state.views[name].info.numel == 1:
         return
-    key = parameter_key(path, home)
+    key = parameter_key(path, container)
     if key is not None and key.split(".", 1)[0].isdecimal():
         raise ConversionError(
             "Optimizer state does not say which parameter it belongs to.",
@@ -203,8 +203,10 @@ def _check_has_name(state: CarriedState, name: str, own: Collection[str]) -> Non
 def _find_entries(
     state: CarriedState, own: Collection[str], fqns: Iterable[str]
 ) -> dict[str, _OptimizerEntry]:
-    """The optimizer entries of single parameters: the parameter's name is a part of the path (nested form), or inside
-    the last part (flattened form)."""
+    """The optimizer entries of single parameters, by name.
+
+    In the nested form, the parameter's name is one part of the path; in the flattened form, it is inside the last part.
+    """
     known = set(fqns)
     lengths = {fqn.count(".") + 1 for fqn in known}
     entries: dict[str, _OptimizerEntry] = {}

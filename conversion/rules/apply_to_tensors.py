@@ -1,4 +1,4 @@
-"""Apply key rules to tensors: planned and checked from metadata, before any data is read.
+"""Apply key rules to tensors. The result is planned and checked from metadata, before any data is read.
 
 Every source key is used once or dropped by name, every target is made once, no rule is unused, and undoing a rule
 restores the original shapes. A converter that silently skips a key produces a broken model.
@@ -28,13 +28,13 @@ from vescale_fsdp.conversion.rules.operations import Bundle, Cast, Node, Trim
 from vescale_fsdp.conversion.rules.rule_file import Drop, KeyRule, Pattern, RuleSet, shipped_rules
 from vescale_fsdp.errors import ConversionError, some
 
-_MOST_ERRORS = 20  # that one error lists
+_MOST_ERRORS = 20  # maximum number of problems that one error lists
 Key = tuple[tuple[str, int], ...]  # (capture, value) of one group of a rule's tensors
 
 
 @dataclass(frozen=True)
 class Applied:
-    """The result of rules.
+    """The result of `apply_rules`.
 
     Args:
         views: the new tensors by new name.
@@ -42,7 +42,7 @@ class Applied:
         aliases: new names of tied weights that hf leaves out. An optimizer has one state for a tied parameter, under
             the other name.
         dropped: names that [[drop]] left out.
-        warnings: texts about the names that were left out.
+        warnings: messages about names that were left out and padding that was removed.
     """
 
     views: dict[str, TensorView]
@@ -52,14 +52,14 @@ class Applied:
     warnings: tuple[str, ...] = ()
 
     def made_from(self, names: Collection[str]) -> Iterator[tuple[str, str]]:
-        """(new parameter, the first of its origins), for the parameters whose first origin is one of the names."""
+        """Pairs (new parameter, its first origin), for first origins in ``names``."""
         for origin, fqns in self.by_first_origin.items():
             if origin in names:
                 yield from ((fqn, origin) for fqn in fqns)
 
     @cached_property
     def by_first_origin(self) -> Mapping[str, Sequence[str]]:
-        """The first origin of parameters -> the parameters."""
+        """New parameters, by their first origin; without aliases and zeros."""
         by_origin: dict[str, list[str]] = {}
         for fqn, origins in self.origins.items():
             if fqn not in self.aliases and origins:
@@ -75,17 +75,17 @@ def apply_rules(
     to_hf: bool,
     partial: bool = False,
 ) -> Applied:
-    """Turn tensors of one side into tensors of the other.
+    """Convert tensors between Hugging Face's names and layouts ("hf") and another framework's ("ours").
 
     Args:
         rules: the rules.
         views: all tensors of the model, by their names before the rules.
         config: the model's config.json.
-        to_hf: from ours to hf, or the other way.
+        to_hf: whether to convert from ours to hf, not from hf to ours.
         partial: whether rules may go unused (optimizer state need not exist for every parameter).
 
     Raises:
-        ConversionError: if a check of this module fails; one error lists all failures.
+        ConversionError: if the rules do not fit the tensors; one error lists all problems.
     """
     return _Application(rules, views, config, to_hf, partial).run()
 
@@ -139,14 +139,14 @@ class _Application:
         return Applied(self._results, self._origins, aliases, dropped, (*warnings, *self._trimmed))
 
     def _collect_errors(self, work: Callable[[], None]) -> None:
-        """Do something, and keep its error: one message lists all errors of a rule set."""
+        """Call ``work`` and keep its error, so that one message lists all errors of a rule set."""
         try:
             work()
         except ConversionError as error:
             self._errors.append(error)
 
     def _raise_errors(self) -> None:
-        """Raise the one error as it is, or several as one."""
+        """Raise a single error as it is, and several errors as one."""
         if len(self._errors) < 2:
             for error in self._errors:
                 raise error
@@ -161,7 +161,7 @@ class _Application:
         ) from self._errors[0]
 
     def _rename(self, names: list[str]) -> None:
-        """Put keys without a rule under their new prefixes, if there are any."""
+        """Add keys without a rule under their new prefixes, or unchanged if the rules have no prefixes."""
         renamed = {name: self.rules.moved(name, to_hf=self.to_hf) for name in names}
         for name, new in renamed.items():
             if self.rules.is_of_other_side(name, to_hf=self.to_hf):
@@ -204,8 +204,10 @@ class _Application:
     def _groups(
         self, rule: KeyRule, sources: tuple[Pattern, ...], names: list[str]
     ) -> dict[Key, list[dict[int, str]]]:
-        """The keys that a rule matches, by their captures: one row per source pattern, with the names by counted index
-        (0 if the rule counts nothing)."""
+        """The keys that a rule matches, grouped by captures.
+
+        Each group has one row per source pattern, with names by counted index (0 if the rule counts nothing).
+        """
         groups: dict[Key, list[dict[int, str]]] = {}
         for row, pattern in enumerate(sources):
             for name in names:
@@ -216,6 +218,7 @@ class _Application:
                     raise self._bad("one rule for each key", f"two for {name}", "make the patterns distinct")
                 self._used[name] = rule
                 index = captures.pop(rule.over, 0) if rule.over and not self.to_hf else 0
+                # Sorted: patterns may name their captures in any order.
                 rows = groups.setdefault(tuple(sorted(captures.items())), [{} for _ in sources])
                 rows[row][index] = name
         # Where hf leaves out a tied weight, the rule applies to the weight that it is tied to.
@@ -240,7 +243,7 @@ class _Application:
         counted = rule.over if not self.to_hf else None
         for pattern, row in zip(sources, rows, strict=True):
             if not row or sorted(row) != list(range(len(row))):
-                # The largest index of any pattern tells how many tensors each of them should match.
+                # All patterns must match as many tensors as the pattern with the largest index.
                 indices = range(1 + max(index for each in rows for index in each))
                 absent = [
                     pattern.fill({**captures, counted: index} if counted else captures)
@@ -271,7 +274,7 @@ class _Application:
                 self._add(pattern.fill({**captures, **counts}), view, origins)
 
     def _run_ops(self, rule: KeyRule, bundle: Bundle, *, to_hf: bool) -> Bundle:
-        for op in reversed(rule.ops) if to_hf else rule.ops:
+        for op in reversed(rule.ops) if to_hf else rule.ops:  # inverses, in reverse order
             if self.partial and isinstance(op, Cast):
                 continue  # moments keep the type that the optimizer chose
             bundle = (op.backward if to_hf else op.forward)(bundle, self._size)
@@ -325,7 +328,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 }
 
 
-_MAX_DEPTH = 20  # of [let] entries that use others; more are taken for a circle
+_MAX_DEPTH = 20  # of nested [let] entries; deeper ones are assumed to be circular
 
 
 class _MissingName(Exception):
@@ -363,6 +366,7 @@ def _first(text: str, lets: Mapping[str, str], config: Mapping[str, Any], *, dep
     alternatives = text.split("??")
     for number, alternative in enumerate(alternatives):
         try:
+            # Parsed, and never evaluated: rules may come from anyone.
             return _value(ast.parse(alternative.strip(), mode="eval").body, lets, config, depth)
         except _MissingName:
             if number == len(alternatives) - 1:
@@ -377,7 +381,7 @@ def _value(node: ast.expr, lets: Mapping[str, str], config: Mapping[str, Any], d
         if node.id in lets:
             return _first(str(lets[node.id]), lets, config, depth=depth + 1)
         setting = config.get(node.id)
-        if not isinstance(setting, int) or isinstance(setting, bool):
+        if not isinstance(setting, int) or isinstance(setting, bool):  # a bool is an int too
             raise _MissingName(f"{node.id} is {setting!r}")
         return Fraction(setting)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:

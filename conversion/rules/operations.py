@@ -9,7 +9,7 @@ order make ours from hf; their inverses in reverse order make hf from ours.
     {pad = {dim, from, to}}   {trim = {dim, to}}   {cast = {to, back}}
 
 ``trim`` removes padding whose size is not recorded anywhere: items of ours beyond ``to`` are left out, and tensors of
-hf stay as they are. ``groups`` joins within each of that many groups: [q q k v] [q q k v] ... instead of
+hf stay as they are. ``groups`` concatenates within each of that many groups: [q q k v] [q q k v] ... instead of
 [q q q q] [k k] [v v]. ``heads`` may be a list with one number per pattern of the rule; 0 leaves its tensor unchanged.
 """
 
@@ -48,7 +48,7 @@ def _each(node: Node, change: Callable[[TensorView], TensorView]) -> Node:
 
 
 def _check_size(view: TensorView, dim: int, size: int, text: str) -> None:
-    """Refuse a tensor whose size is not the one that the rule's sizes add up to."""
+    """Refuse a tensor whose size in ``dim`` differs from ``size``, which ``text`` in the rule computes."""
     shape = view.info.shape
     if dim >= len(shape) or shape[dim] != size:
         raise ConversionError(
@@ -136,7 +136,7 @@ class _Pad(_EachTensor):
 
 @dataclass(frozen=True)
 class Trim(_EachTensor):
-    """Removes padding of ours. The only operation that loses items; whoever applies it adds a warning."""
+    """Removes padding of ours. The only operation that loses items; `apply_rules` adds a warning."""
 
     dim: int
     to: str | int
@@ -189,7 +189,7 @@ class _Concat(Operation):
         return self._flat(MappedView(Concat(self.dim + 1), grouped))
 
     def _in_groups(self, view: TensorView, groups: int) -> TensorView:
-        """The dim split in two: group, and index in the group."""
+        """Split the dim in two: group, and index in the group."""
         shape = view.info.shape
         size = shape[self.dim] // groups
         return MappedView(Reshape((*shape[: self.dim], groups, size, *shape[self.dim + 1 :])), (view,))
@@ -256,7 +256,7 @@ _PARSERS: Mapping[str, Callable[[Any], Operation]] = {
     "transpose": lambda v: _Transpose(tuple(int(dim) for dim in v)),
     "reshape": lambda v: _Reshape(tuple(v["hf"]), tuple(v["ours"])),
     "interleave": lambda v: _Interleave(int(v["dim"]), _list(v.get("groups", 1)), int(v.get("parts", 2))),
-    "rope": lambda v: _Interleave(0, _list(v["heads"]), 2),
+    "rope": lambda v: _Interleave(0, _list(v["heads"]), 2),  # 2: the halves of a head
     "pad": lambda v: _Pad(int(v["dim"]), v["from"], v["to"]),
     "trim": lambda v: Trim(int(v["dim"]), v["to"]),
     "cast": lambda v: Cast(str(v["to"]), str(v["back"])),

@@ -15,7 +15,7 @@ and used in both directions: every operation has an inverse.
     hf = "model.layers.{l}.self_attn.rotary_emb.inv_freq"
     [[drop]]
     hf = "model.layers.{l}.*"
-    from = { l = "num_hidden_layers" }           # only keys whose {l} is at least that
+    from = { l = "num_hidden_layers" }           # only keys with {l} of at least this value
     warn = "modules for multi-token prediction"  # names the loss in a warning
     [[refuse]]
     hf = "*.weight_scale_inv"
@@ -26,9 +26,9 @@ and used in both directions: every operation has an inverse.
     shape = ["num_experts"]
     dtype = "float32"
 
-``{l}`` matches a whole number, and ``*``, in drops and refusals only, any text. A rule with ``optional = true`` may
-match nothing. ``tie = "NAME"`` makes our tensor from hf's NAME if hf leaves out the tied weight. Keys without a rule
-are an error unless the file says ``keep_others = true``.
+``{l}`` matches a whole number. ``*``, which only drops and refusals may contain, matches any text. A rule with
+``optional = true`` may match nothing. With ``tie = "NAME"``, our tensor is made from hf's NAME if hf omits the tied
+weight. Keys without a rule are an error, unless the file contains ``keep_others = true``.
 
 A file may extend a shipped one: ``extends = "torchtitan-llama"`` adds the rules of that file, except rules whose hf
 names have a rule in this file, and [rename] changes our names in that file.
@@ -69,10 +69,11 @@ class Pattern:
         parts = _CAPTURE.split(self.text)
         seen: set[str] = set()
         regex = ""
-        for index, part in enumerate(parts):  # texts and names of captures in turn
+        for index, part in enumerate(parts):  # texts and names of captures alternate
             if index % 2 == 0:
                 regex += ".*".join(map(re.escape, part.split("*")))
             else:
+                # No leading zeros: `fill` must give the same name back.
                 regex += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]*)"
                 seen.add(part)
         return re.compile(regex)
@@ -83,7 +84,7 @@ class Pattern:
         return {key: int(value) for key, value in match.groupdict().items()} if match else None
 
     def fill(self, captures: Mapping[str, int]) -> str:
-        """The name with these captures."""
+        """The name with values in place of captures."""
         return _CAPTURE.sub(lambda match: str(captures[match[1]]), self.text)
 
 
@@ -122,7 +123,7 @@ class Drop:
 
     Args:
         pattern: of the keys.
-        least: capture -> an expression for its least value.
+        least: capture -> an expression for its minimum.
         warn: a description of the keys, for a warning; None for no warning.
     """
 

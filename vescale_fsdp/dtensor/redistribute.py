@@ -3,10 +3,10 @@ r"""Move a tensor between placements: the data sent over one mesh axis, and the 
 One axis (`_move_axis`), n ranks, P elements in the largest piece, N in the tensor:
 
     from \ to     RaggedShard                         Replicate                Shard(d)
-    RaggedShard   all-to-all of what changes owner    all-gather (n * P), or   all-to-all of what
-                                                      one broadcast per owner  changes owner
+    RaggedShard   all-to-all of moved elements        all-gather (n * P), or   all-to-all of moved
+                                                      one broadcast per owner  elements
     Replicate     local slice                         -                        torch's own
-    Shard(d)      all-to-all of what changes owner    torch's own              torch's own
+    Shard(d)      all-to-all of moved elements        torch's own              torch's own
     Partial       reduce-scatter (n * P), or one      torch's own              torch's own
                   reduce per owner
 
@@ -68,7 +68,7 @@ _REDUCE_OPS = {
 
 
 class Redistribution:
-    """A redistribution in flight: the constructor starts its first collective, `wait` does the rest.
+    """A redistribution in flight: the constructor starts its first collective, `wait` does the other steps.
 
     A move over one mesh axis has one collective, so all of it overlaps with other work. All ranks must start and wait
     for their moves in the same order.
@@ -122,7 +122,7 @@ def start_redistribution(local: torch.Tensor, source: DTensorSpec, target: DTens
 
 
 def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
-    """The local tensor under ``target`` of the tensor that has ``local`` under ``source``.
+    """Move a tensor from ``source`` to ``target``; returns its local tensor under ``target``.
 
     Args:
         local: this rank's part of the tensor under ``source``.
@@ -138,7 +138,7 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
 
 
 def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Steps:
-    """All steps from one spec to the other, in the order of the list above."""
+    """All steps from one spec to the other, in the order of the module docstring."""
     now = source
     if is_ragged_spec(now.placements) and now.placements != target.placements:
         axis, _ = ragged_axis(now.placements)
@@ -159,6 +159,7 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Ste
             stock = DTensor.from_local(
                 local, now.mesh, now.placements, run_check=False, shape=meta.shape, stride=meta.stride
             )
+            # Torch may return a strided view, and pieces are flat.
             local = local_of(stock.redistribute(placements=step.placements)).contiguous()
         now = step
     if now.placements != target.placements:
@@ -185,7 +186,7 @@ def _same_cut(source: DTensorSpec, target: DTensorSpec, axis: int) -> bool:
 
 
 def _before_pieces(source: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
-    """The spec without ragged axes that is one move over the ragged axis away from ``target``."""
+    """The spec without ragged axes from which one move over the ragged axis leads to ``target``."""
     if not is_ragged_spec(target.placements):
         return target
     axis, _ = ragged_axis(target.placements)
@@ -224,7 +225,7 @@ def _reduce_others(
                     got=have,
                     where=f"mesh axis {axis} of {source.placements}",
                 )
-            local = local.clone()
+            local = local.clone()  # the all-reduce is in place, and the caller keeps its tensor
             yield all_reduce_in_place(local, _op_of(have), source.mesh.get_group(axis))
             _divide_average(local, have, source.mesh.size(axis))
             now = _with(now, axis, Replicate())
@@ -255,6 +256,7 @@ def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, ax
         return (yield from _gather(local, have.piece_numels(inner), group)).view(inner)
     if isinstance(want, RaggedShard) and have.is_replicate():
         start, stop = want.piece(inner, rank)
+        # A copy: a view would keep the whole tensor in memory.
         return local.reshape(-1)[start:stop].clone().view(local_shape(want, inner, rank))
     if isinstance(want, RaggedShard) and have.is_partial():
         piece = yield from _reduce_scatter(local, have, want.piece_numels(inner), group)
@@ -263,6 +265,7 @@ def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, ax
 
 
 def _is_worth_padding(piece_numels: Sequence[int]) -> bool:
+    # At most twice the traffic, see above.
     return len(piece_numels) * max(piece_numels) <= 2 * sum(piece_numels)
 
 
@@ -275,7 +278,7 @@ def _gather(local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.Proc
         full = flat.new_empty(sum(piece_numels))
         slices = full.split(list(piece_numels))
         slices[rank].copy_(flat)
-        # A list: all broadcasts are in flight before the first wait.
+        # The list starts all broadcasts before the first wait.
         yield from [
             broadcast_in_place(part, group, owner) for owner, part in enumerate(slices) if part.numel()
         ]
@@ -285,7 +288,7 @@ def _gather(local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.Proc
     own = padded[rank * longest : (rank + 1) * longest]
     own[: flat.numel()].copy_(flat)
     yield all_gather_into(padded, own, group)
-    if min(piece_numels) == longest:
+    if min(piece_numels) == longest:  # no padding to remove
         return padded
     return torch.cat([row[:numel] for row, numel in zip(padded.view(-1, longest), piece_numels, strict=True)])
 
@@ -296,6 +299,7 @@ def _reduce_scatter(
     """This rank's piece of the reduced tensor, 1-D."""
     rank = dist.get_rank(group)
     slices = local.reshape(-1).split(list(piece_numels))
+    # `reduce_scatter_into` computes sums and averages only
     if _is_worth_padding(piece_numels) and _op_of(have) == dist.ReduceOp.SUM:
         longest = max(piece_numels)
         padded = local.new_zeros(len(piece_numels), longest)
@@ -303,9 +307,9 @@ def _reduce_scatter(
             row[: part.numel()].copy_(part)
         shard = local.new_empty(longest)
         yield reduce_scatter_into(shard, padded.view(-1), dist.ReduceOp.SUM, group)
-        piece = shard[: piece_numels[rank]].clone()
+        piece = shard[: piece_numels[rank]].clone()  # a view would keep the padding in memory
     else:
-        copies = [part.clone() for part in slices]
+        copies = [part.clone() for part in slices]  # reduced in place
         yield from [
             reduce_in_place(copy, _op_of(have), group, owner)
             for owner, copy in enumerate(copies)
@@ -330,7 +334,7 @@ def exchange(
     Args:
         local: this rank's elements under ``have``.
         have, want: RaggedShard or Shard, each over all ranks of ``group``.
-        shape: of the tensor that they cut.
+        shape: shape of the tensor that they cut.
         group: the ranks.
 
     Returns:

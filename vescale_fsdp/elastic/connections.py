@@ -1,8 +1,8 @@
-"""Closing the connections of gloo, so that ranks that wait for each other learn that one of them has left.
+"""Closes the connections of gloo groups, so that ranks that wait for each other notice that a rank has left.
 
 The kernel closes the connections of a killed process, so ranks that wait for it get an error and leave the step. But
 other ranks wait for *these* ranks, which still live. torch's gloo groups have no abort (2.13). Destroying a group waits
-for its collectives under way, which may wait for other ranks that do the same, until the time-out. So a rank that
+for its pending collectives, and these may wait for other ranks that do the same, until the time-out. So a rank that
 leaves an epoch closes all connections of its gloo groups, below gloo. All ranks then leave within milliseconds.
 
 How connections of gloo are recognized: every gloo group has an epoll instance for its listening socket, its connections
@@ -25,7 +25,7 @@ _FDINFO = Path("/proc/self/fdinfo")
 
 
 def close_gloo_connections() -> int:
-    """Close the connections of all gloo groups of this process. What waits for them, on any rank, ends in errors.
+    """Close the connections of all gloo groups of this process. Collectives that wait for them, on any rank, fail.
 
     Returns:
         The number of closed connections.
@@ -39,6 +39,7 @@ def close_gloo_connections() -> int:
                 for connection in set(copies) - listening:
                     num_closed += 1
                     with suppress(OSError):  # the other side has closed it already
+                        # Closing this copy would not end the connection.
                         connection.shutdown(socket.SHUT_RDWR)
     return num_closed
 
@@ -50,6 +51,7 @@ def _watched_by_epolls() -> list[list[int]]:
         with suppress(OSError):  # closed since it was listed
             if os.readlink(_FDS / name) == "anon_inode:[eventpoll]":
                 text = (_FDINFO / name).read_text()
+                # Tfd is the number of a watched file.
                 watched.append([int(fd) for fd in re.findall(r"^tfd:\s*(\d+)", text, re.MULTILINE)])
     return watched
 
@@ -62,7 +64,7 @@ def _tcp_socket(fd: int) -> socket.socket | None:
         return None
     try:
         opened = socket.socket(fileno=copy)
-    except OSError:  # no socket, such as a pipe, and not closed by `socket`
+    except OSError:  # not a socket, such as a pipe; `socket` has not closed it
         os.close(copy)
         return None
     if opened.family in (socket.AF_INET, socket.AF_INET6) and opened.type == socket.SOCK_STREAM:

@@ -6,8 +6,8 @@
     a rank is lost   collectives fail; each rank that notices closes its connections, so that all ranks notice
                      -> the next epoch
 
-Only saved steps count. Whatever an interrupted step has written into weights, optimizer or data is replaced by the
-saved state, on ranks that remain and on ranks that join. So the job continues with the same bits as a job that was
+Only saved steps count. The saved state replaces everything that an interrupted step has written into weights, optimizer
+or data, on ranks that remain and on ranks that join. So the job continues with the same bits as a job that was
 restarted on as many ranks from that step.
 """
 
@@ -43,10 +43,10 @@ class TrainingState:
     """The model, optimizer and other state that a job trains.
 
     Args:
-        model: sharded, each unit over the mesh that `build` gets.
-        optimizer: of the model's parameters.
+        model: a sharded model, with each unit sharded over the mesh that `build` receives.
+        optimizer: the optimizer of the model's parameters.
         more: other state of a checkpoint, as for `vescale_fsdp.checkpoint.save`: data loaders, schedulers, counters,
-            `PerRank` values. State that is not included keeps what an interrupted step has made of it. A
+            `PerRank` values. State that is not included is not rolled back after an interrupted step. A
             `ReshardableSampler` or `ReshardableLoader` in a `Resharded` value is adapted to the ranks of each epoch.
 
     Examples:
@@ -65,7 +65,7 @@ class Epoch:
     """How an epoch began.
 
     Attributes:
-        number: of the quorum.
+        number: the quorum's `Quorum.epoch`.
         members: names of the processes, in the order of their ranks.
         step: the step from which training continued.
         tier: where that step was stored: "ram", "disk", or "start" if there was none.
@@ -82,7 +82,7 @@ class Epoch:
 
 
 class ElasticJob:
-    """A training job in one of its processes.
+    """One process of a training job.
 
     Start each process by itself, or with Slurm's ``srun --no-kill``. torchrun cannot be used: its agent stops all
     workers when one fails.
@@ -115,13 +115,13 @@ class ElasticJob:
         backend: of process groups; default: torch's choice.
         timeout_s: of process groups: how long ranks wait for a rank that is lost without its connections being closed
             (a machine without power, a process that hangs). No step may take longer.
-        max_retries: number of errors in a row, without a finished step between them, after which the last is raised.
+        max_retries: maximum number of errors without a finished step between them; the next error is raised.
 
     Attributes:
         rank, num_ranks: of this epoch.
         mesh: of this epoch.
-        training: what `build` has made.
-        epochs: the beginning of each epoch.
+        training: the result of `build`.
+        epochs: how each epoch began.
 
     Examples:
         >>> def main(membership, build, checkpoints, train_step):
@@ -154,8 +154,8 @@ class ElasticJob:
         """Train to the end, in as many epochs as needed.
 
         Args:
-            train_step: one step, called with this job and the number of finished steps. A RuntimeError, such as that
-                of a lost connection, ends the epoch. Any other error ends the job in this process, and is raised.
+            train_step: one step, called with this job and the number of finished steps. A RuntimeError, such as a
+                lost connection, ends the epoch. Any other error ends the job in this process, and is raised.
             num_steps: number of steps of the whole job.
 
         Raises:
@@ -175,6 +175,7 @@ class ElasticJob:
                         num_failures = 0
                     if step >= num_steps:
                         return self._finish()
+                # Raised by torch if a connection is lost; other errors end the job.
                 except RuntimeError as error:
                     num_failures += 1
                     if num_failures > self._max_retries:
@@ -198,7 +199,7 @@ class ElasticJob:
                 timeout=timedelta(seconds=self._timeout_s),
             )
         except RuntimeError:
-            _restart_group_names()
+            _restart_group_names()  # torch has counted the group that failed
             raise
         self.mesh = mesh = self._make_mesh(self.num_ranks)
         if self.training is None:
@@ -211,7 +212,10 @@ class ElasticJob:
         restored = self._manager.restore(self._state())
         step, tier = (0, "start") if restored is None else (restored.step, restored.tier)
         if restored is None:
-            self._build_on(mesh)  # again: the model may be trained, or zeros since its ranks changed
+            self._build_on(
+                mesh
+            )  # for initial weights: the old model is trained, or zeros after `renew_model`
+            # Forced: whatever the policy, a later epoch needs a step to restore.
             self._manager.save(0, self._state(), force=True)
         epoch = Epoch(quorum.epoch, quorum.members, step, tier, agreed_at_s, time.time())
         self.epochs.append(epoch)
@@ -242,10 +246,10 @@ class ElasticJob:
         self._manager.save(step, self._state())
 
     def _finish(self) -> None:
-        """Wait until all ranks have saved their last step: leaving earlier would interrupt copies of other ranks."""
+        """Wait until all ranks have saved their last step: other ranks may still copy files from this rank."""
         assert self._manager is not None and self._store is not None
         self._manager.wait()
-        with suppress(RuntimeError):  # the store may have ended, with a process that had finished
+        with suppress(RuntimeError):  # the store may have ended with a process that had finished
             if self._store.add("finished", 1) == self.num_ranks:
                 self._store.set("all-finished", "")
             deadline_s = time.monotonic() + self._timeout_s  # a rank may be lost after its last step
@@ -255,15 +259,15 @@ class ElasticJob:
                 time.sleep(_POLL_S)
 
     def _end_epoch(self) -> None:
-        """Leave the process group, so that no rank waits for this one, and end the manager's work in the background."""
-        close_gloo_connections()
+        """Leave the process group, so that no rank waits for this one, and end the manager's background work."""
+        close_gloo_connections()  # first: ending a group waits for its collectives, and they for lost ranks
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
         self.mesh = self._store = None
-        del manager
+        del manager  # it refers to process groups, which end with the last reference
         forget_meshes()
         gc.collect()  # groups without references keep their threads and files until then
 

@@ -1,8 +1,8 @@
 """Membership: the processes of a job agree on the members of each epoch.
 
 An **epoch** is a time during which the same processes train together, in one process group. It ends when a member is
-lost or another process wants to join. The processes that live then wait for the next epoch, and all get the same
-members.
+lost or another process wants to join. The live processes then wait for the next epoch, and all get the same list
+of members.
 
     a process        wait() ............. train ......... has_changed()? ...... wait() ........ leave()
     gets             Quorum(0, 4 members)               True: one is lost       Quorum(1, 3 members)
@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Quorum:
-    """The members of an epoch; the same in all of them except ``rank``.
+    """The members of an epoch. All members get the same values, except for ``rank``.
 
     Args:
-        epoch: number of the epoch, higher than those of all earlier epochs.
+        epoch: number of the epoch, higher than in all earlier epochs.
         members: names of the processes, in the order of their ranks.
         rank: of this process.
         store: a store for this epoch only, through which its process groups connect.
@@ -50,14 +50,14 @@ class Membership(Protocol):
     """
 
     def wait(self) -> Quorum:
-        """Ask for the next epoch; returns when its members agree.
+        """Wait for the next epoch; returns when its members agree.
 
         Raises:
             LifecycleError: if too few processes come in time.
         """
 
     def has_changed(self) -> bool:
-        """Whether other processes wait for the next epoch, so that this one must end. Called by all after each step."""
+        """Whether processes wait for the next epoch, so this one must end. All members call it after each step."""
 
     def leave(self) -> None:
-        """Leave the job: no process waits for this one any more."""
+        """Leave the job, so that no process waits for this one."""

@@ -1,4 +1,4 @@
-"""Renewal: a sharded model and its optimizer, moved to other ranks in place.
+"""Renewal: moves a sharded model and its optimizer to other ranks in place.
 
     stays the same                                  is created again
     modules, Parameter objects, hooks on them       mesh, layouts (planned for the new number of ranks), buffers
@@ -86,21 +86,21 @@ def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
-    """Installed groups of the same parameters on other ranks; their number depends on the new layouts."""
+    """New, installed groups with the parameters of ``olds``, sharded over ``data``; one for each new layout."""
     old = olds[0]
     params = {param.slot.fqn: param for group in olds for param in group.params}
     slots = [params[fqn].slot for fqn in old.together]
     specs = [TensorSpec(slot.fqn, slot.shape, slot.dtype, slot.block_numel) for slot in slots]
     for layout in plan_buffers(specs, data.num_shards, scatter=old.scatter):
         new = _new_group(old, layout, data, [params[slot.fqn] for slot in layout.slots])
-        new.new_shard(old.shard.dtype, old.home)
+        new.new_shard(old.shard.dtype, old.home)  # so far it is on meta
         for param in new.params:
-            # The optimizer and hooks refer to the old Parameter object, so it gets the new placement and memory.
+            # The optimizer and hooks refer to the old Parameter, so it gets the new placement and memory.
             kept, created = params[param.slot.fqn].sharded, param.sharded
             assert isinstance(kept, RaggedDTensor) and isinstance(created, RaggedDTensor)
             param.piece = new.shard[param.local]
             move_to(kept, created, param.piece)
-            kept.grad = None
+            kept.grad = None  # of the interrupted step
             param.take(kept)
         new.install()
         yield new
@@ -109,7 +109,7 @@ def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
 def _new_group(
     old: ParamGroup, layout: GroupLayout, data: DataMesh, params: Iterable[ManagedParam]
 ) -> ParamGroup:
-    """A group with the settings of ``old`` for some of its parameters, without values."""
+    """A group with the settings of ``old`` for some of its parameters; its shard is not allocated yet."""
     outlines = {}
     for param in params:
         slot = param.slot
@@ -132,8 +132,8 @@ def _new_group(
 
 
 def renew_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Drop the state of an optimizer whose parameters have moved to other ranks, as before its first step."""
-    # Everything derived from the state, such as plans of a step and flat views, is dropped as by `load_state_dict`.
+    """Reset an optimizer whose parameters have moved to other ranks to its state before the first step."""
+    # `__setstate__`, as in `load_state_dict`, also drops what is derived from the state, such as flat views.
     optimizer.__setstate__({"state": defaultdict(dict)})
     if isinstance(optimizer, StructuredOptimizer):
         optimizer.make_state()

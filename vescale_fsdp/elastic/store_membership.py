@@ -1,6 +1,6 @@
-"""StoreMembership: processes agree through a torch store on the members of each epoch, in rounds.
+"""StoreMembership: processes agree on the members of each epoch through a torch store, in rounds.
 
-A **round** is one key of the store, which is only ever changed by compare-and-set:
+A **round** is one key of the store, which changes only by compare-and-set:
 
     round-0   {"entered": [a, b, c, d], "is_closed": true}      the 4 processes of the start
     round-1   {"entered": [c, a, d],    "is_closed": true}      b was killed
@@ -13,8 +13,8 @@ round finds it closed, and enters the next one. So all processes that continue a
 fails.
 
 A process shows that it lives by answering on a port (`Presence`). The kernel closes the port when the process ends in
-any way, so that a lost process is noticed at once, without heartbeats. A machine that is down does not answer, and
-counts as lost after `ANSWER_S`.
+any way, so a lost process is noticed at once, without heartbeats. A machine that does not answer within `ANSWER_S`
+counts as lost.
 
 The store must outlive every rank. ``python -m vescale_fsdp.elastic.store_server`` runs one; a
 ``torch.distributed.FileStore`` on shared storage needs no process.
@@ -45,11 +45,11 @@ from vescale_fsdp.checkpoint.ranks.stores import (
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.errors import LifecycleError, PlacementError
 
-ANSWER_S = 3.0  # a process that trains may keep the interpreter for a while before it answers
+ANSWER_S = 3.0  # a training process may hold the interpreter lock for a while before it answers
 _NONCE_BYTES = 16
 _POLL_S = 0.02
 _SETTLE_S = 0.5  # how long a round with new processes stays open after the last one has entered
-_NEWEST = "newest-round"  # key of a number to start from, for processes that have been in no round
+_NEWEST = "newest-round"  # key of the newest round's number, near which new processes start
 _REFUSED = "refused"  # key that is set when two processes have different secrets
 
 
@@ -80,7 +80,7 @@ class StoreMembership:
         timeout_s: how long the members of a round wait for processes that live but do not enter (then they continue
             without them), for enough processes, and for each answer of the store.
         host: the name or address of this machine for other processes, and the only one that this process listens on;
-            default: the address from which this machine reaches the store.
+            default: the address from which this machine reaches the store; for a store in a file, 127.0.0.1.
         secret: signs entries of the store and answers between processes; the same in all processes. Default: the
             environment's VESCALE_FSDP_SECRET. Without a secret, all processes must be on one machine.
 
@@ -149,15 +149,14 @@ class StoreMembership:
         self._presence.end()
 
     def _closed(self, number: int, deadline_s: float) -> _Round:
-        """A round when it is closed; this process enters the round first, if it is open."""
+        """Enter a round if it is open, wait until it is closed, and return it."""
         changed_s, known = time.monotonic(), _Round()
         while True:
             current = self._entered(number)
             if current.is_closed:
                 return current
-            if number == 0 and self._store.check(
-                [_REFUSED]
-            ):  # a later round continues without the new process
+            # Only in round 0: later rounds continue without a process that has another secret.
+            if number == 0 and self._store.check([_REFUSED]):
                 raise self._unlike_secrets()
             now_s = time.monotonic()
             if current != known:
@@ -167,6 +166,7 @@ class StoreMembership:
                 if members is not None:
                     self._swap(number, current, _Round(members, is_closed=True))
                     continue
+            # Twice the time-out: after the first, the round closes without absent processes, if enough are here.
             if now_s > deadline_s + self._timeout_s:
                 raise LifecycleError(
                     "Too few processes came for an epoch.",
@@ -179,7 +179,7 @@ class StoreMembership:
             time.sleep(_POLL_S)
 
     def _entered(self, number: int) -> _Round:
-        """A round as it is now, with this process in it if it is open."""
+        """Enter a round if it is open, and return its current value."""
         current = self._swap(number, None, _Round((self.name,)))
         if number > self._number and current.entered == (self.name,):
             self._store.set(_NEWEST, str(number))
@@ -188,14 +188,14 @@ class StoreMembership:
         return current
 
     def _swap(self, number: int, expected: _Round | None, wanted: _Round) -> _Round:
-        """Replace the expected value of a round (None: no value yet), and return the value that is there now."""
+        """Set a round to ``wanted`` if its value is ``expected`` (None: no value). Returns the resulting value."""
         before = "" if expected is None else expected.text
         with self._reading():
             return _Round.of(self._store.compare_set(f"round-{number}", before, wanted.text).decode())
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Read entries of other processes, which may have another secret or none."""
+        """Report an entry that was signed with another secret, or not signed, to all processes, and raise an error."""
         try:
             yield
         except ValueError as error:  # a wrong signature (PlacementError), or text that is not JSON
@@ -212,7 +212,12 @@ class StoreMembership:
         )
 
     def _complete(self, current: _Round, is_settled: bool, is_late: bool) -> tuple[str, ...] | None:
-        """The members with which this process can close a round; None if another process closes it, or not yet."""
+        """The members with which this process can close a round; None if it must wait, or another process closes it.
+
+        Args:
+            is_settled: whether no process has entered the round for a while.
+            is_late: whether the time-out for members that live but do not enter has ended.
+        """
 
         def is_here(name: str) -> bool:
             return is_present(name, self._secret)
@@ -237,7 +242,7 @@ class StoreMembership:
 
 
 class Presence:
-    """A port that this process answers on while it lives.
+    """A port on which this process answers while it lives.
 
     A process that asks sends a nonce. The answer is an HMAC of the nonce, so that no other process can give it.
 
@@ -255,9 +260,11 @@ class Presence:
     def __init__(self, host: str, secret: bytes | None = None) -> None:
         check_exposure(host, secret)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # All members may ask at once.
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self._token, self._secret = secrets.token_hex(8), secret
         self.name = f"{host}:{self._listener.getsockname()[1]}/{self._token}"
+        # Daemon: it must not outlive a process that does not call `end`.
         self._accepting = Thread(target=self._accept, name="elastic-presence", daemon=True)
         self._accepting.start()
 
@@ -267,7 +274,7 @@ class Presence:
                 asker, _ = self._listener.accept()
             except OSError:  # `end` has closed the port
                 return
-            # A thread each: a connection that sends nothing must not delay other processes.
+            # One thread per connection: a connection that sends nothing must not delay other processes.
             Thread(target=self._answer, args=(asker,), name="elastic-answer", daemon=True).start()
 
     def _answer(self, asker: socket.socket) -> None:
@@ -287,7 +294,7 @@ class Presence:
 def is_present(name: str, secret: bytes | None = None) -> bool:
     """Whether the process of this name lives, and its machine can be reached."""
     address, _, token = name.partition("/")
-    host, _, port = address.rpartition(":")
+    host, _, port = address.rpartition(":")  # IPv6 addresses have colons
     nonce = secrets.token_bytes(_NONCE_BYTES)
     expected = _answer_to(nonce, token, secret)
     try:
@@ -308,12 +315,9 @@ def _received(connection: socket.socket, nbytes: int) -> bytes:
     Raises:
         TimeoutError: if they do not arrive within `ANSWER_S`.
     """
-    data, deadline_s = (
-        b"",
-        time.monotonic() + ANSWER_S,
-    )  # for all bytes together, in however many parts they come
+    data, deadline_s = b"", time.monotonic() + ANSWER_S  # one deadline for all bytes
     while len(data) < nbytes:
-        connection.settimeout(max(1e-3, deadline_s - time.monotonic()))
+        connection.settimeout(max(1e-3, deadline_s - time.monotonic()))  # 0 would make it non-blocking
         more = connection.recv(nbytes - len(data))
         if not more:
             break

@@ -1,4 +1,4 @@
-"""A store in a process of its own: ``python -m vescale_fsdp.elastic.store_server --port 29500``, once per job.
+"""A store server for elastic jobs: ``python -m vescale_fsdp.elastic.store_server --port 29500``, once per job.
 
 The store of `StoreMembership` must outlive all ranks. On a cluster, run it next to the scheduler's script, on the
 machine that is least likely to fail.
@@ -17,8 +17,8 @@ from vescale_fsdp.checkpoint.ranks.stores import bound_store, check_exposure, se
 
 
 def main() -> None:
-    """Serve until this process is ended by a signal."""
-    parser = argparse.ArgumentParser(description="The store of an elastic job, in a process of its own.")
+    """Run a store server until a signal ends this process."""
+    parser = argparse.ArgumentParser(description="Run the store of an elastic job in its own process.")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     parser.add_argument("--port", type=int, default=29500, help="the port; 0 for any free port")
     options = parser.parse_args()

@@ -1,13 +1,13 @@
 """TorchftMembership: torchft's lighthouse decides on the members of each epoch.
 
-Every process is a replica of one rank. torchft's manager server sends its heartbeats, and torchft's quorum, which
-processes ask for after every step, gives the members. torchft's process groups and its healing of one replica from
-another are not used: the layouts are planned again for the new ranks.
+Every process is a torchft replica of one rank, whose manager server sends heartbeats. torchft's quorum, which every
+process requests after each step, gives the members. torchft's process groups and its healing of one replica from
+another are not used, since layouts are planned again for the new ranks.
 
-    torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 --heartbeat_timeout_ms 1000 &     outside of all ranks
+    torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 --heartbeat_timeout_ms 1000 &     not in a rank
     membership = TorchftMembership("http://node0:29510", num_first=4)
 
-The lighthouse notices a lost process by its heartbeats, so that detection takes ``heartbeat_timeout_ms``.
+The lighthouse notices a lost process when its heartbeats stop, after ``heartbeat_timeout_ms``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TorchftMembership:
     """A `Membership` that asks torchft's lighthouse (torchft 0.2; ``pip install torchft``).
 
     Args:
-        lighthouse: its address.
+        lighthouse: address of the lighthouse, such as ``http://node0:29510``.
         num_first: number of processes at the start of the job.
         timeout_s: how long to wait for a quorum, and for the first processes.
         host: the name or address of this machine for other processes, and the only one that this process listens on;
@@ -63,7 +63,7 @@ class TorchftMembership:
 
         if host is None:
             where = urlsplit(lighthouse)
-            host = local_address(where.hostname or "127.0.0.1", where.port or 1)
+            host = local_address(where.hostname or "127.0.0.1", where.port or 1)  # any port: nothing is sent
         check_exposure(host, secret_of(None))  # torchft signs nothing, so its network must be private
         timeout = timedelta(seconds=timeout_s)
         self._num_first, self._timeout_s = num_first, timeout_s
@@ -78,15 +78,15 @@ class TorchftMembership:
             world_size=1,
             heartbeat_interval=timedelta(seconds=heartbeat_s),
             connect_timeout=timeout,
-            quorum_retries=0,
+            quorum_retries=0,  # `wait` asks again
         )
         self._client: Any = ManagerClient(self._server.address(), connect_timeout=timeout)
-        self._epoch = -1
+        self._epoch = -1  # none yet
         self._epoch_store: BoundedStore | None = None  # torch keeps no reference to a store written in Python
         self._next: Any = None  # a new quorum that `has_changed` got, for `wait`
 
     def wait(self) -> Quorum:
-        """Ask the lighthouse; returns when all processes that live have asked, and are enough to start."""
+        """Ask the lighthouse for the next quorum; returns when all live processes have asked and there are enough."""
         deadline_s = time.monotonic() + self._timeout_s
         quorum, self._next = self._next, None
         # Processes that have trained continue in any number; at the start `num_first` are needed.
@@ -106,7 +106,7 @@ class TorchftMembership:
                 )
             quorum = self._ask(has_failed=self._epoch >= 0)
         self._epoch = quorum.quorum_id
-        host, _, port = quorum.store_address.rpartition(":")
+        host, _, port = quorum.store_address.rpartition(":")  # IPv6 addresses have colons
         store = within(
             self._timeout_s,
             lambda: dist.TCPStore(host, int(port), is_master=False),
@@ -117,17 +117,17 @@ class TorchftMembership:
         return Quorum(self._epoch, tuple(quorum.replica_ids), quorum.replica_rank, prefixed)
 
     def has_changed(self) -> bool:
-        """Whether the lighthouse has other members than before. A collective of all members."""
+        """Whether the lighthouse has a new quorum, with other members. A collective of all members."""
         quorum = self._ask(has_failed=False)
         self._next = quorum if quorum.quorum_id != self._epoch else None
         return self._next is not None
 
     def leave(self) -> None:
-        """End the heartbeats."""
+        """Stop the heartbeats, so that the lighthouse counts this process as lost."""
         self._server.shutdown()
 
     def _ask(self, *, has_failed: bool) -> Any:
-        """The lighthouse's quorum, once all processes that live have asked; with a new number after a failure."""
+        """The lighthouse's quorum, once all live processes have asked; with a new number if ``has_failed``."""
         return self._client._quorum(  # torchft has no public name for this call of its own manager
             group_rank=0,
             step=int(self._epoch >= 0),  # 0 until this process has been in an epoch

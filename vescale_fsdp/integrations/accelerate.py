@@ -2,9 +2,9 @@
 
     accelerator = Accelerator(fsdp_plugin=VescalePlugin(granularity={"*.down_proj.weight": Rows(32)}))
 
-The plugin is accelerate's own with ``fsdp_version=2``. Its constructor calls `install`, which replaces torch's
-functions in the whole process until ``plugin.installation.uninstall()``. accelerate uses the newest plugin of a
-process.
+The plugin is a subclass of accelerate's own, with ``fsdp_version=2``. Its constructor calls `install`, which replaces
+torch's functions in the whole process until ``plugin.installation.uninstall()``. accelerate uses the newest plugin of
+a process.
 """
 
 from __future__ import annotations
@@ -54,6 +54,6 @@ class VescalePlugin(FullyShardedDataParallelPlugin):
                 got=f"fsdp_version={self.fsdp_version}, as an argument or in the variable FSDP_VERSION",
                 todo="set fsdp_version: 2 in the plugin, the YAML file or the launcher's options",
             )
-        super().__post_init__()
+        super().__post_init__()  # fills in the policies that are checked next
         check_policies(self.mixed_precision_policy or MixedPrecisionPolicy(), self.cpu_offload)
         self.installation = install(granularity=self.granularity, padding_policy=self.padding_policy)

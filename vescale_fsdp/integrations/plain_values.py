@@ -1,4 +1,4 @@
-"""Values of a stack that are saved next to the shards: which of them a checkpoint can store, and reading."""
+"""Values of a stack that are saved next to the shards: selection of storable values, and reading."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def split_storable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     for key, value in values.items():
         try:
             encode(value, key, _AnySink())
-        except CheckpointError:
+        except CheckpointError:  # raised by `encode` for values that a checkpoint cannot store
             others[key] = value
         else:
             stored[key] = value

@@ -24,7 +24,7 @@ def parse_json(data: bytes | str, *, is_text: bool = False) -> Any:
             which of the two values they use).
     """
     if is_text and isinstance(data, bytes):
-        data = data.decode(json.detect_encoding(data))
+        data = data.decode(json.detect_encoding(data))  # strict; `json.loads` lets surrogates pass
     try:
         value = json.loads(data, object_pairs_hook=_unique)
         if is_text and isinstance(data, str) and _SURROGATE.search(data):
@@ -48,8 +48,9 @@ def whole_numbers(values: Iterable[Any], count: int | None = None) -> tuple[int,
         ValueError: for anything but integers from 0 to 2**63 - 1, or another count of them.
     """
     numbers = values if type(values) is tuple else tuple(values)
+    # Iterating text or a dict would give characters or keys; `type`, because True is an int.
     if isinstance(values, (str, dict)) or any(type(n) is not int or not 0 <= n < _LIMIT for n in numbers):
-        raise ValueError(f"{values!r:.80} are not sizes")
+        raise ValueError(f"{values!r:.80} are not sizes")  # cut short: the file decides how long it is
     if count is not None and len(numbers) != count:
         raise ValueError(f"{len(numbers)} numbers instead of {count}")
     return numbers
@@ -63,7 +64,7 @@ def tensor_shape(values: Iterable[Any]) -> tuple[int, ...]:
             torch compute strides) of 2**63 or more.
     """
     sizes = values if isinstance(values, (tuple, str, dict)) else tuple(values)
-    if len(sizes) > MAX_DIMS:  # before the sizes are looked at: there may be any number of them
+    if len(sizes) > MAX_DIMS:  # checked first, because there may be any number of sizes
         raise ValueError(f"{len(sizes)} dims, of at most {MAX_DIMS}")
     shape = whole_numbers(sizes)
     if math.prod(size or 1 for size in shape) >= _LIMIT:

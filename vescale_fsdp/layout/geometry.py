@@ -84,7 +84,7 @@ class Box:
 
     def chunk(self, dim: int, num_chunks: int, index: int) -> Box:
         """The part of this box on rank ``index`` under ``Shard(dim)`` over ``num_chunks`` ranks; it may be empty."""
-        dim %= len(self.sizes)
+        dim %= len(self.sizes)  # dims may be negative
         chunk = chunk_of(self.sizes[dim], num_chunks, index)
         return self.with_range(dim, self.offsets[dim] + chunk.start, chunk.numel)
 
@@ -120,6 +120,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
+# DCP and checkpoints ask several times for the boxes of each piece.
 @lru_cache(maxsize=4096)
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
     """Cut the flat range [start, stop) of a tensor into boxes, in flat order.
@@ -184,7 +185,7 @@ def run_start(shape: Sequence[int], box: Box) -> int | None:
 
 
 def chunk_of(numel: int, num_chunks: int, index: int) -> FlatRange:
-    """Chunk ``index`` of ``numel`` items as ``Shard`` and ``torch.chunk`` cut them: the last ones short or empty.
+    """Chunk ``index`` of ``numel`` items, cut as by ``Shard`` and ``torch.chunk``: the last chunks are short or empty.
 
     >>> [chunk_of(5, 3, index) for index in range(3)]
     [FlatRange(start=0, stop=2), FlatRange(start=2, stop=4), FlatRange(start=4, stop=5)]
@@ -211,7 +212,7 @@ class RunLengths(Sequence[int]):
                 joined[-1] = (joined[-1][0] + count, value)
             elif count:
                 joined.append((count, value))
-        object.__setattr__(self, "runs", tuple(joined))
+        object.__setattr__(self, "runs", tuple(joined))  # the class is frozen
 
     @classmethod
     def of(cls, values: Iterable[int]) -> RunLengths:
@@ -259,7 +260,7 @@ class RunLengths(Sequence[int]):
 
     def start(self, index: int) -> int:
         """Sum of the values before an index; ``index == len(self)`` gives the total."""
-        run = bisect_right(self._firsts, index) - 1
+        run = bisect_right(self._firsts, index) - 1  # the last run that begins at or before the index
         if run == len(self.runs):
             return self.total
         return self._starts[run] + (index - self._firsts[run]) * self.runs[run][1]
@@ -275,6 +276,7 @@ class RunLengths(Sequence[int]):
             (_, value), origin = self.runs[run], self._starts[run]
             if value:
                 first = (max(start, origin) - origin) // value
+                # - 1: the last element, not the end
                 last = (min(stop, self._starts[run + 1]) - 1 - origin) // value
                 yield from range(self._firsts[run] + first, self._firsts[run] + last + 1)
             run += 1
@@ -286,6 +288,7 @@ class RunLengths(Sequence[int]):
         (1, 0, 4, 0)
         """
         runs = []
+        # `_starts` also has the end
         for (count, value), origin in zip(self.runs, self._starts, strict=False):
             # Each edge is inside at most one index of a run. All indices between two marks have the same number.
             at = [(edge - origin) // value for edge in (start, stop)] if value else []

@@ -14,6 +14,11 @@ never larger than the tensor: ``Rows(128)`` on a tensor of 100 rows keeps it who
 
 A *row* is always a run of the last dim. In a stack of expert matrices (E, m, k) rows are those of the inner matrices,
 so an expert can be cut between rows, and a stack needs no more padding than its matrices.
+
+The planner only calls `Granularity.block_numel`. A new block type also needs a text in `parse_granularity`. Two other
+files distinguish the types, because their state has one scale per block: `quantize/codec.py` (`grid_of` accepts `Flat`
+and `Tiles`) and `optim/adamw8bit.py` (stores the block as text). `optim/shampoo_blocks.py` and `optim/muon.py` choose
+among the types.
 """
 
 from __future__ import annotations
@@ -152,7 +157,7 @@ class Whole(Granularity):
     def __post_init__(self) -> None:
         if self.per not in ("tensor", "matrix"):
             raise LayoutError(
-                "Whole cannot keep this whole.",
+                "This value of per is not valid.",
                 expected="per='tensor' or per='matrix'",
                 got=repr(self.per),
                 where="Whole(per=...)",
@@ -188,7 +193,7 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
         param: the parameter, passed to a function rule.
 
     Raises:
-        LayoutError: if the rule is none of these or does not give a Granularity.
+        LayoutError: if the rule has another type, or gives anything but a Granularity or its text.
     """
     value: object = rule
     if rule is None:
@@ -196,6 +201,7 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
     elif isinstance(rule, Mapping):
         matches = (value for pattern, value in rule.items() if fnmatch.fnmatchcase(fqn, pattern))
         value = next(matches, Element())
+    # A class is callable too, but passed by mistake: `_granularity` says so.
     elif callable(rule) and not isinstance(rule, (Granularity, type)):
         value = rule(fqn, param)
     return _granularity(value, f"parameter {fqn!r}")
@@ -226,7 +232,7 @@ def _granularity(value: object, where: str) -> Granularity:
     if isinstance(value, type) and issubclass(value, Granularity):
         todo = f"pass a value of the class {value.__name__}: {_EXAMPLES.get(value, value.__name__ + '(..)')}"
     raise LayoutError(
-        "The granularity rule did not give a granularity.",
+        "The granularity rule did not return a granularity.",
         expected=f"Element(), Flat(n), Rows(n), Tiles(r, c) or Whole(), or a text: {_GRAMMAR}",
         got=repr(value),
         where=where,
@@ -259,6 +265,7 @@ def check_patterns(rule: GranularityRule, fqns: Sequence[str]) -> None:
     unmatched = [p for p in rule if not any(fnmatch.fnmatchcase(fqn, p) for fqn in fqns)]
     if not unmatched:
         return
+    # Below difflib's default, because wildcards make a pattern unlike the name that it means.
     near = {pattern: difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) for pattern in unmatched}
     raise LayoutError(
         "A pattern of the granularity mapping matches no parameter.",
@@ -294,7 +301,7 @@ def parse_granularity(text: str) -> Granularity:
         if kind == "whole" and argument in ("", "tensor", "matrix"):
             return Whole("matrix" if argument == "matrix" else "tensor")
     except ValueError as error:
-        if isinstance(error, LayoutError):
+        if isinstance(error, LayoutError):  # a ValueError that says more than the one below
             raise
     raise LayoutError(
         "This text does not name a granularity.",
@@ -316,7 +323,7 @@ def parse_granularities(texts: Sequence[str]) -> dict[str, Granularity]:
     Raises:
         LayoutError: for a text without a granularity, or two that differ for the same pattern.
     """
-    rules = [text.rpartition("=") for text in texts]
+    rules = [text.rpartition("=") for text in texts]  # a granularity has no =, a pattern may have
     by_pattern: dict[str, Granularity] = {}
     # The first match wins, so the text for all tensors, without a pattern, comes last.
     for pattern, _, rule in sorted(rules, key=lambda rule: not rule[0]):

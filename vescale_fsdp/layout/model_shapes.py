@@ -28,7 +28,7 @@ class ParamShape:
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool = True
-    param: Any = field(default=None, compare=False, repr=False)  # the parameter itself, if there is one
+    param: Any = field(default=None, compare=False, repr=False)  # the parameter, if shapes come from a module
 
     @property
     def ndim(self) -> int:
@@ -87,7 +87,7 @@ def _of_entry(fqn: str, entry: Any, dtype: str) -> ParamShape:
 
 
 def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob("*.safetensors"))  # glob has no order
     if not files:
         raise LayoutError(
             "The folder contains no safetensors files.",
@@ -101,8 +101,13 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
         with file.open("rb") as stream:
             try:
                 entries, _ = read_header(
-                    lambda _, nbytes: stream.read(nbytes), file.stat().st_size, file, whole=False
+                    # whole=False: headers are enough to plan
+                    lambda _, nbytes: stream.read(nbytes),
+                    file.stat().st_size,
+                    file,
+                    whole=False,
                 )
+            # One class for all bad input of a plan.
             except (ConversionError, CorruptCheckpointError) as error:
                 raise LayoutError(
                     error.problem, expected=error.expected, got=error.got, where=error.where, todo=error.todo
@@ -115,6 +120,7 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key that compares runs of digits as numbers, so that layer 2 comes before layer 10."""
     parts = re.split(r"(\d+)", name)
+    # The first number keeps digits and text from being compared with each other.
     return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)
 
 

@@ -35,13 +35,14 @@ from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.group_layout import PieceRun, runs_between
 
 MAX_PERIOD = 8  # sizes in a repeated list; an expert has at most three matrices and three biases
-ANY_NUMBER = 1 << 62
+ANY_NUMBER = 1 << 62  # stands for no limit
 
-MAX_SCAN = 64  # up to this many multiples are all tried
+MAX_SCAN = 64  # up to this many multiples, the search tries each
 PRECISION = 1_000_000  # S is within one part in this many of the smallest that the search could find
-# Another order must make S smaller by more than one part in this many, because definition order helps debugging.
+# Another order is tried only if it may make S smaller by more than one part in this many: definition order is easier to
+# debug.
 WORTH_REORDERING = 1000
-MAX_PUT_BACK = 16  # scattered tensors that are tried, one by one, as contiguous ones
+MAX_PUT_BACK = 16  # scattered tensors for which the search tries, one by one, a contiguous position
 
 Size = tuple[int, int]
 """(numel, block_numel) of a tensor."""
@@ -93,7 +94,7 @@ def fold_repeats(sizes: Sequence[Size], align_numel: int) -> list[RepeatedSizes]
         best = RepeatedSizes((sizes[index],), 1)
         for period in range(1, MAX_PERIOD + 1):
             part = tuple(sizes[index : index + period])
-            if any(numel % align_numel for numel, _ in part):
+            if any(numel % align_numel for numel, _ in part):  # folded sizes follow each other without gaps
                 break
             repeats = 1
             while tuple(sizes[index + repeats * period : index + (repeats + 1) * period]) == part:
@@ -147,7 +148,7 @@ def place_in_order(
 
 
 def _repeats_at(start: int, sizes: tuple[Size, ...], period_numel: int, shard_numel: int) -> int:
-    """How often the sizes fit in a row from an aligned start: any number of times, or as often as this shard holds."""
+    """Number of repetitions that fit from an aligned start: any number, or as many as the rest of this shard holds."""
     room = shard_numel - start % shard_numel
     offset = 0
     for numel, block in sizes:
@@ -170,6 +171,7 @@ def starts_of(placed: Iterable[PlacedSizes]) -> Iterator[int]:
 def _legal_start(start: int, numel: int, block: int, shard_numel: int, align_numel: int) -> int | None:
     """First aligned position from ``start`` (aligned) at which no block is cut, in an endless buffer."""
     room = shard_numel - start % shard_numel
+    # Whole blocks that keep the start aligned.
     step = block if block % align_numel == 0 else math.lcm(block, align_numel)
     for _ in range(2):  # in this shard or the next; later shards are like the next
         if numel <= room:
@@ -188,6 +190,7 @@ def free_gaps(
     """The gaps of at least ``least_numel`` elements per rank that half-open, disjoint spans of the buffer leave."""
     gaps: list[Gap] = []
     cursor = 0
+    # The last span is the end of the buffer.
     for start, stop in (*sorted(spans), (num_shards * shard_numel,) * 2):
         cursor = round_up(cursor, align_numel)
         if start - cursor >= least_numel:
@@ -222,7 +225,7 @@ def place_scattered(
     runs: list[PieceRun] = []
     remaining = [gap for gap in gaps if gap not in chosen]
     left = numel
-    for gap in sorted(chosen):
+    for gap in sorted(chosen):  # pieces are in rank order
         taken = _take(gap, left, block_numel)
         remaining.extend(_leave(gap, taken, align_numel))
         left -= sum(run.numel for run in taken)
@@ -274,10 +277,10 @@ def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
     low = _volume_bound(sizes, num_shards, align_numel)
     least = least_shard(sizes, num_shards, align_numel)
     best: Packing | None = None
-    # Definition order first: it is kept unless the other one is strictly better.
+    # Definition order comes first. The other order is tried only if it may be worth it, and must be strictly better.
     defined = tuple(range(len(sizes)))
     by_block = tuple(sorted(defined, key=lambda index: (-sizes[index][1], -sizes[index][0])))
-    for order in dict.fromkeys((defined, by_block)):
+    for order in dict.fromkeys((defined, by_block)):  # once, if both orders are equal
         repeated = fold_repeats([sizes[index] for index in order], align_numel)
         place = partial(place_in_order, repeated, num_shards, align_numel=align_numel)
         smallest = _smallest_shard(sizes, place, low, bound, align_numel)
@@ -287,12 +290,12 @@ def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
             best = Packing(bound, tuple(Position(starts[index]) for index in range(len(sizes))))
         if bound - least <= bound // WORTH_REORDERING:
             break
-    assert best is not None  # a shard that holds everything is below the first bound
+    assert best is not None  # the first bound is above a shard that holds everything, which is feasible
     return best
 
 
 def least_shard(sizes: Sizes, num_shards: int, align_numel: int) -> int:
-    """A lower bound on the shard size for any order of the tensors; mostly it is reached."""
+    """A lower bound on the shard size for any order of the tensors; mostly it is feasible."""
     low = _volume_bound(sizes, num_shards, align_numel)
     for start, stop, step in _possible(sizes, low, align_numel):
         first = round_up(start, step)
@@ -328,7 +331,7 @@ def _possible(sizes: Sizes, low: int, align_numel: int) -> Iterator[tuple[int, i
 def _least_cut_once(numel: int, block_numel: int) -> int:
     """The smallest S with ``numel <= S // block * block + S``."""
     # For k whole blocks per shard, S is in [k*b, (k+1)*b) and at least numel - k*b.
-    blocks = max(0, -(-(numel + 1) // block_numel) // 2 - 1)
+    blocks = max(0, -(-(numel + 1) // block_numel) // 2 - 1)  # an estimate from below
     while numel - blocks * block_numel >= (blocks + 1) * block_numel:
         blocks += 1
     return max(blocks * block_numel, numel - blocks * block_numel)
@@ -355,7 +358,7 @@ def _smallest_shard(
         if placed is not None:
             return first, placed
         best: tuple[int, Placed] | None = None
-        # Coarse steps first: they bound the many multiples of the fine ones.
+        # Coarse steps first: their result bounds the many multiples of fine steps.
         for step in sorted({math.lcm(step, forced) for step in steps}, reverse=True):
             better = _smallest_multiple(place, step, start, end)
             if better is not None:
@@ -370,8 +373,8 @@ def _smallest_multiple(
 ) -> tuple[int, Placed] | None:
     """The smallest feasible multiple of ``step`` in [low, below), and its placement.
 
-    Of a few multiples, all are tried. Of many, those above a feasible one are assumed feasible, and the result is
-    the smallest to one part in `PRECISION`.
+    If there are few multiples, all are tried. If there are many, all above a feasible one are assumed feasible, and
+    the result is the smallest to one part in `PRECISION`.
     """
     first, last = -(-low // step), (below - 1) // step
     probe, reach = first, 1 if last - first < MAX_SCAN else 1 + (last - first) // PRECISION
@@ -437,6 +440,7 @@ def _place_mixed(
     placed = place_in_order(repeated, num_shards, shard_numel, align_numel)
     if placed is None:
         return None
+    # The default is at least as large as any gap: nothing is scattered.
     least_numel = min((sizes[index][1] for index in scattered), default=num_shards * shard_numel)
     spans = [(start, stop) for start, stop, _ in placed]
     gaps = free_gaps(spans, num_shards, shard_numel, align_numel, least_numel)

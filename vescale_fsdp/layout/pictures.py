@@ -29,8 +29,8 @@ class Canvas:
     """The shapes of one picture, back to front.
 
     Args:
-        title: of the SVG document.
-        width_px, height_px: its size; the height may be set last.
+        title: title of the SVG document.
+        width_px, height_px: size of the picture; the height may be set last.
     """
 
     def __init__(self, title: str, width_px: float, height_px: float = 0) -> None:
@@ -46,6 +46,7 @@ class Canvas:
         fill = "url(#padding)" if fill == PADDING else fill
         edge = f" stroke='{stroke}' stroke-width='0.8'" if stroke else ""
         self._shapes.append(
+            # At least 0.6: a narrower band would be invisible.
             f"<rect x='{x:.2f}' y='{y:.2f}' width='{max(width, 0.6):.2f}' height='{height:.2f}' "
             f"fill='{fill}'{edge}>{_title(tip)}</rect>"
         )
@@ -78,7 +79,7 @@ class Canvas:
         anchor: str = "start",
         bold: bool = False,
     ) -> None:
-        """A line of text; ``anchor``, "start", "middle" or "end", is the part of its baseline at the point."""
+        """A line of text; ``anchor`` is the part of the text that is at x: "start", "middle" or "end"."""
         weight = " font-weight='600'" if bold else ""
         self._shapes.append(
             f"<text x='{x:.2f}' y='{y:.2f}' font-size='{size}' fill='{color}' "
@@ -129,7 +130,7 @@ def layout_picture(layouts: Sequence[GroupLayout], title: str = "layout") -> Can
     """Draw one group, buffer by buffer: a lane per rank, then a bar per tensor.
 
     Args:
-        layouts: of its buffers, at least one. Large ones are drawn in part.
+        layouts: one layout per buffer of the group. Large layouts are drawn in part.
         title: headline of the picture.
     """
     canvas = Canvas(title, LABEL_PX + BODY_PX + 40)
@@ -148,9 +149,9 @@ def layout_picture(layouts: Sequence[GroupLayout], title: str = "layout") -> Can
 
 
 def rank_color(rank: int, num_shards: int, *, shade: bool = False) -> str:
-    """The fill of a rank, in one of two shades: hues spread over at most 16 ranks, then repeat."""
+    """The fill color of a rank, in one of two shades. At most 16 ranks have different hues; then the hues repeat."""
     cycle = min(max(num_shards, 3), 16)
-    # Steps of 3/8 of the circle give adjacent ranks clearly different hues.
+    # Steps of the golden angle, about 3/8 of the circle, give adjacent ranks clearly different hues.
     hue = (0.58 + (rank % cycle) * (1 / cycle if cycle < 7 else 0.381966)) % 1.0
     red, green, blue = colorsys.hls_to_rgb(hue, 0.80 if shade else 0.72, 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
@@ -183,12 +184,12 @@ def _percent(ratio: float) -> str:
 
 def _fit(label: str, width_px: float, size: float = 10.5) -> str:
     """The label if it fits, its start and end if those fit, else nothing."""
-    room = int((width_px - 6) / (size * 0.56))
+    room = int((width_px - 6) / (size * 0.56))  # a character is about 0.56 of the font size wide
     if len(label) <= room:
         return label
     if room < 9:
         return ""
-    tail = (room - 1) * 2 // 3
+    tail = (room - 1) * 2 // 3  # names of one model differ most at their ends
     return f"{label[: room - 1 - tail]}…{label[-tail:]}"
 
 
@@ -230,7 +231,7 @@ def _draw_shards(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top
                 f"{slot.fqn} {list(slot.shape)}: elements [{piece.range.start:,}, {piece.range.stop:,}) of "
                 f"{slot.numel:,} on rank {rank} at {piece.local_offset:,}"
             )
-            stroke = PAPER if width > 3 else ""
+            stroke = PAPER if width > 3 else ""  # an edge would cover a narrower band
             _draw_band(canvas, start, (width, LANE_PX), fill, names[slot.fqn], tip, stroke=stroke)
         y += LANE_PX + 4
     return y
@@ -258,7 +259,7 @@ def _draw_tensors(canvas: Canvas, layout: GroupLayout, names: dict[str, str], to
 
 def _draw_bar(canvas: Canvas, layout: GroupLayout, slot: TensorSlot, y: float) -> None:
     scale = BODY_PX / slot.numel
-    holders = list(islice(layout.holders(slot), MAX_SEGMENTS + 1))
+    holders = list(islice(layout.holders(slot), MAX_SEGMENTS + 1))  # one more shows that there are too many
     if len(holders) > MAX_SEGMENTS:
         runs = layout.runs_of(slot)
         count, last = sum(run.num_ranks for run in runs), runs[-1].first_rank + runs[-1].num_ranks - 1
@@ -271,7 +272,7 @@ def _draw_bar(canvas: Canvas, layout: GroupLayout, slot: TensorSlot, y: float) -
         tip = f"{slot.fqn}: rank {rank} holds [{piece.range.start:,}, {piece.range.stop:,})"
         _draw_band(canvas, start, size, rank_color(rank, layout.num_shards), f"rank {rank}", tip)
     block_px = slot.block_numel * scale
-    if block_px >= 4:
+    if block_px >= 4:  # closer ticks would merge
         for tick in range(1, -(-slot.numel // slot.block_numel)):
             x = LABEL_PX + tick * block_px
             canvas.line([(x, y + BAR_PX), (x, y + BAR_PX + 4)], QUIET, width=0.8)
@@ -308,7 +309,7 @@ def padding_picture(curves: Sequence[Curve], title: str, *, limit: float | None 
     canvas.text(20, 52, "padding in % of the payload (dashed: copied after a gather)", size=12, color=QUIET)
     shards = [count for count, _, _ in curves[0].points] if curves else []
     highest = max((max(p, c) for curve in curves for _, p, c in curve.points), default=0.0)
-    top_power = max(1, math.ceil(math.log10(max(highest * 100, 1e-9))))
+    top_power = max(1, math.ceil(math.log10(max(highest * 100, 1e-9))))  # 1e-9, because zero has no logarithm
     _draw_axes(canvas, shards, top_power)
     if limit:
         y = _chart_y(limit, top_power)

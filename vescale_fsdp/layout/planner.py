@@ -1,4 +1,4 @@
-"""The planner: tensors with blocks in, the smallest shard and every offset out. Integers only.
+"""The planner computes the smallest shard, and the offset of every tensor in the buffer. Integers only.
 
 `plan_group` and `plan_buffers` are the only way to a layout. `packing` searches for the smallest shard; this module
 checks the input, caches plans (equal lists of sizes, such as the layers of a model, are planned once) and compares the
@@ -42,7 +42,7 @@ ALIGN_BYTES = 128
 # Prices in hundredths of "one element sent by a collective" or "one element kept in memory": time and memory weigh the
 # same. They are integers, so that every machine makes the same decision.
 PADDED_WIRE_PRICE = 100  # a padded element is sent in every gather and reduction of its group
-PADDED_MEMORY_PRICE = 100  # and occupies the gathered buffer; its share of the sharded states is not counted
+PADDED_MEMORY_PRICE = 100  # a padded element is in the gathered buffer; sharded states are not counted
 COPIED_TIME_PRICE = 13  # copies take about 13 % of the time of the collective: arXiv 2602.22437, table 1
 COPIED_MEMORY_PRICE = 100  # a copied tensor is in memory twice while its unit is unsharded
 MESSAGE_PRICE = 100 << 17  # a second message takes as long as 128 Ki elements: about 5 us at 50 GB/s in bf16
@@ -131,7 +131,7 @@ def plan_by_rows(
     """Cut every tensor along its first dim as ``torch.chunk`` does, for code that expects FSDP2's shards.
 
     Rank r owns rows ``[r * c, (r + 1) * c)`` of each tensor, ``c = ceil(rows / num_shards)``; the last ranks own fewer
-    or none. Every shard has room for c rows of each, so padding is FSDP2's, and all tensors are scattered.
+    or none. Every shard has room for c rows of each tensor, so the padding equals FSDP2's, and tensors are scattered.
 
     Args:
         tensors: as for `plan_group`, of at least one dim each.
@@ -147,6 +147,7 @@ def plan_by_rows(
         rows, numel = tensor.shape[0], tensor.numel
         chunk = chunk_of(rows, num_shards, 0).numel
         row_numel = numel // rows if rows else 0
+        # The LCM, because blocks must be whole rows, too.
         block = max(1, min(math.lcm(tensor.block_numel, max(1, row_numel)), numel))
         if chunk < rows and (chunk * row_numel) % block:
             raise LayoutError(
@@ -228,12 +229,13 @@ def _plan_sizes(sizes: Sizes, num_shards: int, align_numel: int, scatter: Scatte
         if 1 < block < numel:
             by_block.setdefault(block, []).append(index)
     classes = [(sum(sizes[index][0] for index in members), members) for members in by_block.values()]
+    # Ties by the size and block of the first member, so that every machine decides alike.
     classes.sort(key=lambda numel_and_members: (numel_and_members[0], sizes[numel_and_members[1][0]]))
     scattered: set[int] = set()
     for numel, members in classes[:MAX_SCATTERED_CLASSES]:
         scattered.update(members)
         if len(scattered) > MAX_COPIED_TENSORS or _price(0, numel) >= price(best):
-            break  # later classes are even larger
+            break  # later classes are larger still
         packing = pack_scattered(sizes, frozenset(scattered), num_shards, align_numel, best.shard_numel)
         if packing is not None and price(packing) < price(best):
             best = packing
@@ -307,7 +309,7 @@ def _best_split(sizes: Sizes, num_shards: int, align_numel: int) -> frozenset[in
     movable = [members for members in largest[:MAX_CLASSES] if 0 not in members]
     splits = [
         frozenset(i for bit, members in enumerate(movable) if choice >> bit & 1 for i in members)
-        for choice in range(1, 1 << len(movable))
+        for choice in range(1, 1 << len(movable))  # 0 would move nothing
     ]
 
     def parts_of(second: frozenset[int]) -> tuple[Sizes, Sizes]:
@@ -317,7 +319,7 @@ def _best_split(sizes: Sizes, num_shards: int, align_numel: int) -> frozenset[in
         )
 
     best, least_numel = frozenset[int](), pack_contiguous(sizes, num_shards, align_numel).shard_numel
-    # Lower bounds are mostly reached: few splits are packed before the bounds exclude the others.
+    # Lower bounds are mostly feasible, so few splits are packed before the bounds exclude all others.
     bounds = [
         (sum(least_shard(part, num_shards, align_numel) for part in parts_of(split)), split)
         for split in splits

@@ -42,6 +42,7 @@ def read_header(
         CorruptCheckpointError: if it is not a safetensors file, or tensors do not tile its data exactly.
         ConversionError: for an element type that is not in the format.
     """
+    # -1 fails the check below.
     header_bytes = int.from_bytes(read(0, 8), "little") if file_bytes >= 8 else -1
     base = 8 + header_bytes
     # Checked before anything is allocated: the length may be any number.
@@ -52,10 +53,11 @@ def read_header(
         table = parse_json(read(8, header_bytes).decode(), is_text=True)
         metadata = _strings(table.pop("__metadata__", {}))
         entries = {name: _entry(fields, base) for name, fields in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # from JSON of another structure
         got = f"{type(error).__name__}: {error!s:.200}"
         raise _corrupt("a header of names, types, shapes and offsets", got, where) from error
     end = base
+    # By size too: an empty tensor starts where the next one does.
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start_bytes, item[1].nbytes)):
         if entry.start_bytes != end:
             expected, got = f"bytes from {end - base}", f"bytes from {entry.start_bytes - base}"

@@ -81,7 +81,7 @@ def _thresholds(signed: bool, device: torch.device) -> torch.Tensor:
 
 def zero_code(signed: bool) -> int:
     """The code of the value 0."""
-    return 127 if signed else 0
+    return 127 if signed else 0  # the signed map has 127 values below 0
 
 
 def encode_dynamic(tiles: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,12 +96,14 @@ def encode_dynamic(tiles: torch.Tensor, signed: bool) -> tuple[torch.Tensor, tor
     """
     scales = tiles.abs().amax((1, 3)).clip(_LEAST_SCALE)
     relative = tiles / scales[:, None, :, None]
+    # Right: a value equal to threshold i gets code i + 1. int32: half the memory of the default int64.
     codes = torch.bucketize(relative, _thresholds(signed, tiles.device), out_int32=True, right=True)
     return codes.to(torch.uint8), scales
 
 
 def decode_dynamic(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
     """The fp32 values of blocks; shapes as `encode_dynamic` returns them."""
+    # int: torch reads a uint8 index as a mask
     return dynamic_map(signed, codes.device)[codes.int()] * scales[:, None, :, None]
 
 
@@ -116,7 +118,7 @@ class AdamW8bit(BatchedOptimizer):
         params: parameters or param groups. A group with ``state_bits=32`` keeps fp32 state, which embeddings need in
             some models.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, with its defaults.
-        block: elements that share a scale: ``Flat(256)``, ``Flat(2048)``, ``Tiles(32, 32)``, ... The last may be short.
+        block: elements that share a scale: ``Flat(256)``, ``Tiles(32, 32)``, ... The last block may be short.
         min_8bit_numel: parameters with fewer elements, over all ranks, keep fp32 state.
 
     Raises:
@@ -183,6 +185,7 @@ class AdamW8bit(BatchedOptimizer):
                 got=group["state_bits"],
                 todo="correct state_bits of the param group",
             )
+        # On the host, as in torch's AdamW, so that reading it does not wait for a device.
         state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         if not _is_8bit(tuple(param.shape), group["state_bits"], group["min_8bit_numel"]):
             return state | {name: torch.zeros_like(param, dtype=torch.float32) for name in _MOMENTS}
@@ -197,13 +200,14 @@ class AdamW8bit(BatchedOptimizer):
     def _kind(self, param: torch.Tensor) -> Hashable:
         stepped = self._stepped(param)
         grid = stepped.grid
+        # fp32 states are stepped as flat elements, which join whatever their shapes
         return (grid.rows, grid.scales_per_band, grid.cols) if stepped.is_8bit else ()
 
     def _stepped(self, param: torch.Tensor) -> _Stepped:
         return _Stepped(param, self.state[param], grid_of(tuple(param.shape), self._block))
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        """Step parameters as blocks if their state is 8-bit, else as flat elements. Zeros complete short blocks."""
+        """Step parameters as blocks if their state is 8-bit, else as flat elements. Zeros pad short blocks."""
         batch = [self._stepped(param) for param in params]
         beta1, beta2 = group["betas"]
         step = batch[0].state["step"]
@@ -224,7 +228,7 @@ class AdamW8bit(BatchedOptimizer):
 
 
 class _Stepped(NamedTuple):
-    """One parameter in one step."""
+    """A parameter in one step."""
 
     param: torch.Tensor
     state: dict[str, torch.Tensor]

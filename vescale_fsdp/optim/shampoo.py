@@ -2,8 +2,8 @@
 
 Shampoo here works on blocks of at most b x b: factors, roots and grafting norms belong to a block. So a rank with whole
 bands of b rows steps them without communication, and the result has the same bits on 1 and on N ranks. The planner
-makes such shards for ``granularity=Shampoo.granularity(block_size=b)``. Other cuts raise: other blocks would be another
-optimizer. Factors are ragged tensors indexed by block, so they are resharded like the parameter's rows.
+makes such shards for ``granularity=Shampoo.granularity(block_size=b)``. Other cuts raise, because other blocks would
+give other updates. Factors are ragged tensors indexed by block, so they are resharded like the parameter's rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Shampoo(BatchedOptimizer):
 
     Args:
         params: parameters or param groups.
-        lr: learning rate; with grafting, a learning rate for AdamW fits.
+        lr: learning rate; with grafting, choose it as for AdamW.
         betas: decay rates of the averaged gradient and of the factors (1.0: plain sums).
         eps: lower bound of a factor's eigenvalues; it has an effect if gradients are zero.
         relative_eps: lower bound of a factor's eigenvalues, as a fraction of its largest eigenvalue. The default is ten
@@ -44,7 +44,7 @@ class Shampoo(BatchedOptimizer):
         update_every: number of steps between two computations of the inverse roots, the most expensive part.
         start_step: the first step that uses inverse roots; earlier steps are Adam's. Default: update_every.
         grafting: ``"adam"`` scales each block's direction to the norm of Adam's direction; ``"none"`` does not.
-        graft_beta2, graft_eps: arguments of this Adam.
+        graft_beta2, graft_eps: beta2 and eps of the Adam used for grafting.
         adamw_params: parameters for AdamW, such as embeddings.
         adamw: options of AdamW.
 
@@ -150,13 +150,14 @@ class Shampoo(BatchedOptimizer):
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self.state[param] for param in params]
+        # The step is on the host, so nothing waits.
         step, beta1 = int(states[0]["step"].item()), group["betas"][0]
         locals_ = [local_tensor(param) for param in params]
         numels = [local.numel() for local in locals_]
         grad = _joined([local_grad(param) for param in params])
         averages = [local_tensor(state["exp_avg"], "state") for state in states]
         foreach_lerp_(averages, list(grad.split(numels)), 1 - beta1)
-        average = _joined(averages) / (1 - beta1**step)
+        average = _joined(averages) / (1 - beta1**step)  # Adam's bias correction
         plain = average  # the direction of the grafted optimizer
         if group["grafting"] != "none":
             beta2 = group["graft_beta2"]
@@ -168,7 +169,7 @@ class Shampoo(BatchedOptimizer):
         jobs = [_job(*each, group["block_size"]) for each in zip(params, states, parts, strict=True)]
         write_directions(jobs, step, group)
         values = _joined(locals_)
-        update.add_(values, alpha=group["weight_decay"])
+        update.add_(values, alpha=group["weight_decay"])  # decoupled, as in AdamW
         stepped = torch.add(values, update, alpha=-float(group["lr"]))
         foreach_copy_(locals_, list(stepped.split(numels)))
 
@@ -187,7 +188,7 @@ def _job(
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """1-D tensors as one in fp32; a single fp32 tensor is returned unchanged."""
+    """Concatenate 1-D tensors in fp32; a single fp32 tensor is returned unchanged."""
     if len(parts) == 1:
         return parts[0].float()
     numels = [part.numel() for part in parts]

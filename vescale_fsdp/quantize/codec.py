@@ -20,7 +20,7 @@ A tensor is divided into lines, and a *band* is a row of blocks over one or more
       bbbb                            a a a b b
       cc      last block short        c c c d d     last band short, b and d narrow
 
-A piece that begins and ends between bands can be quantised alone, without communication: its codes and scales have the
+A piece that begins and ends between bands can be quantized alone, without communication: its codes and scales have the
 same bits as those of the full tensor. A `Granularity` of the same block makes such pieces. Ranks can then gather codes
 (one byte per element, one scale per block) instead of values. Stacks (E, m, k) are treated as E * m rows.
 """
@@ -94,7 +94,7 @@ class BlockGrid:
         inner_stop = 0 if piece.stop == self.numel else piece.stop % self.band_numel
         if piece.numel and (piece.start % self.band_numel or inner_stop):
             raise LayoutError(
-                "A rank boundary cuts a quantisation block.",
+                "A rank boundary cuts a quantization block.",
                 expected=f"cuts at multiples of {self.band_numel} elements ({self.rows} x {self.line_numel})",
                 got=f"[{piece.start}, {piece.stop}) of {self.numel}",
                 where=f"{where} of shape {self.shape}",
@@ -128,7 +128,7 @@ class BlockGrid:
 
 
 def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
-    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; for tensors below 2-D, a tile is one of its rows.
+    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; below 2-D, the block of a tile is ``cols`` elements.
 
     Raises:
         LayoutError: for any other granularity.
@@ -140,14 +140,14 @@ def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
     """
     numel = numel_of(shape)
     if isinstance(block, Tiles) and len(shape) >= 2:
-        line = max(1, shape[-1])
+        line = max(1, shape[-1])  # an empty last dim
         scales_shape = (-(-(numel // line) // block.rows), -(-line // block.cols))
         return BlockGrid(shape, line, block.rows, block.cols, scales_shape)
     if isinstance(block, (Flat, Tiles)):
         run = block.numel if isinstance(block, Flat) else block.cols
         return BlockGrid(shape, run, 1, run, (-(-numel // run),))
     raise LayoutError(
-        "A quantisation block must be a Flat or Tiles granularity.",
+        "A quantization block must be a Flat or Tiles granularity.",
         expected="Flat(256), Flat(2048), Tiles(32, 32), ...",
         got=block,
         todo="pass Flat or Tiles as the block",
@@ -157,7 +157,7 @@ def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
 _E4M3_MAX = 448.0  # largest finite value of float8_e4m3fn
 _E4M3_MAX_EXPONENT = 8  # the largest power of two in e4m3 is 2^8
 _INT8_MAX = 127.0  # not 128, so that codes are symmetric
-_LEAST_AMAX = 1e-12  # blocks of zeros get this magnitude, as in torchao: no division by zero
+_LEAST_AMAX = 1e-12  # blocks of zeros get this magnitude, as in torchao, to avoid a division by zero
 _WHOLE_ROW = 1 << 40  # columns: more than any row has
 _E8M0_BIAS = 127
 _E8M0_NAN = 255
@@ -205,6 +205,7 @@ class BlockCodec(ABC):
     def grid(self, shape: tuple[int, ...]) -> BlockGrid:
         """The blocks of a tensor of this shape."""
         line_numel = shape[-1] if shape else 1
+        # A block is at most one row wide.
         return grid_of(shape, Tiles(self.rows, min(self.cols, max(line_numel, 1))))
 
     @abstractmethod
@@ -280,6 +281,7 @@ class _E4m3Codec(BlockCodec):
     largest: ClassVar[float] = _E4M3_MAX
 
     def codes_of(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        # e4m3fn has no infinity: a value that rounding puts above the maximum would become NaN
         scaled = (values * factors).clamp(-_E4M3_MAX, _E4M3_MAX)
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
@@ -317,7 +319,7 @@ class Mxfp8(_E4m3Codec):
     def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # The exponent bits of an fp32 number are its floor(log2) plus a bias; E8M0 has the same bias.
         exponent = (amax.view(torch.int32) >> 23) & 0xFF
-        biased = (exponent - _E4M3_MAX_EXPONENT).clamp(min=0)
+        biased = (exponent - _E4M3_MAX_EXPONENT).clamp(min=0)  # E8M0 has no smaller scale
         scales = torch.where(amax.isfinite(), biased, _E8M0_NAN).to(torch.uint8)
         # The factor is computed from bits: as a reciprocal it could be 2^-127, which some devices flush to 0.
         return _power_of_two(torch.where(scales == _E8M0_NAN, scales, 2 * _E8M0_BIAS - scales)), scales

@@ -33,7 +33,7 @@ from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
 
 CodecRule = BlockCodec | Mapping[str, BlockCodec] | Callable[[str, torch.Size], BlockCodec | None]
 
-# Each piece of ``rest`` is viewed in another dtype, and kernels load up to 16 bytes at once.
+# Parts of ``rest`` start at multiples of this: they are viewed in other dtypes, and kernels load up to 16 bytes.
 _ALIGN_BYTES = 16
 
 
@@ -57,7 +57,7 @@ class QuantizedGather(GatherPolicy):
         torch.bfloat16
     """
 
-    codecs: CodecRule = field(default_factory=dict, hash=False)
+    codecs: CodecRule = field(default_factory=dict, hash=False)  # a mapping has no hash
 
     def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> _CodedGather | None:
         """The gather of one group, or None if none of its parameters has a codec.
@@ -69,7 +69,7 @@ class QuantizedGather(GatherPolicy):
         return _CodedGather(layout, comm, codecs, dtype) if codecs else None
 
     def _codec_of(self, slot: TensorSlot) -> BlockCodec | None:
-        if not getattr(torch, slot.dtype).is_floating_point:
+        if not getattr(torch, slot.dtype).is_floating_point:  # codecs encode floats only
             return None
         if isinstance(self.codecs, (BlockCodec, Mapping)):
             if len(slot.shape) < 2:

@@ -16,7 +16,7 @@ import torch
 from vescale_fsdp.torch_private import pytree
 
 TreeT = TypeVar("TreeT")
-_SEQUENCES = (tuple, list)
+_SEQUENCES = (tuple, list)  # exact types: named tuples are made by other arguments
 _ATOMS = (type(None), bool, int, float, str, torch.Size)  # types without tensors inside
 
 
@@ -41,7 +41,7 @@ def _collect(tree: Any, tensors: list[torch.Tensor]) -> None:
             _collect(item, tensors)
     elif kind not in _ATOMS:
         leaves = pytree.tree_leaves(tree)
-        if len(leaves) != 1 or leaves[0] is not tree:
+        if len(leaves) != 1 or leaves[0] is not tree:  # a container that torch knows, not a leaf
             _collect(leaves, tensors)
         elif _is_dataclass(tree):
             _collect(_fields_of(tree), tensors)
@@ -77,6 +77,7 @@ def _convert(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
 
 
 def _fields_of(value: Any) -> dict[str, Any]:
+    # `dataclasses.replace` accepts only fields of __init__
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
 
 

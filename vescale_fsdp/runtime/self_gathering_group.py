@@ -12,8 +12,8 @@ gather differs from a `ParamGroup`:
 Memory is handled as for a full buffer: a reshard frees the outputs and the tensors that ``post`` returns, and the next
 gather allocates them before ``post``. Gradients are plain tensors, and are reduced as in every group.
 
-Alternative: one byte buffer per group and gather, as in FSDP2. It needs fewer collectives, but copies all gathered
-bytes in and out; such weights are large, so the copies cost more.
+Rejected alternative: one byte buffer per group and gather, as in FSDP2. It needs fewer collectives, but copies all
+gathered bytes in and out; such weights are large, so the copies cost more.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from vescale_fsdp.torch_private import restore_version, version_of
 
 
 class SelfGatheringGroup(ParamGroup):
-    """A group whose parameters are gathered by the hooks of their class. Arguments as of `ParamGroup`."""
+    """A group whose parameters are gathered by the hooks of their class. The arguments are those of `ParamGroup`."""
 
     takes_plain = False
 
@@ -77,7 +77,7 @@ class SelfGatheringGroup(ParamGroup):
     @property
     def _shard_mesh(self) -> DeviceMesh:
         mesh = self.data.mesh
-        return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
+        return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]  # the last axis shards
 
     def allocate_full(self) -> None:
         """No-op: sizes are known only once the hooks have made the tensors to send."""
@@ -170,7 +170,7 @@ class _SelfGatheringParam:
             )
         self._sizes = [each.size() for each in inputs]
         self._check_sizes()
-        flat = [each.contiguous().view(-1) for each in inputs]
+        flat = [each.contiguous().view(-1) for each in inputs]  # hooks may return any strides
         if self.outputs is None:
             self.outputs = [
                 comm.allocate_full(each.numel() * self.num_shards, each.dtype, each.device) for each in flat
@@ -218,7 +218,7 @@ class _SelfGatheringParam:
             kept = [*self.outputs, *inner, self.param.unsharded]
             self._inner = [(each, version_of(each)) for each in kept]
         else:
-            _allocate([each for each, _ in self._inner[:-1]])
+            _allocate([each for each, _ in self._inner[:-1]])  # not the parameter, a view of the others
             after.fsdp_post_all_gather(arrived, self._metadata, dtype, out=self.param.unsharded)
             for each, version in self._inner:
                 # The values are the same as before, so tensors that autograd saved are still valid.

@@ -1,4 +1,4 @@
-"""Takeover: a group adopts parameters that modules got in place of the group's own.
+"""Takeover: a group adopts parameters that have replaced the group's own parameters on its modules.
 
     event                                            before the group's first gather     after it
     load_state_dict(assign=True)                     adopted                             adopted
@@ -50,7 +50,7 @@ def rebind(group: ParamGroup, *, is_whole: bool) -> None:
         if replacements:
             # Owners of a shared parameter may have different ones: the last one wins, as in a load without assign.
             _take(group, param, replacements[-1], must_be_new=False)
-        param.spec = spec_of(param.sharded)
+        param.spec = spec_of(param.sharded)  # a conversion may have changed the dtype
         param.set_on_modules(param.sharded)
     _unite(group, all_needed=False)
     if is_whole:
@@ -70,8 +70,10 @@ def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str
     """
     full = []
     for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
+        # A unit has one load hook, which changes no tensor.
         if not loads_what_it_is_given(owner, num_own_hooks=int(is_noted_sharded(owner))):
             continue
+        # The root's path is empty.
         names = {name: f"{path}.{name}".removeprefix(".") for name in owner._parameters}
         full += [
             key
@@ -100,7 +102,7 @@ def is_own_state(group: ParamGroup, state: Mapping[str, Any]) -> bool:
 
 
 def adopt_replaced_params(group: ParamGroup) -> None:
-    """Called before a gather: adopt parameters that modules got in place of the group's own.
+    """Adopt parameters that have replaced the group's own parameters on its modules. Called before a gather.
 
     Raises:
         LifecycleError: if a parameter was replaced by one that the group cannot adopt, is still on the meta device, or
@@ -108,13 +110,13 @@ def adopt_replaced_params(group: ParamGroup) -> None:
     """
     if half_loaded_in(group.shard):
         raise LifecycleError(
-            "A load failed after it had begun to overwrite these parameters: on this rank or another one, they have "
-            "values of two states.",
+            "A failed load has overwritten these parameters in part: on at least one rank they have values of two "
+            "states.",
             expected="parameters of one state",
             got=", ".join(half_loaded_in(group.shard)[:4]),
             where=group.label,
             todo="load a complete checkpoint, by vescale_fsdp.checkpoint or load_state_dict, or call to_empty() and "
-            "initialise",
+            "initialize",
         )
     if group.is_intact():
         return
@@ -131,9 +133,9 @@ def adopt_replaced_params(group: ParamGroup) -> None:
 
 
 def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, must_be_new: bool) -> None:
-    """Adopt a parameter that a module got in place of one of the group's."""
+    """Adopt a parameter that has replaced one of the group's parameters on its modules."""
     if new is None:
-        _refuse(param, new, "by none: it was deleted, or a parametrization moved it")
+        _refuse(param, new, "by None: it was deleted, or a parametrization moved it")
     tied = managed_param_of(new)
     if tied is not None and tied is not param:
         raise LifecycleError(
@@ -154,7 +156,7 @@ def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, m
         if (new.device_mesh, new.placements, new.shape) != expected:
             placed = tuple(map(str, new.placements))
             _refuse(param, new, f"by one of shape {tuple(new.shape)} placed {placed}")
-        note_replaced(param.sharded, param.slot.fqn)
+        note_replaced(param.sharded, param.slot.fqn)  # an optimizer may have it
         param.take(new)
     else:
         _take_plain(group, param, new)
@@ -176,6 +178,7 @@ def _as_ragged(param: ManagedParam, new: nn.Parameter) -> nn.Parameter:
 @torch.no_grad()
 def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> None:
     """Adopt this rank's piece of a full tensor, which every rank has set in place of the parameter."""
+    # `.data` of a Parameter has the class of the tensor in it.
     plain = not isinstance(new, DTensor) and type(new.data) is torch.Tensor and not new.is_meta
     if not plain or group.was_gathered or param.prior.spec is not None or not group.takes_plain:
         _refuse(param, new, f"by a {type(new).__name__} on {new.device}")
@@ -185,12 +188,12 @@ def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> No
     start, stop = group.layout.piece(param.slot, group.comm.rank).range
     piece = new.detach().reshape(-1)[start:stop]
     if ours.is_meta:
-        local = piece.to(group.home, copy=True)
+        local = piece.to(group.home, copy=True)  # a view would keep the full tensor in memory
         ragged = RaggedDTensor.wrap(local, param.spec, layout_ref=ours.layout_ref)  # type: ignore[attr-defined]
         note_replaced(ours, param.slot.fqn)
         param.take(nn.Parameter(ragged, requires_grad=new.requires_grad))
     else:
-        # In place: an optimizer may already have the sharded parameter.
+        # Copy in place, because an optimizer may already have the sharded parameter.
         local_of(ours).copy_(piece)
         ours.requires_grad_(new.requires_grad)
     note_replaced(new, param.slot.fqn)
@@ -209,9 +212,9 @@ def _unite(group: ParamGroup, *, all_needed: bool) -> None:
         if all_needed and meta:
             raise LifecycleError(
                 "Parameters are still on the meta device.",
-                expected="all parameters of the unit materialised before the first forward",
+                expected="all parameters of the unit materialized before the first forward",
                 got=", ".join(meta[:4]),
-                todo="load them too, or call model.to_empty(device=...) and initialise",
+                todo="load them too, or call model.to_empty(device=...) and initialize",
             )
         if all_needed:
             raise LifecycleError(
@@ -238,7 +241,7 @@ def _unite(group: ParamGroup, *, all_needed: bool) -> None:
             view.copy_(local.reshape(-1))
         set_local(param.sharded, view)
         param.piece = view
-    group.forget_full()
+    group.forget_full()  # its views may have the old dtype or device
 
 
 def _owners(param: ManagedParam) -> str:

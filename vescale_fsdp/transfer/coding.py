@@ -1,7 +1,7 @@
 """Codes and scales of a tensor, computed by each rank from the part that it stores.
 
     measure    the largest magnitude of each block, over the items of this rank
-    agree      for blocks that several ranks have items of: the largest magnitude on any of them (`memory.CutBlocks`)
+    agree      for blocks that span ranks: the largest magnitude on any rank (`memory.CutBlocks`)
     scales     the codec computes them from the magnitudes
     codes      item by item, for any box that is sent
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
-_SLAB_NUMEL = 1 << 18  # items that are processed at once, so that intermediate results stay in a cache
+_SLAB_NUMEL = 1 << 18  # items that are processed at once: intermediate results stay in a cache
 
 
 class MatrixBox(NamedTuple):
@@ -51,7 +51,7 @@ class MatrixBox(NamedTuple):
     start: int
 
     def blocks(self, grid: BlockGrid) -> tuple[range, range]:
-        """Bands, and columns of blocks, that the box has items of."""
+        """The bands and the columns of blocks in which the box has items."""
         return (
             range(self.row // grid.rows, -(-(self.row + self.rows) // grid.rows)),
             range(self.col // grid.cols, -(-(self.col + self.cols) // grid.cols)),
@@ -59,7 +59,7 @@ class MatrixBox(NamedTuple):
 
 
 def matrix_boxes(region: Region, shape: Shape, grid: BlockGrid) -> Iterator[MatrixBox]:
-    """The boxes of lines that tile a region, in the order of its memory."""
+    """Matrix boxes that tile a region, in memory order."""
     line = grid.line_numel
     if len(shape) < 2:  # the lines of a vector are runs of its items
         first = region.box.offsets[0] if shape else 0
@@ -80,7 +80,7 @@ def scale_regions(region: Region, shape: Shape, grid: BlockGrid) -> list[Region]
     """Regions of the tensor of scales that the rank with this region owns."""
     regions = []
     for box in matrix_boxes(region, shape, grid):
-        # The blocks whose first item is in the box.
+        # Blocks with their first item in the box.
         bands = range(-(-box.row // grid.rows), -(-(box.row + box.rows) // grid.rows))
         cols = range(-(-box.col // grid.cols), -(-(box.col + box.cols) // grid.cols))
         if bands and cols:
@@ -91,9 +91,9 @@ def scale_regions(region: Region, shape: Shape, grid: BlockGrid) -> list[Region]
 
 
 def cut_blocks_of(region: Region, shape: Shape, grid: BlockGrid) -> set[int]:
-    """Numbers, band by band, of the blocks that a region may have only part of.
+    """Row-major numbers of the blocks that a region may have only part of.
 
-    Some of these blocks may be whole: boxes of one region can complete each other.
+    Some of these blocks may be whole, since boxes of one region can complete each other.
     """
 
     def cut(blocks: range, start: int, size: int, step: int, full: int) -> set[int]:
@@ -129,7 +129,7 @@ class _Slab(NamedTuple):
     """Rows of a box: whole bands, or part of one band.
 
     Attributes:
-        bands: their rows in `CodedTensor.amax`.
+        bands: rows of `CodedTensor.amax` for these bands.
     """
 
     row: int
@@ -139,7 +139,7 @@ class _Slab(NamedTuple):
 
 
 class CodedTensor:
-    """One rank's part of a tensor, under a codec.
+    """One rank's part of a tensor that a codec quantizes.
 
     Args:
         region: the rank's part.
@@ -157,7 +157,7 @@ class CodedTensor:
         self._local = local
         self._boxes = list(matrix_boxes(region, shape, self._grid))
         bands = [box.blocks(self._grid)[0] for box in self._boxes]
-        self._first_band = min((band.start for band in bands), default=0)
+        self._first_band = min((band.start for band in bands), default=0)  # no part on this rank
         num_bands = max((band.stop for band in bands), default=0) - self._first_band
         per_band = self._grid.scales_per_band
         self.first_block = self._first_band * per_band
@@ -168,7 +168,7 @@ class CodedTensor:
         self._results: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _slabs(self, box: MatrixBox) -> Iterator[_Slab]:
-        """The rows of a box: whole bands, as many at a time as stay in a cache, and cut bands one by one."""
+        """Split the rows of a box into slabs: as many whole bands as fit a cache, and cut bands one by one."""
         height = self._grid.rows
         many = max(1, _SLAB_NUMEL // (max(box.cols, 1) * height)) * height
         row, stop = box.row, box.row + box.rows
@@ -181,25 +181,26 @@ class CodedTensor:
             row += rows
 
     def _measure(self, box: MatrixBox, slab: _Slab) -> None:
-        """Raise the magnitudes of a slab's blocks to the magnitudes of the slab's items."""
+        """Update ``amax`` with the magnitudes of a slab's items."""
         start = box.start + (slab.row - box.row) * box.cols
         items = self._local[start : start + slab.rows * box.cols]
-        by_col = items.view(slab.num_bands, -1, box.cols).abs().amax(1).float()
+        by_col = items.view(slab.num_bands, -1, box.cols).abs().amax(1).float()  # cast last: fewer items
         cols = box.blocks(self._grid)[1]
         before = box.col - cols.start * self._grid.cols
         behind = len(cols) * self._grid.cols - before - box.cols
+        # Zeros raise no magnitude.
         largest = F.pad(by_col, (before, behind)).view(slab.num_bands, len(cols), -1).amax(2)
         known = self.amax[slab.bands, cols.start : cols.stop]
         known.copy_(torch.maximum(known, largest))
 
     @property
     def _factors_and_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._results is None:  # not before ranks have agreed on the magnitudes
+        if self._results is None:  # computed at first use, when ranks have agreed on the magnitudes
             self._results = self._codec.scales_of(self.amax)
         return self._results
 
     def scales(self, regions: Sequence[tuple[Region, int]]) -> torch.Tensor:
-        """The scales in some regions of the tensor of scales, one after the other. 1D."""
+        """The scales in these regions of the tensor of scales, concatenated, 1D."""
         scales = self._factors_and_scales[1]
         parts = []
         for region, _ in regions:
@@ -209,11 +210,11 @@ class CodedTensor:
         return torch.cat(parts) if parts else scales.new_empty(0)
 
     def encode(self, out: torch.Tensor, sizes: Shape, strides: Shape, start: int) -> None:
-        """Codes of a strided box of the local items.
+        """Write the codes of a strided box of the local items.
 
         Args:
             out: uint8 of shape ``sizes``, to be filled.
-            strides, start: steps in the local memory, and the index of the first item.
+            strides, start: strides in the local memory, and the index of the first item there.
         """
         if strides == (1,):
             self._encode_run(out, start, start + sizes[0])
@@ -234,7 +235,7 @@ class CodedTensor:
         return self._boxes[bisect_right(self._boxes, index, key=lambda box: box.start) - 1]
 
     def _encode_run(self, out: torch.Tensor, start: int, stop: int) -> None:
-        """Codes of items [start, stop)."""
+        """Write the codes of items [start, stop)."""
         at = start
         while at < stop:
             box = self._box_at(at)
@@ -248,7 +249,7 @@ class CodedTensor:
     def _encode_box(
         self, out: torch.Tensor, box: MatrixBox, row: int, col: int, sizes: tuple[int, int]
     ) -> None:
-        """Codes of part of a matrix box; ``row`` and ``col`` count from its first item."""
+        """Write the codes of part of a matrix box; ``row`` and ``col`` count from the box's first item."""
         rows, cols = sizes
         factors = self._factors_and_scales[0]
         first_col = box.col + col
@@ -259,6 +260,7 @@ class CodedTensor:
             start = box.start + (row + here) * box.cols + col
             by_band = (slab.num_bands, slab.rows // slab.num_bands, cols)
             steps = (by_band[1] * box.cols, box.cols, 1)
+            # `as_strided` counts from the start of the storage.
             values = self._local.as_strided(by_band, steps, self._local.storage_offset() + start).float()
             by_col = factors[slab.bands].index_select(1, block_of)
             codes = self._codec.codes_of(values, by_col[:, None, :])

@@ -1,4 +1,4 @@
-"""Totals of all ranks: the bytes that each rank of a target takes from each set of ranks of a source.
+"""Demand: the bytes that each rank of a target takes from each set of ranks of a source.
 
 A *set* is ranks of the source that store the same part of a tensor. A *cell* is the number of a part: its coordinates
 on the axes that cut the tensor, flattened, the first axis slowest. `Distribution.region` gives the region of one cell.
@@ -27,18 +27,18 @@ Ints = npt.NDArray[np.int64]
 # 1D [pairs]: cells of the source and of the target, and how many items they share.
 Overlaps = tuple[Ints, Ints, Ints]
 _NO_INTS: Ints = np.zeros(0, np.int64)
-_MAX_PAIRS = 1 << 21  # pairs of boxes that are compared at once: some 16 MiB per column
+_MAX_PAIRS = 1 << 21  # pairs of boxes that are compared at once: 16 MiB per int64 column
 
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """Bytes that ranks take from sets of ranks.
+    """Bytes that ranks of a target take from sets of ranks of a source.
 
     Attributes:
-        sets: ranks that store the same, ascending.
-        targets: ranks that take, ascending.
-        sent: 2D [sets, targets]; zero where a rank is in the set itself.
-        kept: 1D [targets], bytes that ranks take from themselves.
+        sets: sets of ranks of the source, ascending.
+        targets: ranks of the target, ascending.
+        sent: 2D [sets, targets], bytes; zero where the target's rank is itself in the set.
+        kept: 1D [targets], bytes that ranks copy from their own memory.
     """
 
     sets: tuple[tuple[int, ...], ...]
@@ -58,15 +58,15 @@ class Demand:
 
     @cached_property
     def starts(self) -> Ints:
-        """Where each rank's bytes begin among all that are taken from a set, and their end: 2D [sets, targets + 1]."""
+        """2D [sets, targets + 1], prefix sums of ``sent``: where each rank's bytes begin among a set's bytes."""
         return np.pad(np.cumsum(self.sent, axis=1), ((0, 0), (1, 0)))
 
 
 def demand_of(source: StateDescription, target: StateDescription, leaves: Sequence[PlacedLeaf]) -> Demand:
-    """What every rank of a target takes from every set of a source."""
+    """Bytes that every rank of a target takes from every set of ranks of a source."""
     overlaps = _OverlapCache(source, target)
-    ranks_at: dict[Holders, list[tuple[int, ...]]] = {}  # by cell
-    # Bytes by cells of the source and of the target, summed over tensors whose cells are the same ranks.
+    ranks_at: dict[Holders, list[tuple[int, ...]]] = {}  # the ranks of each cell
+    # Bytes by cells of the source and of the target, summed over tensors with the same ranks in each cell.
     sums: dict[tuple[Holders, Holders], Ints] = {}
     for leaf in leaves:
         key = leaf.source.holders, target.holders_of(leaf.target)
@@ -79,7 +79,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
             sums[key] = np.zeros([len(ranks_at[holders]) for holders in key], np.int64)
         stored_at, wanted_at, numels = overlaps.of(leaf)
         pairs = stored_at * sums[key].shape[1] + wanted_at
-        # `add.at`, since a pair of cells may occur several times.
+        # `add.at` also adds repeated pairs of cells; ``+=`` would keep only one of them.
         np.add.at(sums[key].reshape(-1), pairs, numels * leaf.itemsize)
 
     targets = target.all_ranks
@@ -87,7 +87,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
     rows: dict[tuple[int, ...], Ints] = {}
     kept = np.zeros(len(targets), np.int64)
     for (owners, takers), matrix in sums.items():
-        cell_of = np.full(len(targets), -1)  # by column; a rank may have no part of these tensors
+        cell_of = np.full(len(targets), -1)  # by column; -1: the rank has no part of these tensors
         for cell, ranks in enumerate(ranks_at[takers]):
             cell_of[[columns[rank] for rank in ranks]] = cell
         for cell, ranks in enumerate(ranks_at[owners]):
@@ -99,13 +99,13 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
             taken[own] = 0
             row = rows.setdefault(ranks, np.zeros(len(targets), np.int64))
             row += taken
-    sets = tuple(sorted(ranks for ranks, row in rows.items() if row.any()))
+    sets = tuple(sorted(ranks for ranks, row in rows.items() if row.any()))  # the same order on all ranks
     sent = np.array([rows[ranks] for ranks in sets], np.int64).reshape(len(sets), len(targets))
     return Demand(sets, targets, sent, kept)
 
 
 class _OverlapCache:
-    """Overlaps of leaves, computed once for the many leaves that differ in their tensors' names only."""
+    """Overlaps of leaves, computed once for leaves that differ only in the names of their tensors."""
 
     def __init__(self, source: StateDescription, target: StateDescription) -> None:
         self._target = target
@@ -137,7 +137,7 @@ class _OverlapCache:
 
 
 def _cuts_key(distribution: Distribution, layouts: Sequence[GroupLayout]) -> tuple[Any, ...]:
-    """What the regions of a distribution depend on: layouts of many layers differ in names only."""
+    """Key of distributions that have the same regions: layouts of different layers often differ only in names."""
 
     def key(cut: Cut) -> Any:
         if not isinstance(cut, LayoutCut):
@@ -150,7 +150,7 @@ def _cuts_key(distribution: Distribution, layouts: Sequence[GroupLayout]) -> tup
 
 
 class RegionTable(NamedTuple):
-    """Regions, one per row: flat ranges of boxes.
+    """A table of regions. Each row is a flat range of a box's items.
 
     Attributes:
         cells: 1D [rows], the cell of each row; a cell with several boxes has several rows.
@@ -174,7 +174,7 @@ class RegionTable(NamedTuple):
         return cls(cells, offsets.reshape(shape), sizes.reshape(shape), starts, stops)
 
     def chosen(self, rows: Any) -> RegionTable:
-        """Some of the rows."""
+        """The rows that a mask, slice or list of indices selects."""
         return RegionTable(*(column[rows] for column in self))
 
     def box(self, row: int) -> Box:
@@ -182,7 +182,7 @@ class RegionTable(NamedTuple):
         return Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist()))
 
     def boxes(self) -> RegionTable:
-        """The same items in rows whose range is the whole box."""
+        """The same items in rows that each cover a whole box."""
         whole = (self.starts == 0) & (self.stops == self.sizes.prod(1))
         if whole.all():
             return self
@@ -208,7 +208,7 @@ class RegionTable(NamedTuple):
 def region_table(
     distribution: Distribution, shape: tuple[int, ...], layouts: Sequence[GroupLayout]
 ) -> RegionTable:
-    """The regions of all cells."""
+    """The regions of all cells of a tensor."""
     table = RegionTable.of([(0, whole_region(shape))], len(shape))
     for axis, cut in zip(distribution.axes, distribution.cuts, strict=True):
         rows = np.repeat(np.arange(len(table.cells)), axis.size)
@@ -222,7 +222,7 @@ def region_table(
 def _narrowed(
     table: RegionTable, cut: Cut, coordinates: Ints, size: int, layouts: Sequence[GroupLayout]
 ) -> RegionTable:
-    """`Cut.narrow` of every row at its coordinate."""
+    """Apply `Cut.narrow` to every row, at the row's coordinate."""
     if isinstance(cut, ShardCut):
         full = table.sizes[:, cut.dim]
         chunk = -(-full // size)
@@ -252,9 +252,10 @@ def overlaps_of_tables(
     shape: tuple[int, ...],
     target_shape: tuple[int, ...],
 ) -> Overlaps:
-    """All pairs of cells that share items of a leaf, whose tensors have ``shape`` and ``target_shape``.
+    """All pairs of cells that share items of a leaf. A pair may occur several times.
 
-    A pair of cells may occur several times.
+    Args:
+        shape, target_shape: of the leaf's source tensor and of its target tensor.
     """
     source = source.chosen(source.starts < source.stops)
     target = target.chosen(target.starts < target.stops)
@@ -262,7 +263,7 @@ def overlaps_of_tables(
         flat, target_flat = source.flat(shape), target.flat(shape)
         if flat is not None and target_flat is not None:
             return _shared(flat, target_flat)
-        if target_flat is not None:  # the source has fewer boxes, and only one side is cut into boxes
+        if target_flat is not None:  # one side must be cut into boxes, and the source makes fewer of them
             takers, owners, numels = _shared(target, _mapped(source.boxes(), leaf))
             return owners, takers, numels
     return _shared(source, _mapped(target.boxes(), leaf))
@@ -288,7 +289,7 @@ def _mapped(target: RegionTable, leaf: Leaf) -> RegionTable:
 
 
 def _shared(source: RegionTable, wanted: RegionTable) -> Overlaps:
-    """Pairs of rows that share items: flat ranges of boxes, and whole boxes, of the same tensor."""
+    """Overlaps of flat ranges of boxes (``source``) with whole boxes (``wanted``) of the same tensor."""
     parts: list[Overlaps] = [(_NO_INTS, _NO_INTS, _NO_INTS)]
     for row, wanted_row in _candidates(source, wanted):
         numels = shared_numels(source.chosen(row), wanted.offsets[wanted_row], wanted.sizes[wanted_row])
@@ -317,6 +318,7 @@ def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints
     start = 0
     while start < len(counts):
         totals = np.cumsum(counts[start:])
+        # At least one row of the target.
         stop = start + max(1, int(np.searchsorted(totals, _MAX_PAIRS, "right")))
         part = counts[start:stop]
         wanted_row = np.repeat(np.arange(start, stop), part)
@@ -326,12 +328,12 @@ def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints
 
 
 def shared_numels(source: RegionTable, offsets: Ints, sizes: Ints) -> Ints:
-    """Items that flat ranges of boxes share with other boxes, row by row."""
+    """Number of items that the flat range in each row shares with the box in the same row."""
     low = np.maximum(source.offsets, offsets) - source.offsets
     high = np.minimum(source.offsets + source.sizes, offsets + sizes) - source.offsets
     high = np.maximum(high, low)
     numels = (high - low).prod(1)
-    # Where the range is not the whole box: items before its stop, less items before its start.
+    # For a range that is not the whole box: items before its stop, minus items before its start.
     cut = np.flatnonzero((numels > 0) & ((source.starts > 0) | (source.stops < source.sizes.prod(1))))
     if len(cut):
         within = (source.sizes[cut], low[cut], high[cut])
@@ -342,9 +344,7 @@ def shared_numels(source: RegionTable, offsets: Ints, sizes: Ints) -> Ints:
 def _before(flat: Ints, sizes: Ints, low: Ints, high: Ints) -> Ints:
     """Items of boxes [low, high) whose flat index in row-major tensors of these sizes is below ``flat``."""
     count = np.zeros_like(flat)
-    inside = np.ones(
-        len(flat), bool
-    )  # whether the item at ``flat`` has been within the box in all dims so far
+    inside = np.ones(len(flat), bool)  # whether the item at ``flat`` is inside the box in all dims so far
     rest = flat
     for dim in range(sizes.shape[1]):
         step = sizes[:, dim + 1 :].prod(1)

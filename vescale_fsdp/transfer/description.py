@@ -1,8 +1,8 @@
 """Descriptions: the names, shapes, dtypes, distributions and ranks of a state's tensors, without their values.
 
 `describe_states` describes two live states, the source and the target of a transfer. It is a collective with one or
-two small messages per state (`Coordinator.agree`). `StateDescription.of` describes the states of ranks that need not
-exist, for plans made ahead and for simulations.
+two small messages per state (`Coordinator.agree`). `StateDescription.of` needs no running ranks, so that transfers can
+be planned in advance or simulated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StateDescription:
     """Which ranks store which parts of a state; its size does not depend on the number of ranks.
 
     Args:
-        structure: the tensors, with the tables that they refer to; its tree is empty.
+        structure: the tensors, and the tables of axes and layouts that tensors refer to; without a state tree.
         ranks: for each tensor, the ranks that store it.
 
     Examples:
@@ -58,7 +58,7 @@ class StateDescription:
 
     @classmethod
     def of(cls, tensors: Iterable[DescribedTensor], layouts: Sequence[GroupLayout] = ()) -> StateDescription:
-        """The description of these tensors; cuts by a layout refer to ``layouts``."""
+        """The description of these tensors; cuts by layout refer to ``layouts`` by number."""
         tensors = list(tensors)
         structure = _structure(((tensor.name, tensor) for tensor in tensors), layouts)
         return cls(structure, tuple(tensor.ranks for tensor in tensors))
@@ -75,12 +75,14 @@ class StateDescription:
 
     @cached_property
     def numbers_by_name(self) -> dict[str, int]:
-        """The number of each tensor by its name; the first number, if ranks store a tensor in several ways."""
+        """The number of each tensor by name; the first number, if ranks distribute the tensor in several ways."""
+        # Reversed, so that the first number of a name stays.
         return {entry.name: number for number, entry in reversed(list(enumerate(self.entries)))}
 
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
         """Ranks that store anything, ascending."""
+        # Most tensors are on the same ranks.
         return tuple(sorted({rank for ranks in set(self.ranks) for rank in ranks.ranks}))
 
     @cached_property
@@ -88,25 +90,25 @@ class StateDescription:
         return {}
 
     def holders_of(self, number: int) -> Holders:
-        """The ranks that store a tensor, by its number; one object for all tensors on the same ranks and axes."""
+        """The ranks that store a tensor; one shared object for all tensors with the same ranks and axes."""
         key = (self.ranks[number], self.entries[number].axes)
         if key not in self._holders:
             self._holders[key] = Holders(self.ranks[number], self.structure.axes[key[1]])
         return self._holders[key]
 
     def region(self, number: int, coordinates: tuple[int, ...]) -> Region:
-        """What ranks at these coordinates store of a tensor, by its number."""
+        """The region of tensor ``number`` that ranks at these coordinates store."""
         shape, layouts = self.entries[number].shape, self.structure.layouts
         return self.distributions[number].region(shape, coordinates, layouts)
 
     def touching(self, number: int, region: Region) -> Iterator[tuple[int, ...]]:
-        """Coordinates whose parts of a tensor, by its number, may share items with a region of the tensor."""
+        """Coordinates at which ranks may store items of a region of tensor ``number``."""
         shape, layouts = self.entries[number].shape, self.structure.layouts
         return (at for at, _ in self.distributions[number].touching(shape, region, layouts))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` reads back without loss."""
-        table: dict[RankSet, int] = {}  # most tensors are on the same ranks
+        table: dict[RankSet, int] = {}  # distinct sets only: most tensors are on the same ranks
         numbers = [table.setdefault(ranks, len(table)) for ranks in self.ranks]
         return {
             "tensors": [entry.to_json() for entry in self.entries],
@@ -162,7 +164,7 @@ def named_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 def transfer_ranks(ranks: Ranks) -> Coordinator:
-    """The coordinator of a transfer: the given one, or that of a process group (default: all ranks)."""
+    """``ranks`` if it is a coordinator, else the coordinator of a process group (default: all ranks)."""
     return ranks if isinstance(ranks, Coordinator) else coordinator_for(ranks, use="transfer")
 
 
@@ -173,7 +175,7 @@ def describe_states(
 
     Args:
         source: nested dicts and lists of tensors and DTensors; None on ranks that store nothing of the source. A plain
-            tensor is assumed to be the same on all ranks that have it; wrap plain shards by ``DTensor.from_local``.
+            tensor is assumed to be the same on all ranks that have it; wrap plain shards with ``DTensor.from_local``.
         target: the same for the state that is filled.
         ranks: the ranks of both states: a process group (default: all ranks), or the result of `joint_ranks`. The
             descriptions number ranks as this group does.
@@ -200,7 +202,7 @@ def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
     classes = coordinator.agree(structure, 0, error).classes
     joined, ranks = merge_structures(classes)
     check_complete(joined, ranks, classes)
-    # A tensor has several entries if ranks distribute it in several ways; each of them is complete.
+    # A tensor has several entries if ranks distribute it in several ways. Each entry is complete.
     first_entries: dict[str, Entry] = {}
     for entry in joined.entries:
         first = first_entries.setdefault(entry.name, entry)

@@ -35,7 +35,7 @@ class StagingPool:
 
     Attributes:
         device: of the buffers.
-        each_way: how many messages may be sent at the same time, and how many received.
+        each_way: maximum number of concurrent messages in each direction.
     """
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class StagingPool:
         self._free: list[torch.Tensor] = []
 
     def fit(self, buffer_bytes: int, device: torch.device, budget_bytes: int) -> None:
-        """Set the size of buffers, and use as many as fit a budget. No buffer may be in use."""
+        """Enlarge the buffers if needed, and use as many as fit the budget. No buffer may be in use."""
         if buffer_bytes > self._buffer_bytes or device != self.device:
             self._free.clear()
             self._buffer_bytes, self.device = buffer_bytes, device
-        # A sender that has a free buffer packs while gloo sends, with half as many switches between threads.
+        # With a free buffer, a sender packs while gloo sends. This halves the number of thread switches.
         self.each_way = max(IN_FLIGHT, budget_bytes // (2 * max(self._buffer_bytes, 1)))
 
     def take(self) -> torch.Tensor:
@@ -64,7 +64,7 @@ class StagingPool:
 
 
 class _Started(NamedTuple):
-    """A message under way; without a buffer if it is sent or received in place."""
+    """A message that has been started. ``buffer`` is None if it is sent or received in place."""
 
     message: Message
     work: Work | None
@@ -82,11 +82,11 @@ class _Checksum(NamedTuple):
 
 @dataclass
 class Exchange:
-    """One transfer of one rank.
+    """One rank's messages in one run of a transfer.
 
     Args:
-        group: over which messages are sent.
-        verify: compare checksums of what was packed with checksums of what was filled.
+        group: the process group for messages; None for a single rank, which sends none.
+        verify: compare the sender's and the receiver's checksum of each message.
 
     Attributes:
         errors: keeps the first error of this rank.
@@ -106,7 +106,7 @@ class Exchange:
         """Send and receive all messages.
 
         Raises:
-            BaseException: the first error of this rank, after all messages that other ranks wait for.
+            BaseException: the first error of this rank, raised after all messages that other ranks wait for.
         """
         self.errors.attempt(lambda: self._copy_kept(kept))
         in_place: list[_Started] = []
@@ -122,7 +122,7 @@ class Exchange:
         for queue in staged.values():
             while queue:
                 self._finish(queue.popleft())
-        # The last one first: when it has arrived, so have those before it, and this thread is woken only once.
+        # The last message first: earlier ones have usually arrived by then, so this thread is woken only once.
         while in_place:
             self._finish(in_place.pop())
         if self.verify:
@@ -148,14 +148,14 @@ class Exchange:
         assert self.group is not None
         with self._noting_loss_of(peer):
             return (send_async if is_sent else receive_async)(data, self.group, peer)
-        return None
+        return None  # the peer is lost
 
     @contextmanager
     def _noting_loss_of(self, peer: int) -> Iterator[None]:
-        """Keep an error of the connection to another rank, since messages with other ranks must go on."""
+        """Keep an error of the connection to ``peer``, since other ranks still wait for their messages."""
         try:
             yield
-        except RuntimeError as lost:
+        except RuntimeError as lost:  # torch's error for lost connections and time-outs
             if self.errors.error is None:
                 self.errors.error = CheckpointError(
                     "A rank was lost during a transfer.",
@@ -178,7 +178,7 @@ class Exchange:
             self.pool.give_back(started.buffer)
 
     def _copy_kept(self, kept: Sequence[Share]) -> None:
-        """Copy items that are this rank's on both sides, through a buffer, as many at a time as fit a cache."""
+        """Copy shares within this rank's memory, through a buffer, in chunks that fit a cache."""
         buffer = self.pool.take()
         for share in kept:
             step = min(len(buffer), _CACHED_BYTES) // share.itemsize
@@ -195,7 +195,7 @@ class Exchange:
         self.pool.give_back(buffer)
 
     def _note_checksum(self, message: Message, data: torch.Tensor) -> None:
-        """Keep the checksum of what was sent, or of what the target now has."""
+        """Keep the checksum of a sent message, or of a received message as it is stored in the target."""
         if not self.verify:
             return
         if not message.is_sent and not message.is_in_place:
@@ -204,10 +204,10 @@ class Exchange:
         noted.append(_Checksum(message.number, _checksum_of(data), message.shares))
 
     def _compare_checksums(self) -> None:
-        """Send the checksums of this rank's messages to their receivers, and compare those that it receives."""
+        """Send the checksums of sent messages to the receivers, and compare the checksums of received messages."""
         started = []
         for (peer, is_sent), noted in self._checksums.items():
-            noted.sort(key=lambda item: item.number)  # messages do not end in the order in which they begin
+            noted.sort(key=lambda item: item.number)  # messages end in another order than they start
             sent = torch.tensor([item.value for item in noted], dtype=torch.int64, device=self.pool.device)
             data = sent if is_sent else torch.empty_like(sent)
             started.append((peer, is_sent, data, self._begin(data, peer, is_sent)))

@@ -1,4 +1,4 @@
-"""Joint ranks: the ranks of several jobs that share no process group, connected through a store, by TCP or a file.
+"""Joint ranks: one process group over the ranks of several jobs, connected through a TCP or file store.
 
     trainer, 4 ranks      joint_ranks("tcp://node0:29600", first_rank=0, num_ranks=6)
     engine, 2 ranks       joint_ranks("tcp://node0:29600", first_rank=4, num_ranks=6)
@@ -6,12 +6,12 @@
 The result is passed instead of a process group: ``describe_states(..., ranks=...)``, ``Transfer(plan, ranks=...)``.
 
     store        each rank enters a greeting, waits for the greetings of all other ranks, and checks their signatures
-    connections  gloo connects every two ranks
+    connections  gloo connects all pairs of ranks
     proof        each rank sends each other rank a signature of random numbers that all ranks have drawn
 
 Jobs exchange JSON and raw tensors, never pickles. With a secret, entries of the store and JSON messages are signed.
 The signature of a message covers the random numbers and a counter, so that no message can be replayed. Tensors are
-neither signed nor encrypted: SECURITY.md.
+neither signed nor encrypted (see SECURITY.md).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _REFUSED = f"{_NAME} refused"  # key that is set when two ranks have different s
 _GREETING = b"here"
 _POLL_S = 0.02
 _READERS_S = 5.0  # how long rank 0, which may own the store, waits until other ranks have read an error
-_NONCE_BYTES = 32
+_NONCE_BYTES = 32  # as many as in the SHA-256 digest of all numbers
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -72,11 +72,11 @@ def joint_ranks(
 
     Args:
         rendezvous: ``tcp://host:port`` with the host of rank 0 of all jobs; ``file:///path``, a file on shared storage
-            that does not exist yet; or a store of torch. Each call needs a new one.
+            that does not exist yet; or a torch store. Each call needs a new rendezvous.
         first_rank: number of the job's rank 0 among the ranks of all jobs; the job's other ranks follow.
         num_ranks: number of ranks in all jobs.
         timeout_s: how long ranks wait for each other, here and later.
-        interface: the network interface to listen on; default: the one through which this machine reaches
+        interface: the network interface to listen on; default: the interface that reaches
             ``rendezvous``; for a file or a store ``GLOO_SOCKET_IFNAME``, else the loopback interface.
         secret: the same in all jobs; default: the environment's VESCALE_FSDP_SECRET. Without a secret, only processes
             of the same machine can connect.
@@ -84,7 +84,7 @@ def joint_ranks(
     Raises:
         PlacementError: if this job's ranks exceed ``num_ranks``, the job has no default process group, or the interface
             is not a loopback interface and there is no secret; on all ranks, if their secrets differ.
-        CheckpointError: if ranks do not arrive in time, with a list of these ranks, or if a rank is lost.
+        CheckpointError: if ranks do not arrive in time, with a list of the missing ranks, or if a rank is lost.
 
     Examples:
         >>> ranks = joint_ranks(dist.HashStore(), first_rank=0, num_ranks=1)
@@ -113,11 +113,11 @@ def joint_ranks(
     bounded = BoundedStore(_open_store(rendezvous, tcp, rank, num_ranks, timeout), timeout_s)
     store = bounded if known is None else SignedStore(bounded, known)
     if rank == 0:
-        store.set(_NAME, secrets.token_hex(8))  # unique: no process may have another group of this name
+        store.set(_NAME, secrets.token_hex(8))  # random: names of groups must be unique in each process
     _greet(bounded, rank, num_ranks, timeout_s, known)
     name = store.get(_NAME).decode()
-    # torch looks up a rank's number in a group by its number in the default group. Ranks of other jobs are not in the
-    # default group, and get numbers that no rank of this job has.
+    # torch maps numbers of ranks in the default group to numbers in a group. Ranks of other jobs are not in the default
+    # group, so they get numbers that no rank of this job has.
     foreign = [*range(first_rank), *range(first_rank + own, num_ranks)]
     numbers = dict(enumerate([*range(first_rank, first_rank + own), *foreign]))
     try:
@@ -134,7 +134,7 @@ def joint_ranks(
     ranks = JointRanks(group, {own: first_rank + own for own in range(own)}, store, known)
     try:
         ranks.authenticate()
-    except BaseException:
+    except BaseException:  # Ctrl-C too: threads and connections would stay
         ranks.close()
         raise
     return ranks
@@ -171,7 +171,7 @@ def _open_store(
 
 
 def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, secret: bytes | None) -> None:
-    """Wait until all ranks have arrived, all with the same secret or all without one.
+    """Wait until all ranks have arrived, and check that all have the same secret or none.
 
     Raises:
         PlacementError: on all ranks, as soon as one has read the greeting of a rank with another secret.
@@ -189,8 +189,8 @@ def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, sec
         for other in [other for other in missing if store.check([key(other)])]:
             try:
                 unsign(secret or b"", key(other), store.get(key(other)))
-            except PlacementError:
-                refused = f"ranks {min(rank, other)} and {max(rank, other)}"
+            except PlacementError:  # a signature by another secret
+                refused = f"ranks {min(rank, other)} and {max(rank, other)}"  # the same text on both
                 store.set(_REFUSED, refused)
             missing.discard(other)
         if refused:
@@ -208,18 +208,18 @@ def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, sec
                 expected=f"all {num_ranks} ranks within {timeout_s:g} s",
                 got=f"no greeting of ranks {sorted(missing)[:16]}",
                 where=f"rank {rank}",
-                todo="look at those ranks; pass the same rendezvous and num_ranks in all jobs, or a longer timeout_s",
+                todo="check these ranks; pass the same rendezvous and num_ranks in all jobs, or a longer timeout_s",
             )
         time.sleep(_POLL_S if missing else 0)
 
 
 def _wait_for_readers(store: dist.Store, rank: int, num_ranks: int) -> None:
-    """Rank 0 waits until other ranks have read why ranks were refused: the store may end with its process."""
+    """Make rank 0, whose process may own the store, wait until all ranks have read which secrets differ."""
     deadline_s = time.monotonic() + _READERS_S
     num_readers = store.add(f"{_REFUSED} read", 1)
     while rank == 0 and num_readers < num_ranks and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
-        num_readers = store.add(f"{_REFUSED} read", 0)
+        num_readers = store.add(f"{_REFUSED} read", 0)  # adding 0 reads the counter
 
 
 class JointRanks(GroupCoordinator):
@@ -246,7 +246,7 @@ class JointRanks(GroupCoordinator):
             self._store = None
             dist.destroy_process_group(self.group)
             del self.group
-            gc.collect()  # a group closes its threads and files with the last reference
+            gc.collect()  # threads and files of a group are closed when its last reference is gone
 
     def __enter__(self) -> JointRanks:
         return self
@@ -268,6 +268,7 @@ class JointRanks(GroupCoordinator):
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         drawn = secrets.token_bytes(_NONCE_BYTES)
         numbers = {**self._swap(dict.fromkeys(others, drawn)), self.rank: drawn}
+        # In one order on all ranks.
         self._session = hashlib.sha256(b"".join(numbers[rank] for rank in sorted(numbers))).hexdigest()
         proofs = {rank: sign(self._secret, self._proof_name(self.rank, rank), b"") for rank in others}
         answers = self._swap(proofs)
@@ -280,6 +281,7 @@ class JointRanks(GroupCoordinator):
 
     def _swap(self, sent: dict[int, bytes]) -> dict[int, bytes]:
         """Send each other rank a message, and receive one of the same size from each."""
+        # Torch warns about read-only memory.
         outgoing = {rank: torch.frombuffer(bytearray(data), dtype=torch.uint8) for rank, data in sent.items()}
         received = {rank: torch.empty_like(data) for rank, data in outgoing.items()}
         self.exchange([(outgoing[rank], rank) for rank in sent], [(received[rank], rank) for rank in sent])
@@ -299,14 +301,13 @@ class JointRanks(GroupCoordinator):
         return f"message {self._num_documents} of {rank} in {self._session}"
 
     def _gathered(self, item: T, doing: str) -> list[T]:
-        return cast(
-            "list[T]", self._documents(cast("Json", item), doing)
-        )  # JSON: never a pickle between jobs
+        # As JSON: unpickling would let another job run code in this process.
+        return cast("list[T]", self._documents(cast("Json", item), doing))
 
 
 @contextmanager
 def _listening_on(interface: str) -> Iterator[None]:
-    """Make gloo's groups listen on an interface, which torch reads from the environment only."""
+    """Make gloo's groups listen on an interface; torch reads it only from the environment."""
     before = os.environ.get(_INTERFACE)
     os.environ[_INTERFACE] = interface
     try:

@@ -1,4 +1,4 @@
-"""Links: what a target tensor is made of, and which items of which source tensors that means.
+"""Links: how target tensors are made from source tensors.
 
     "layers.0.q.weight"                       the source tensor of that name
     concatenate("q", "k", "v")                tensors one after the other along a dim; `slice` is the inverse
@@ -6,8 +6,8 @@
     permute("w")                              the dims in another order
     codes("w", Fp8Blocks())                   codes and `scales` that a codec computes from the whole tensor
 
-Links nest. `leaves_of` resolves a link into *leaves*. A leaf is a box of one source tensor, together with the corner
-and the dims of the target at which its items go. The maps are the classes of `vescale_fsdp.views.index_maps`.
+Links nest. `leaves_of` resolves a link into *leaves*. A leaf is a box of one source tensor, with the corner and the
+dims of the target where the items go. The maps are the classes of `vescale_fsdp.views.index_maps`.
 
 `resolve_links` compares two descriptions under their links and lists everything that does not match.
 """
@@ -31,14 +31,17 @@ from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.views.index_maps import Concat, Index, Permute, Slice, Stack
 
 if TYPE_CHECKING:
-    from vescale_fsdp.quantize.codec import BlockCodec, BlockGrid  # the package imports the runtime
+    from vescale_fsdp.quantize.codec import (
+        BlockCodec,
+        BlockGrid,
+    )  # not at run time: the package imports the runtime
 
 __all__ = ["codes", "concatenate", "index", "permute", "scales", "slice", "stack"]
 
 Shape = tuple[int, ...]
 Map = Concat | Index | Permute | Slice | Stack  # maps that move whole dims, so that a box stays a box
 
-# Codes are bytes: a target may give them any of these dtypes, since kernels differ in the one they take.
+# Other dtypes in which a target may store the same bytes, since kernels expect different dtypes.
 _NAMES_OF_BYTES = {"float8_e4m3fn": ("uint8",), "int8": ("uint8",), "uint8": ("float8_e8m0fnu",)}
 _MAX_SHOWN = 20  # problems that an error lists
 
@@ -64,7 +67,7 @@ Link = str | Coded | Mapped  # a name alone is the source tensor of that name
 
 
 def concatenate(*inputs: Link, dim: int = 0) -> Link:
-    """Tensors one after the other along a dim: q, k and v as one matrix.
+    """A link that concatenates tensors along a dim, such as q, k and v into one matrix.
 
     Examples:
         >>> links = {"qkv.weight": concatenate("q.weight", "k.weight", "v.weight")}
@@ -76,7 +79,7 @@ def concatenate(*inputs: Link, dim: int = 0) -> Link:
 
 
 def slice(of: Link, start: int, size: int, *, dim: int = 0) -> Link:
-    """Indices [start, start + size) of a dim: q of a fused q, k and v matrix.
+    """A link to the indices [start, start + size) of a dim, such as q of a fused q, k and v matrix.
 
     Examples:
         >>> links = {"q.weight": slice("qkv.weight", 0, 64)}
@@ -85,7 +88,7 @@ def slice(of: Link, start: int, size: int, *, dim: int = 0) -> Link:
 
 
 def stack(*inputs: Link, dim: int = 0) -> Link:
-    """Tensors of one shape along a new dim: all experts as one tensor.
+    """A link that stacks tensors of one shape along a new dim, such as all experts into one tensor.
 
     Examples:
         >>> links = {"experts.w2": stack("experts.0.w2", "experts.1.w2")}
@@ -94,7 +97,7 @@ def stack(*inputs: Link, dim: int = 0) -> Link:
 
 
 def index(of: Link, number: int, *, dim: int = 0) -> Link:
-    """One index of a dim, which the result does not have: one expert of a stack.
+    """A link to one index of a dim, which the result does not have, such as one expert of a stack.
 
     Examples:
         >>> links = {f"experts.{e}.w2": index("experts.w2", e) for e in range(2)}
@@ -103,7 +106,7 @@ def index(of: Link, number: int, *, dim: int = 0) -> Link:
 
 
 def permute(of: Link, dims: Sequence[int] = (1, 0)) -> Link:
-    """The dims in another order: dim i of the result is dim ``dims[i]`` of the input; default: a transpose.
+    """A link that permutes dims: dim i of the result is dim ``dims[i]`` of the input. Default: a transpose.
 
     Examples:
         >>> links = {"w_t": permute("w"), "kernel": permute("conv.weight", (2, 3, 1, 0))}
@@ -112,7 +115,7 @@ def permute(of: Link, dims: Sequence[int] = (1, 0)) -> Link:
 
 
 def codes(name: str, codec: BlockCodec) -> Link:
-    """The codes of a whole tensor. The ranks that store it compute them.
+    """A link to the codes of a whole tensor, computed by the ranks that store it.
 
     Examples:
         >>> from vescale_fsdp.quantize import Fp8Blocks
@@ -122,7 +125,7 @@ def codes(name: str, codec: BlockCodec) -> Link:
 
 
 def scales(name: str, codec: BlockCodec) -> Link:
-    """The scales of a whole tensor's blocks.
+    """A link to the scales of a whole tensor's blocks.
 
     Examples:
         >>> from vescale_fsdp.quantize import Fp8Blocks
@@ -135,11 +138,11 @@ class Leaf(NamedTuple):
     """Items of one source tensor in a target tensor.
 
     Attributes:
-        source: the tensor that is read.
+        source: the source tensor, or its codes or scales.
         box: the items that are read.
         corner: index of the box's first item in the target.
-        dims: for each dim of the target, the dim of the source that runs along it; -1 where the leaf has one
-            index. In source dims that are not listed the box has one index.
+        dims: for each dim of the target, the matching dim of the source; -1 where the leaf has a single index. In
+            source dims that are not listed, the size of the box is 1.
     """
 
     source: str | Coded
@@ -191,7 +194,7 @@ def leaves_of(link: Link, shape_of: Callable[[str | Coded], Shape]) -> tuple[Sha
         shape_of: shape of a source tensor, or of its codes or scales; raises for a tensor that does not exist.
 
     Raises:
-        PlacementError: if inputs do not fit their map.
+        PlacementError: if the shapes of inputs do not fit their map.
     """
     if not isinstance(link, Mapped):
         shape = shape_of(link)
@@ -210,7 +213,7 @@ def leaves_of(link: Link, shape_of: Callable[[str | Coded], Shape]) -> tuple[Sha
 
 
 def _moved(leaf: Leaf, map: Map, number: int, shapes: Sequence[Shape]) -> Leaf | None:
-    """A leaf of a map's input as a leaf of the map's result; None if the result has none of its items.
+    """A leaf of a map's input as a leaf of the map's result; None if the result has no items of the leaf.
 
     Args:
         number: of the input.
@@ -257,7 +260,7 @@ _KINDS: dict[str, Callable[..., Any]] = {
 
 
 def links_to_json(value: Any) -> Any:
-    """Links as plain values, which `links_from_json` reads back without loss; tuples of links too."""
+    """Links, or tuples of them, as plain values. `links_from_json` is the inverse."""
     if is_dataclass(value):
         values = {field.name: links_to_json(getattr(value, field.name)) for field in fields(value)}
         return {"kind": type(value).__name__, **values}
@@ -280,11 +283,11 @@ def links_from_json(data: Any, codecs: Mapping[str, Callable[..., BlockCodec]]) 
 
 
 class SourceTensor:
-    """A tensor of a source's description, or its codes or scales, as leaves read it.
+    """A source tensor, or its codes or scales, as leaves read it.
 
     Args:
         description: of the source.
-        link: what leaves read.
+        link: the name of a tensor, or its codes or scales.
 
     Raises:
         KeyError: if the source has no tensor of this name.
@@ -295,7 +298,7 @@ class SourceTensor:
         distribution, holders: how the tensor is cut, and which ranks store its parts.
         codec, grid: None if leaves read the tensor itself.
         is_scales: whether leaves read the scales.
-        shape, dtype: of what leaves read.
+        shape, dtype: of the tensor, codes or scales that leaves read.
     """
 
     def __init__(self, description: StateDescription, link: str | Coded) -> None:
@@ -320,15 +323,15 @@ class SourceTensor:
 
     @property
     def regions_key(self) -> tuple[Any, ...]:
-        """What regions depend on, besides the distribution."""
+        """A key that, together with the distribution, determines the regions."""
         return self.stored_shape, self.grid if self.is_scales else None
 
     def stored_region(self, coordinates: Shape) -> Region:
-        """What ranks at these coordinates store of the tensor."""
+        """The region of the tensor that ranks at these coordinates store."""
         return self._description.region(self.number, coordinates)
 
     def regions(self, coordinates: Shape) -> list[tuple[Region, int]]:
-        """What leaves can read from ranks at these coordinates, each region with its offset in one flat memory."""
+        """The regions that leaves can read from ranks at these coordinates, with offsets in one flat memory."""
         known = self._regions.get(coordinates)
         if known is not None:
             return known
@@ -336,11 +339,13 @@ class SourceTensor:
         if self.grid is not None and self.is_scales:
             regions = scale_regions(regions[0], self.stored_shape, self.grid)
         starts = accumulate((region.numel for region in regions), initial=0)
-        self._regions[coordinates] = list(zip(regions, starts, strict=False))
+        self._regions[coordinates] = list(
+            zip(regions, starts, strict=False)
+        )  # not strict: `starts` ends with the total
         return self._regions[coordinates]
 
     def touching(self, box: Box) -> Iterator[Shape]:
-        """Coordinates whose regions may share items with a box."""
+        """Coordinates at which ranks may have items of a box."""
         region = Region(box, FlatRange(0, box.numel))
         if self.grid is not None and self.is_scales:
             region = Region(whole_box(self.stored_shape), hull_of(box, self.stored_shape, self.grid))
@@ -356,8 +361,8 @@ class PlacedLeaf(NamedTuple):
 
     Attributes:
         target: number of the tensor in the target's description.
-        wire_dtype: of items as they are sent: the narrower dtype of source and target.
-        narrowed, widened: whether the source casts items to ``wire_dtype``, and the target from it.
+        wire_dtype: dtype of items as they are sent: the narrower dtype of source and target.
+        narrowed, widened: whether the sender casts items to ``wire_dtype``; whether the receiver casts them from it.
     """
 
     leaf: Leaf
@@ -376,7 +381,7 @@ class PlacedLeaf(NamedTuple):
 def resolve_links(
     source: StateDescription, target: StateDescription, links: Iterable[tuple[str, Link]], cast: bool
 ) -> tuple[PlacedLeaf, ...]:
-    """The leaves of all tensors of a target, in their order.
+    """The leaves of all tensors of a target, in the order of the tensors.
 
     Args:
         links: by name, with dots or slashes between keys.

@@ -1,7 +1,7 @@
-"""One rank's memory in a transfer: what the rank reads and what it fills, as bytes that are sent and received.
+"""One rank's source and target tensors in a transfer, as bytes that are sent and received.
 
-`Origin` packs boxes of the source, cast or coded as the plan says. `Destination` fills the target. With ``keep_old`` a
-second copy is filled, and copied into the target at the end. Otherwise the target itself is filled. A failure then
+`Origin` packs boxes of the source, cast or quantized as planned. `Destination` fills the target. With ``keep_old`` a
+second copy is filled, and copied into the target at the end. Otherwise the target is filled in place. A failure then
 leaves old and new weights mixed, so the whole target is poisoned: every byte becomes 0xFF, which is NaN in every float
 dtype and -1 in every signed integer dtype. Such weights cannot be served by mistake.
 """
@@ -51,7 +51,7 @@ class PlannedPart(NamedTuple):
 
 
 def parts_of(description: StateDescription, numbers: Iterable[int], rank: int) -> list[PlannedPart]:
-    """A rank's parts of some tensors of a description, by their numbers; tensors without a part are left out."""
+    """A rank's parts of the tensors ``numbers`` of a description, without tensors of which the rank has no part."""
     parts = []
     for number in sorted(set(numbers)):
         position = description.holders_of(number).position(rank)
@@ -64,7 +64,7 @@ def parts_of(description: StateDescription, numbers: Iterable[int], rank: int) -
 def local_parts(
     tensors: Mapping[str, torch.Tensor], parts: Sequence[PlannedPart], rank: int
 ) -> dict[int, torch.Tensor]:
-    """This rank's parts of the tensors of a state, by the tensors' numbers.
+    """This rank's local tensors of a state, by the number of the tensor.
 
     Raises:
         CheckpointError: if the state differs from its description.
@@ -93,14 +93,14 @@ def _is_plain_memory(local: torch.Tensor) -> bool:
 
 
 def _flat(local: torch.Tensor) -> torch.Tensor:
-    """1D: a tensor's own memory if it is contiguous, else a copy."""
+    """A tensor as 1D: a view if it is contiguous, else a copy."""
     if not _is_plain_memory(local):
         local = local.resolve_conj().resolve_neg().contiguous()
     return local.as_strided((local.numel(),), (1,))
 
 
 def _as_carrier(local: torch.Tensor) -> torch.Tensor:
-    """The same items in a dtype of their width that every copy kernel supports."""
+    """View a tensor in a dtype of the same width that every copy kernel supports."""
     return local.view(carrier_of(local.dtype))
 
 
@@ -120,7 +120,7 @@ def _views(
 
 
 _watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()  # weak: a watch ends with its transfer
-_watches_lock = Lock()  # optimizers may step on another thread than that of a transfer
+_watches_lock = Lock()  # an optimizer may step on a thread other than the transfer's
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
@@ -134,23 +134,23 @@ def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
             watch.is_stepped |= not stepped.isdisjoint(watch.storages)
 
 
-@lru_cache  # the hook is for all optimizers of the process
+@lru_cache  # once: the hook runs for all optimizers of the process
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_note_step)
 
 
 class SourceWatch:
-    """Detects writes to tensors since it was created, from any thread.
+    """Detects writes to tensors from any thread, after the creation of the watch.
 
     Version counters alone miss a write in progress: torch increments them after a kernel, and after all kernels of a
     fused optimizer. So the beginning of an optimizer's step counts as a write.
 
     Args:
-        tensors: DTensors are watched with their local tensors.
+        tensors: the watched tensors; of a DTensor also its local tensor.
 
     Attributes:
-        storages: ids of the watched memory.
-        is_stepped: whether an optimizer of any of them has begun a step.
+        storages: ids of the tensors' storages.
+        is_stepped: whether an optimizer of any of the tensors has begun a step.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -181,7 +181,7 @@ class SourceWatch:
 
 
 def _coded_sources(plan: TransferPlan) -> dict[CodedKey, SourceTensor]:
-    """The source tensors of a plan that are coded: one per tensor and codec, in the order of the plan's leaves."""
+    """The source tensors of a plan that are quantized: one per tensor and codec, in the order of the plan's leaves."""
     sources: dict[CodedKey, SourceTensor] = {}
     for leaf in plan.leaves:
         if leaf.source.codec is not None:
@@ -190,11 +190,11 @@ def _coded_sources(plan: TransferPlan) -> dict[CodedKey, SourceTensor]:
 
 
 class CutBlocks:
-    """The blocks of a plan's coded tensors that several ranks have items of: the same list on all ranks.
+    """Quantization blocks that may span several ranks; the same blocks on all ranks.
 
     Attributes:
-        blocks: numbers of each coded tensor's cut blocks, ascending.
-        total: cut blocks of all tensors.
+        blocks: numbers of the cut blocks of each quantized tensor, ascending.
+        total: number of cut blocks of all tensors.
     """
 
     def __init__(self, plan: TransferPlan) -> None:
@@ -206,21 +206,20 @@ class CutBlocks:
             if len(cuts) == 1 and isinstance(cuts[0], LayoutCut):
                 slot = layouts[cuts[0].layout].slots[cuts[0].slot]
                 if slot.block_numel % grid.band_numel == 0:
-                    continue  # the planner cut no band, so regions need not be examined
+                    continue  # layout blocks are whole bands, so no rank boundary cuts a band
             regions = map(source.stored_region, source.all_coordinates())
             cut = {block for region in regions for block in cut_blocks_of(region, source.stored_shape, grid)}
-            self.blocks[key] = sorted(cut)  # ranks must reduce them in one order
+            self.blocks[key] = sorted(cut)  # the all-reduce needs the same order on all ranks
         self.total = sum(map(len, self.blocks.values()))
 
     def agree(self, tensors: Mapping[CodedKey, CodedTensor], coordinator: Coordinator) -> None:
-        """Give every rank the largest magnitudes of its cut blocks; one all-reduce if any block is cut."""
+        """All-reduce the largest magnitudes of cut blocks, into this rank's ``tensors``; nothing if no block is cut."""
         if not self.total:
             return
-        # Non-negative floats compare in the same order as their bits, read as integers. A NaN is the largest.
+        # Bits of non-negative floats, read as integers, compare like the floats, and NaN is the largest.
         largest = torch.zeros(self.total, dtype=torch.int32, device="cpu")
-        own: list[
-            tuple[torch.Tensor, list[int], list[int]]
-        ] = []  # magnitudes, indices in ``largest`` and in them
+        # This rank's magnitudes of each tensor, with the indices of cut blocks in ``largest`` and in the magnitudes.
+        own: list[tuple[torch.Tensor, list[int], list[int]]] = []
         start = 0
         for key, blocks in self.blocks.items():
             if key in tensors:
@@ -236,13 +235,13 @@ class CutBlocks:
 
 
 class Origin:
-    """What a rank reads of a source.
+    """The source tensors of a rank.
 
     Args:
         locals_by_number: this rank's parts, by number in the source's description.
 
     Attributes:
-        coded: this rank's parts of coded tensors, with the magnitudes of their blocks.
+        coded: this rank's parts of quantized tensors, with the magnitudes of their blocks.
     """
 
     def __init__(self, plan: TransferPlan, rank: int, locals_by_number: Mapping[int, torch.Tensor]) -> None:
@@ -263,7 +262,7 @@ class Origin:
         return flat[share.source : share.source + numel].view(torch.uint8)
 
     def pack(self, share: Share, out: torch.Tensor) -> None:
-        """Write a share's bytes as they are sent into ``out``, 1D uint8."""
+        """Write a share's bytes, cast or quantized as they are sent, into ``out``, 1D uint8."""
         placed = self._plan.leaves[share.leaf]
         codec = placed.source.codec
         if codec is not None and not placed.source.is_scales:
@@ -286,15 +285,15 @@ class Origin:
 
 
 class Destination:
-    """What a rank fills of a target.
+    """The target tensors of a rank.
 
     Args:
         locals_by_number: this rank's parts, by number in the target's description.
         keep_old: fill a second copy, and copy it into the target at the end.
-        copies: second copies of earlier transfers, by the tensors' numbers, to be used again; extended here.
+        copies: second copies by tensor number, reused from earlier runs. Missing copies are added.
 
     Attributes:
-        is_mixed: whether the target may have some of the new weights.
+        is_mixed: whether the target may have both old and new weights.
     """
 
     def __init__(
@@ -323,12 +322,12 @@ class Destination:
         return flat[share.target : share.target + numel].view(torch.uint8)
 
     def unpack(self, share: Share, data: torch.Tensor) -> None:
-        """Copy a share's bytes from a message."""
+        """Copy a share's bytes from a message into the target or its second copy."""
         wire, box = self._wire_and_box(share, data)
         box.copy_(wire)
 
     def read_back(self, share: Share, out: torch.Tensor) -> None:
-        """Write the bytes of a share's filled items into ``out``, as they were received: the inverse of `unpack`."""
+        """Write the bytes of a share's stored items into ``out``, as they were received: the inverse of `unpack`."""
         wire, box = self._wire_and_box(share, out)
         wire.copy_(box)
 
@@ -347,10 +346,10 @@ class Destination:
         self.is_mixed = False
 
     def poison(self) -> None:
-        """Make a target that may have some of the new weights unusable."""
+        """Make the target unusable if it may have both old and new weights."""
         for local in self._locals.values() if self.is_mixed else ():
             if local.dtype == torch.bool:
-                local.fill_(True)
+                local.fill_(True)  # 0xFF is not a valid bool
             elif local.numel():
                 ones = torch.full((local.dtype.itemsize,), 0xFF, dtype=torch.uint8, device=local.device)
                 _as_carrier(local).copy_(ones.view(carrier_of(local.dtype)))

@@ -1,4 +1,4 @@
-"""Plans of transfers: two descriptions and a few choices, from which each rank derives what it sends and receives.
+"""Transfer plans: two descriptions and a few choices, from which each rank derives what it sends and receives.
 
     plan_transfer(source, target)   pure: compares names, shapes and dtypes, and balances the senders' loads
     plan.to_json()                  the descriptions, the links, the budget, and the shares that are not equal
@@ -11,8 +11,8 @@ order, are divided into one byte range per rank of the set:
     set (0, 4), taken by ranks 8, 9, 10        8888888899999999....10101010
     equal loads, so equal byte ranges          000000000000|444444444444444
 
-So each sender has few receivers, and most receivers need only one rank of a set. Where sets overlap, the byte ranges
-are chosen such that no rank sends what a less loaded rank could send.
+So each sender has few receivers, and most receivers need only one rank of a set. Where sets overlap, the sizes of byte
+ranges balance the loads of the ranks.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ if TYPE_CHECKING:
     from vescale_fsdp.quantize.codec import BlockCodec
 
 BUDGET_BYTES = 64 << 20  # 64 MiB
-IN_FLIGHT = 4  # messages that a rank sends at the same time, and as many that it receives
-ALIGN_BYTES = 16  # of the widest item: streams are cut at multiples of it, so that no item is cut
+IN_FLIGHT = 4  # concurrent messages of a rank, in each direction
+ALIGN_BYTES = (
+    16  # size of the widest item, complex128: streams are cut at multiples of it, so that no item is cut
+)
 
 _VERSION = 1  # of the JSON
 _MAX_BALANCE_ROUNDS = 200  # bounds the time of planning; loads that still change by then are nearly equal
-_BALANCE_TOLERANCE_BYTES = 64  # loads that differ by less are equal
+_BALANCE_TOLERANCE_BYTES = 64  # loads that differ by less count as equal
 
 _MAX_DRAWN = 32  # ranks on either side of a picture
 _CELL_PX, _LEFT_PX, _TOP_PX, _BAR_PX = 22, 90, 140, 200
@@ -59,14 +61,14 @@ Shares = Mapping[Ranks, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """How the ranks of a target get their tensors from the ranks of a source. `str` gives its totals.
+    """How the ranks of a target get their tensors from the ranks of a source. `str` summarizes the plan.
 
     Args:
         source, target: which ranks store what; both number ranks in the same way.
-        links: what target tensors are made of, if not of the source tensor of their name.
+        links: (target name, link) pairs; a target tensor without a link comes from the source tensor of its name.
         cast: whether floats may be rounded to the target's dtype.
         budget_bytes: memory that a rank may use for messages.
-        shares: bytes that each rank of a set sends, for sets whose ranks do not send equally.
+        shares: bytes that each rank of a set sends, for sets whose ranks send unequal amounts.
 
     Examples:
         >>> import torch
@@ -95,37 +97,37 @@ class TransferPlan:
         """All leaves, in the order of the target's tensors.
 
         Raises:
-            PlacementError: if names, shapes or dtypes do not match; lists all that do not.
+            PlacementError: if names, shapes or dtypes do not match; lists all mismatches.
         """
         return resolve_links(self.source, self.target, self.links, self.cast)
 
     @cached_property
     def demand(self) -> Demand:
-        """Bytes that all ranks take from all sets."""
+        """Bytes that each rank of the target takes from each set of ranks of the source."""
         return demand_of(self.source, self.target, self.leaves)
 
     @cached_property
     def all_shares(self) -> Shares:
-        """Bytes that each rank of each set sends."""
+        """Bytes that each rank of each set sends, by set."""
         chosen = dict(self.shares)
         wanted = zip(self.demand.sets, self.demand.sent.sum(1).tolist(), strict=True)
         return {ranks: chosen.get(ranks) or equal_shares(nbytes, len(ranks)) for ranks, nbytes in wanted}
 
     def byte_range(self, ranks: Ranks, sender: int, receiver: int) -> tuple[int, int]:
-        """The range that one rank of a set sends, of the bytes that another rank takes from the set."""
+        """The range that ``sender`` sends of the bytes that ``receiver`` takes from the set ``ranks``."""
         row, column = self.demand.row_of[ranks], self.demand.column_of[receiver]
         start, stop = self.demand.starts[row, column : column + 2].tolist()
         number, shares = ranks.index(sender), self.all_shares[ranks]
         low = sum(shares[:number]) - start
 
-        def edge(position: int) -> int:  # never within an item
+        def edge(position: int) -> int:  # rounded down, so that no item is cut
             return stop - start if position >= stop - start else max(position, 0) // ALIGN_BYTES * ALIGN_BYTES
 
         return edge(low), edge(low + shares[number])
 
     @cached_property
     def digest(self) -> int:
-        """A number that differs between different plans."""
+        """Checksum of the plan, which ranks compare."""
         return checksum_of(dump_json(self.to_json()))
 
     def to_json(self) -> dict[str, Any]:
@@ -203,7 +205,7 @@ class TransferPlan:
         return busiest * len(self.sent_bytes) / self.total_bytes if self.total_bytes else 1.0
 
     def pair_bytes(self) -> dict[tuple[int, int], int]:
-        """Bytes by (sender, receiver), of the first 32 ranks on either side."""
+        """Bytes by (sender, receiver), for the first 32 senders and receivers."""
         senders, receivers = set(self.source.all_ranks[:_MAX_DRAWN]), self.demand.targets[:_MAX_DRAWN]
         pairs: dict[tuple[int, int], int] = {}
         for row, ranks in enumerate(self.demand.sets):
@@ -296,13 +298,13 @@ def plan_transfer(
 ) -> TransferPlan:
     """Plan how the ranks of a target get their tensors from the ranks of a source. Communicates nothing.
 
-    A rank receives nothing that it stores. Of ranks that store the same, none sends what a less loaded rank could.
+    A rank receives nothing that it stores. Loads are balanced over ranks that store the same part.
 
     Args:
         source, target: which ranks store what, from `describe_states`; the target need not use all of the source.
-        links: what target tensors are made of, such as ``{"qkv": concatenate("q", "k", "v")}`` with the functions of
-            `vescale_fsdp.transfer`. A tensor without a link comes from the source tensor of its name. Names are the
-            keys of nested states joined by dots; slashes are accepted too.
+        links: how target tensors are made, such as ``{"qkv": concatenate("q", "k", "v")}`` with the functions of
+            `vescale_fsdp.transfer.links`. A tensor without a link comes from the source tensor of its name. Names are
+            the keys of nested states joined by dots; slashes are accepted too.
         cast: round floats to the target's dtype where it differs.
         budget_bytes: memory that each rank may use for messages, at least 4 KiB.
 
@@ -328,14 +330,13 @@ def plan_transfer(
         if sent != equal_shares(wanted[ranks], len(ranks))
     )
     plan = TransferPlan(source, target, linked, cast, budget_bytes, uneven)
-    plan.__dict__.update(
-        leaves=leaves, demand=demand
-    )  # they are costly, and the plan would compute them again
+    plan.__dict__.update(leaves=leaves, demand=demand)  # fills the cached properties, which are costly
     return plan
 
 
 def equal_shares(nbytes: int, count: int) -> tuple[int, ...]:
     """Bytes that each of ``count`` ranks sends, equal to within one byte."""
+    # Differences of roundings add up to all bytes.
     return tuple(nbytes * (number + 1) // count - nbytes * number // count for number in range(count))
 
 
@@ -377,14 +378,15 @@ def balanced_shares(wanted: Mapping[Ranks, int]) -> dict[Ranks, tuple[int, ...]]
 
 def _added_to_lowest(loads: Sequence[int], nbytes: int) -> tuple[int, ...]:
     """How many of ``nbytes`` to add to each load: the lowest loads are filled up to one level."""
+    # Ties by number: all ranks plan alike.
     order = sorted(range(len(loads)), key=lambda number: (loads[number], number))
     added = [0] * len(loads)
     for count in range(1, len(order) + 1):
         lowest = order[:count]
         total = sum(loads[number] for number in lowest) + nbytes
-        if count == len(order) or total <= loads[order[count]] * count:
+        if count == len(order) or total <= loads[order[count]] * count:  # the level stays below the next load
             level, rest = divmod(total, count)
             for index, number in enumerate(lowest):
-                added[number] = level + (index < rest) - loads[number]
+                added[number] = level + (index < rest) - loads[number]  # the rest, a byte each
             break
     return tuple(added)

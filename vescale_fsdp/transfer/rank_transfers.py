@@ -1,14 +1,14 @@
 """What one rank sends, receives and keeps, and the order of its messages: arithmetic on the plan, no communication.
 
 A `Share` is a box of items, with an offset and strides in two memories: in the flat memory of the sender's part of a
-source tensor, and in that of the receiver's part of a target tensor. A `ShareStream` is all shares that one rank sends
-to another. Wide items come first, so that every item is aligned wherever a message begins. Both ends of a stream derive
-the same shares in the same order, because both evaluate the same plan.
+source tensor, and in the flat memory of the receiver's part of a target tensor. A `ShareStream` is all shares that one
+rank sends to another. Wide items come first, so that every item is aligned wherever a message begins. Both ends of a
+stream derive the same shares in the same order, because both evaluate the same plan.
 
-All messages of all ranks have one order, so that ranks cannot wait for each other in a circle. Messages are ordered by
+All messages of all ranks have one order, which prevents a deadlock. Messages are ordered by
 *turn*, then by their number in the stream. In turn t, source number i sends to target number (i + t), modulo their
 number: each sender has one receiver, and each receiver one sender. Every rank starts its own messages in this order, a
-few at a time. So the first message of all that has not arrived has always been started at both ends.
+few at a time. So, in that order, the first message that has not arrived has been started at both ends.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Share(NamedTuple):
     """A box of items in two memories.
 
     Attributes:
-        leaf: number of its leaf in the plan.
+        leaf: number of the leaf in the plan.
         itemsize: bytes of an item as it is sent.
         sizes: of the box.
-        source, source_strides: index of the box's first item in the source's flat memory, and steps there.
+        source, source_strides: index of the box's first item in the source's flat memory, and strides there.
         target, target_strides: the same in the target's flat memory.
     """
 
@@ -108,12 +108,12 @@ def _joined(sizes: Shape, source_strides: Shape, target_strides: Shape) -> tuple
 def shares_between(
     number: int, itemsize: int, source: Sequence[tuple[Region, int]], target: Region, leaf: Leaf
 ) -> Iterator[Share]:
-    """The items of a leaf that are in regions of its source and in a region of its target.
+    """The items that a leaf moves from regions of its source to a region of its target, as shares.
 
     Args:
         number: of the leaf.
         itemsize: bytes of an item as it is sent.
-        source: regions of one tensor that a rank stores one after the other, each with its offset.
+        source: regions of one tensor that a rank stores consecutively, each with its offset in the rank's memory.
     """
     if leaf.is_identity and len(source) == 1 and source[0][0].box == target.box == leaf.box:
         (region, base), shared = source[0], source[0][0].span.intersect(target.span)
@@ -148,7 +148,7 @@ class ShareStream:
     """
 
     def __init__(self, shares: Iterable[Share]) -> None:
-        # Among shares of one width the small ones come last, so that one message takes many of them.
+        # Wide items first, for alignment. Among items of one width, small shares last: one message packs many.
         self.shares = sorted(shares, key=lambda share: (-share.itemsize, not share.is_sent_alone))
         self._stops = list(accumulate(share.nbytes for share in self.shares))
 
@@ -159,6 +159,7 @@ class ShareStream:
 
     def between(self, low: int, high: int) -> Iterator[Share]:
         """Bytes [low, high) of the stream; both are multiples of `ALIGN_BYTES`, or the end."""
+        # The first share that ends after `low`.
         for number in range(bisect_right(self._stops, low), len(self.shares)):
             share = self.shares[number]
             start = self._stops[number] - share.nbytes
@@ -215,17 +216,17 @@ class RankTransfers:
 
     @cached_property
     def sends(self) -> dict[int, ShareStream]:
-        """What this rank sends to each other rank, by the receiver's number."""
+        """The shares that this rank sends to each other rank, by receiver."""
         return self._streams(is_sent=True)
 
     @cached_property
     def receives(self) -> dict[int, ShareStream]:
-        """What this rank receives from each other rank, by the sender's number."""
+        """The shares that this rank receives from each other rank, by sender."""
         return self._streams(is_sent=False)
 
     @cached_property
     def kept(self) -> list[Share]:
-        """What this rank copies within its own memory."""
+        """The shares that this rank copies within its own memory."""
         wanted = (
             (ranks, shares) for (ranks, receiver), shares in self._wanted.items() if receiver == self.rank
         )
@@ -247,7 +248,7 @@ class RankTransfers:
                     is_in_place = _is_in_place(plan, shares, is_sent)
                     message = Message(peer, is_sent, number, shares, nbytes, is_in_place)
                     ordered.append(((turn, number, sources[sender]), message))
-        ordered.sort(key=lambda item: item[0])
+        ordered.sort(key=lambda item: item[0])  # messages have no order of their own
         return [message for _, message in ordered]
 
     def _streams(self, *, is_sent: bool) -> dict[int, ShareStream]:
@@ -262,7 +263,7 @@ class RankTransfers:
         return {rank: ShareStream(shares[rank]) for rank in sorted(shares) if shares[rank]}
 
     def _part(self, ranks: Ranks, sender: int, receiver: int, shares: list[Share]) -> Iterable[Share]:
-        """The shares that one rank of a set sends, of those that a receiver takes from the set."""
+        """The part that ``sender`` sends of the ``shares`` that ``receiver`` takes from the set ``ranks``."""
         if len(ranks) == 1:
             return shares
         low, high = self.plan.byte_range(ranks, sender, receiver)
@@ -272,8 +273,8 @@ class RankTransfers:
     def _wanted(self) -> dict[tuple[Ranks, int], list[Share]]:
         """All shares that this rank sends, receives or keeps, by set of ranks and receiver.
 
-        A rank stores at most one part of each tensor. So of each leaf a receiver takes one part from a set, and the
-        shares have the same order, that of the leaves, on all ranks of the set and on the receiver.
+        A rank stores at most one part of each tensor, so a receiver takes at most one part of a leaf from a set.
+        Shares are in the order of leaves, and thus in the same order on the receiver and on all ranks of the set.
         """
         plan, rank = self.plan, self.rank
         wanted: dict[tuple[Ranks, int], list[Share]] = {}
@@ -290,7 +291,7 @@ class RankTransfers:
                 pieces = self._target_region(placed.target, filled[0]).pieces()
                 for box in filter(None, (leaf.to_source(piece) for piece, _ in pieces)):
                     parts.update((at, filled[0]) for at in source.touching(box))
-            for source_at, target_at in sorted(parts):  # a set has no order of its own
+            for source_at, target_at in sorted(parts):  # the same order on all ranks
                 ranks = tuple(source.holders.ranks_at(source_at))
                 takers = [
                     taker
@@ -305,7 +306,7 @@ class RankTransfers:
         return wanted
 
     def _target_region(self, number: int, coordinates: Shape) -> Region:
-        """The part of a tensor of the target; leaves of one tensor, and senders, ask for the same parts."""
+        """A part of a target tensor, cached: all leaves of the tensor use the same parts."""
         key = (number, coordinates)
         if key not in self._target_regions:
             self._target_regions[key] = self.plan.target.region(number, coordinates)

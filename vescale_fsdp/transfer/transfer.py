@@ -1,4 +1,4 @@
-"""Transfer: a plan that running ranks carry out, any number of times, in bounded memory.
+"""Transfer: runs a transfer plan any number of times, in bounded memory.
 
     transfer = Transfer(plan)                    once, on all ranks
     transfer.run(state, into)                    every step; plans nothing
@@ -6,21 +6,21 @@
 
 One transfer, on every rank:
 
-    1  compare   an all-reduce: states match the plan, all ranks have the same plan and the same version of the source
-    2  agree     an all-reduce of the magnitudes of quantization blocks that are cut, if there are any
+    1  compare   an all-reduce: states match the plan; the plan and the version are the same on all ranks
+    2  agree     an all-reduce of the largest magnitudes of quantization blocks that span ranks, if there are any
     3  exchange  messages, see `exchange`
     4  finish    an all-reduce: if any rank failed, all raise
-    5  decide    by the first entry in the ranks' store: ranks for which step 4 failed follow the entry
-    6  commit    copy second copies into the target (``keep_old``); without them, a failure poisons the target
+    5  decide    by the first entry in the ranks' store, which also binds ranks for which step 4 failed
+    6  commit    with ``keep_old``, copy the second copy into the target
 
 A rank that is killed during step 4 breaks that collective for some ranks and not for others. A rank that completed
-step 4 knows that all ranks were ready, and enters "commit"; any other rank enters "abort". The first entry counts on
-all ranks, so either all commit or none does, unless the store is lost with the killed rank. Then a rank that cannot
-read the entry keeps its version, and its error names that version and the one that other ranks may have.
+step 4 knows that all ranks were ready, and enters "commit"; any other rank enters "abort". All ranks follow the first
+entry, so either all commit or none does. The exception is a store that is lost with the killed rank: a rank that cannot
+read the entry keeps its version, and its error names that version and the version that other ranks may have.
 
-What a failure leaves: a second copy of the target always keeps the old weights, but an engine rarely has the memory for
-one. Filling in place and leaving the mixture would be worse than an error: old and new weights look alike, and answers
-are merely bad. So the caller chooses between a second copy and a target that a failure makes unusable.
+After a failure, ``keep_old`` leaves the old weights, but needs memory for a second copy, which an inference engine
+rarely has. Without ``keep_old``, the target is filled in place, and a failure poisons it. A mixture of old and new
+weights would be worse than an error: the model would run, and its answers would be wrong.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _NO_VERSION = 2**62  # larger than any version; its negative fits int64 too
 _logger = logging.getLogger("vescale_fsdp")
 
 
-# The tensors that a rank reads in one transfer, and what detects writes to them (None for a snapshot); or an error.
+# The source tensors of one run and the watch for writes to them (None for a snapshot), or the error of reading them.
 _SourceRead = tuple[dict[str, torch.Tensor], SourceWatch | None] | Exception
 
 
@@ -84,31 +84,32 @@ class TransferHandle:
         self._future = future
 
     def done(self) -> bool:
-        """Whether the transfer has ended, also with an error. Never blocks."""
+        """Whether the transfer has ended, successfully or with an error. Never blocks."""
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the target has its new weights.
+        """Wait until the target has its new weights.
 
         Raises:
-            CheckpointError: on all ranks, if one failed. The message says what the target has now.
+            CheckpointError: on all ranks, if one failed. The message says which weights the target has now.
             TimeoutError: if the transfer takes longer than ``timeout_s``.
         """
         self._future.result(timeout_s)
 
 
 class Transfer:
-    """A plan that ranks carry out. The constructor is a collective of all of them.
+    """A transfer that can run any number of times. The constructor is a collective of all ranks.
 
     Args:
         plan: the same on all ranks.
         ranks: as for `describe_states`.
         keep_old: fill a second copy, and copy it into the target when all ranks have received everything: a failure
             leaves the old weights. Otherwise the target is filled in place, and a failure makes all of it NaN.
-        verify: compare the checksum of every message when it was packed with the checksum of what was filled.
+        verify: compare the checksum of each message on the sender with the checksum of the items that the receiver has
+            stored.
         group: the process group for messages, if tensors are on an accelerator. Nothing else may use the group during
             a transfer.
-        pool: buffers for messages, which transfers that never run at the same time can share.
+        pool: buffers for messages; transfers that never run at the same time can share a pool.
 
     Examples:
         >>> from vescale_fsdp.transfer import describe_states, plan_transfer
@@ -145,9 +146,8 @@ class Transfer:
             self._read_parts = parts_of(plan.source, (leaf.source.number for leaf in plan.leaves), own.rank)
             self._filled_parts = parts_of(plan.target, (leaf.target for leaf in plan.leaves), own.rank)
         self._name = own.new_name()
-        self._copies: dict[
-            int, torch.Tensor
-        ] = {}  # the second copies of `keep_old`, used again by the next run
+        # The second copies of `keep_old`, by tensor number; the next run uses them again.
+        self._copies: dict[int, torch.Tensor] = {}
         self._busy = Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._version: int | None = None
@@ -163,17 +163,17 @@ class Transfer:
         return self._version
 
     def run(self, state: Any | None, into: Any | None, *, version: int | None = None) -> None:
-        """Copy a state into another. A collective of all ranks of both.
+        """Copy the source state into the target state. A collective of all ranks of both.
 
         Args:
-            state: the state that was described as the source; None on ranks that have nothing of the source.
-            into: the state that was described as the target; None on ranks that have nothing of the target.
-            version: number of these weights, such as the trainer's step; at least 0, and the same on all ranks that
-                pass a version. If no rank passes one, the last version plus one.
+            state: the state that was described as the source; None on ranks that store nothing of the source.
+            into: the state that was described as the target; None on ranks that store nothing of the target.
+            version: number of the source's weights, such as the trainer's step: at least 0, and equal on all ranks
+                that pass one. If no rank passes a version, it is the last version plus one.
 
         Raises:
             CheckpointError: on all ranks, if one failed, was lost, or passed a different state or version. The message
-                says what the target has now.
+                says which weights the target has now.
             LifecycleError: if the transfer is already running.
             ValueError: if ``version`` is negative.
         """
@@ -199,9 +199,7 @@ class Transfer:
         try:
             read = self._read(state, snapshot=snapshot)
             if self._worker is None:
-                self._worker = ThreadPoolExecutor(
-                    1, thread_name_prefix="transfer"
-                )  # one: runs do not overlap
+                self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer")
             future = self._worker.submit(self._run, read, into, version)
         except BaseException:
             self._busy.release()
@@ -224,9 +222,9 @@ class Transfer:
 
     @plainly
     def _read(self, state: Any | None, *, snapshot: bool) -> _SourceRead:
-        """The tensors that this rank reads: on the caller's thread, before the caller can change them.
+        """The source tensors that this rank reads, collected before the caller of `start` can change them.
 
-        An error is kept for the first collective, in which other ranks wait for this one.
+        An error is returned, not raised: `_run` raises it in the first collective, in which other ranks wait.
         """
         try:
             names = {part.name for part in self._read_parts}
@@ -266,7 +264,7 @@ class Transfer:
                 destination.poison()
 
     def _bind(self, read: Mapping[str, torch.Tensor], into: Any | None) -> tuple[Origin, Destination]:
-        """This rank's memory of both states, checked against the descriptions. Fits the pool to their device."""
+        """This rank's tensors of both states, checked against the plan. Also fits the pool to their device."""
         plan, rank = self.plan, self._coordinator.rank
         sources = local_parts(read, self._read_parts, rank)
         targets = local_parts(_named(into), self._filled_parts, rank)
@@ -295,14 +293,14 @@ class Transfer:
         return Origin(plan, rank, sources), destination
 
     def _agreed_version(self, version: int | None, error: BaseException | None) -> int:
-        """The version of the source, from the first collective: the same on all ranks."""
-        last = -1 if self._version is None else self._version
-        # The maximum over ranks of both numbers gives the largest and the smallest version that any rank passes.
+        """Agree on the version of the source in the first collective, which also raises ``error`` on all ranks."""
+        last = -1 if self._version is None else self._version  # so that the first version is 0
+        # The collective returns maxima over ranks; the maximum of negated versions gives the smallest version.
         given = [-_NO_VERSION, -_NO_VERSION] if version is None else [version, -version]
         most, minus_least, last = self._coordinator.raise_together(
             error, "starting a transfer", _UNTOUCHED, self._alike, [*given, last]
         )
-        if most == -_NO_VERSION:
+        if most == -_NO_VERSION:  # no rank passes a version
             return last + 1
         if most != -minus_least:
             raise CheckpointError(
@@ -316,7 +314,7 @@ class Transfer:
 
     @contextmanager
     def _decided_together(self, version: int) -> Iterator[None]:
-        """A block that succeeds on all ranks or on none, also if a rank is lost in the collective that ends the block.
+        """Make a block succeed on all ranks or on none, even if a rank is lost in the collective that ends the block.
 
         Raises:
             CheckpointError: also if the store is lost before this rank has read the decision. The error names the
@@ -329,7 +327,7 @@ class Transfer:
                 yield
                 is_ready = True
         except BaseException:
-            # Other ranks may have completed the collective before a rank was lost; not if this rank was not ready.
+            # If this rank was ready, other ranks may have completed the collective before a rank was lost.
             if not is_ready or self._decide(ABORT, version) != COMMIT:
                 raise
             _logger.warning(
@@ -348,7 +346,7 @@ class Transfer:
     def _decide(self, word: str, version: int) -> str:
         key, last_key = (f"transfer {self._name} {run}" for run in (self._num_runs, self._num_runs - 1))
         try:
-            # All ranks have read the last decision, since they have taken part in collectives after it.
+            # `last_key` may be deleted: every rank has read it, since each has taken part in a later collective.
             return self._coordinator.decide(key, word, last_key)
         except CheckpointError as lost:
             own_version = "no version" if self._version is None else f"version {self._version}"

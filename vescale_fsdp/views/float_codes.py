@@ -1,8 +1,8 @@
-"""Raw bits of floats: casts between float types, and the codes of quantized weights. No torch import.
+"""Raw bits of floats: casts between float types, and the codes of quantized weights. Does not import torch by itself.
 
 Casts (`cast_array`, `cast_into`) round bit for bit as torch's ``.to(dtype)``. The converter starts without torch, which
-takes a second and 200 MiB to import; where torch is already loaded, as next to live shards, it casts: several times as
-fast. bfloat16, which numpy lacks, is the upper half of a float32 and is computed by integer arithmetic.
+takes a second and 200 MiB to import. If torch is already loaded, as next to live shards, torch casts, because it is
+several times as fast. bfloat16, which numpy lacks, is the upper half of a float32, computed by integer arithmetic.
 
 Codes of quantized weights, by table of `code_table` and `nibble_table`:
 
@@ -93,9 +93,10 @@ class Fp8Encoding:
         shift = np.float32(2**14)
         small = (bits.view(np.float32) + shift).view(np.uint32) - shift.view(np.uint32)
         odd = (bits >> np.uint32(20)) & np.uint32(1)
+        # The exponent's bias is 127 in float32, and 7 in e4m3.
         large = ((bits + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32((127 - 7) << 3)
         codes = np.where(bits < np.uint32((127 - 6) << 23), small, large).astype(np.uint8)
-        return np.where(bits > np.uint32(0x7F800000), np.uint8(0x7F), codes) | sign
+        return np.where(bits > np.uint32(0x7F800000), np.uint8(0x7F), codes) | sign  # NaN
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Mxfp4Encoding:
     def scales(self, amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As `Fp8Encoding.scales`: the smallest power of two for which no value exceeds 6."""
         bits = (amax / _E2M1_MAX).astype(np.float32).view(np.uint32)
+        # Rounded up; 255 is NaN
         biased = np.minimum((bits + np.uint32(0x7FFFFF)) >> np.uint32(23), np.uint32(254))
         biased = np.where(np.isfinite(amax), biased, np.uint32(255)).astype(np.uint8)
         with np.errstate(over="ignore"):
@@ -121,6 +123,7 @@ class Mxfp4Encoding:
         """Bytes of two values each, adjacent in the last dim."""
         sizes = np.abs(scaled)
         index = np.searchsorted(_E2M1_BOUNDS, sizes, side="left").astype(np.uint8)
+        # There are 7 midpoints, index 7 is past the last.
         is_tie = sizes == _E2M1_BOUNDS[np.minimum(index, 6)]
         index = np.minimum(index + (is_tie & (index & 1 == 1)), 7).astype(np.uint8)
         nibbles = index | (np.signbit(scaled).astype(np.uint8) << np.uint8(3))
@@ -155,8 +158,10 @@ def cast_array(raw: np.ndarray, source: DType, target: DType) -> np.ndarray:
 def cast_into(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> int:
     """`cast_array` into ``out`` of the same shape; returns the number of finite items that became infinite."""
     overflows = 0
-    # torch, if it is loaded, casts these two types to exactly the same bits; for float16 its NaNs differ.
+    # torch, if it is loaded, casts these two types to exactly the same bits; for float16 its NaNs differ. Read-only
+    # arrays are left to numpy, because torch.from_numpy warns about them.
     torch_casts = "torch" in sys.modules and {source.name, target.name} == {"bfloat16", "float32"}
+    # Torch warns about read-only arrays.
     cast = _by_torch if torch_casts and raw.flags.writeable else _by_numpy
     may_overflow = target.name in _NARROWER_THAN.get(source.name, ())
     # Values too large for the target become infinity, as in torch: numpy must not warn.

@@ -111,10 +111,11 @@ def _write(storage: Storage, output: OutputPlan) -> None:
         outputs.append(storage.create(file.name, file.nbytes))
         return outputs[0]
 
+    # A stream is written from front to back, by one thread.
     limits = CopyLimits(threads=1 if storage.in_order else max(1, storage.write_threads))
     try:
         copier = Copier(limits, create, storage.retrying, no_progress, lambda *_: None)
         copier.copy(output.files, in_order=storage.in_order)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no torn file stays
         give_up()
         raise

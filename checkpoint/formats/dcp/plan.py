@@ -83,7 +83,7 @@ def plan_dcp_by_rank(
     """
 
     def of_rank(number: int) -> _Files:
-        files = _Files(sys.maxsize, number)
+        files = _Files(sys.maxsize, number)  # one file per rank, however large
         for name, box in boxes(number):
             files.add_tensor(name, state.views[name], box)
         if number == 0:
@@ -112,14 +112,14 @@ def _row_boxes(info: TensorInfo) -> Iterator[Box]:
         yield whole_box(info.shape)
         return
     rows, corner = info.shape[0], (0,) * (len(info.shape) - 1)
-    step = max(1, _ITEM_BYTES // (info.nbytes // rows))
+    step = max(1, _ITEM_BYTES // (info.nbytes // rows))  # at least a row, however long
     for first in range(0, rows, step):
         yield Box((first, *corner), (min(step, rows - first), *info.shape[1:]))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # the items of equal layers have the same pickle
 def _tensor_pickle(dtype: DType, sizes: tuple[int, ...]) -> bytes:
-    return dump_pickle(TensorOut("0", dtype, sizes), where="a tensor")
+    return dump_pickle(TensorOut("0", dtype, sizes), where="a tensor")  # "0": the only storage of its archive
 
 
 class _Files:
@@ -221,7 +221,7 @@ def _metadata(state: CarriedState, written: list[_Item]) -> New:
         "planner_data": paths,
         "storage_data": storage,
         "storage_meta": New(Global(_RECORDS, "StorageMeta"), meta),
-        "version": "1.0.0",
+        "version": "1.0.0",  # CURRENT_DCP_VERSION of torch
     }
     return New(Global(_RECORDS, "Metadata"), fields)
 

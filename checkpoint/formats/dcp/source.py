@@ -23,7 +23,7 @@ from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box
 
 METADATA_FILE = ".metadata"
-_ACCELERATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_\d+)?/")
+_ACCELERATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_\d+)?/")  # such as pytorch_model_fsdp_0/
 
 # A record that lacks one of these attributes was damaged, not written by another version.
 _DAMAGE = (AttributeError, KeyError, TypeError, ValueError)
@@ -42,8 +42,10 @@ def open_dcp(store: Storage, *, trust_pickle: bool = False, stand_ins: bool = Fa
             with several checkpoints.
         CorruptCheckpointError: if metadata and files do not describe whole tensors.
     """
+    # Without any folder, opening the root says what is missing.
     folders = ("",) if store.size(METADATA_FILE) is not None else dcp_folders(store.list_files()) or ("",)
     stems = [match[1] for folder in folders if (match := _ACCELERATE_FOLDER.fullmatch(folder))]
+    # One of each: two models of one run are two checkpoints.
     if len(folders) > 1 and not len(set(stems)) == len(stems) == len(folders):
         raise ConversionError(
             "The folder holds several checkpoints.",
@@ -88,7 +90,7 @@ def _open_folder(store: Storage, folder: str, *, trust_pickle: bool, stand_ins: 
     try:
         reader = _MetadataReader(metadata, store, folder, trust_pickle)
         tensors, values = reader.entries()
-        planned = metadata.planner_data or {}
+        planned = metadata.planner_data or {}  # None: a planner of another library
         paths = {str(name): _path(path) for name, path in planned.items() if isinstance(path, tuple)}
     except _DAMAGE as error:
         raise CorruptCheckpointError(
@@ -98,6 +100,7 @@ def _open_folder(store: Storage, folder: str, *, trust_pickle: bool, stand_ins: 
             where=where,
             todo="copy the file again from where it was saved, or use an older checkpoint",
         ) from error
+    # Older torch records no version.
     facts = {"dcp version": str(getattr(metadata, "version", None)), "data files": str(len(reader.sizes))}
     locate = partial(_locate, store, trust_pickle)
     return Source("dcp", store, tensors, values, paths, facts, locate=locate)
@@ -151,6 +154,7 @@ class _MetadataReader:
         tensors: dict[str, StoredTensor] = {}
         values: dict[str, StoredValue] = {}
         for name, entry in self._entries.items():
+            # The stand-ins of the unpickler are known by name only.
             if type(entry).__name__ == "TensorStorageMetadata":
                 tensors[name] = self._tensor(name, entry)
             else:
@@ -183,7 +187,7 @@ class _MetadataReader:
                 where=f"{self._store.where}/{self._folder}{METADATA_FILE}",
                 todo="save the checkpoint again: its save did not end, or its metadata lost items",
             )
-        if getattr(info, "transform_descriptors", None):
+        if getattr(info, "transform_descriptors", None):  # pickled only if there are any
             raise ConversionError(
                 "The checkpoint's data files are transformed.",
                 expected="plain .distcp data",
@@ -206,6 +210,7 @@ class _MetadataReader:
         name, file = file, self._folder + file
         if file not in self.sizes:
             path = PurePosixPath(name)
+            # `.metadata` may come from anyone: it must not name other files.
             if path.is_absolute() or ".." in path.parts:
                 raise CorruptCheckpointError(
                     "The checkpoint's metadata points outside of its folder.",

@@ -76,6 +76,7 @@ def _materialise(model: nn.Module, template: dict[str, Any], state: dict[str, An
                 value = value.detach().to(home_device(template), template[fqn].dtype, copy=True)
             values[name] = value
     if values:
+        # Assign: a tensor on meta cannot be copied into.
         model.load_state_dict(values, strict=False, assign=True)
 
 
@@ -123,7 +124,7 @@ def set_state_dict(
         >>> weights, moments = get_state_dict(model, optimizer)
         >>> _ = set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     """
-    has_model = [bool(model_state_dict)]
+    has_model = [bool(model_state_dict)]  # a list, which the broadcast changes in place
     if options is not None and options.broadcast_from_rank0 and dist.is_initialized():
         dist.broadcast_object_list(has_model, src=0)  # other ranks pass empty dicts
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
@@ -206,7 +207,7 @@ def _broadcast(stub: _Stub, value: torch.Tensor | None, template: Any, home: tor
         device = torch.device("cuda", torch.cuda.current_device())
     if value is None:
         value = torch.empty(stub.shape, dtype=stub.dtype, device=device)
-    value = value.detach().to(device).contiguous()
+    value = value.detach().to(device).contiguous()  # collectives take contiguous tensors only
     dist.broadcast(value, src=0)
     return value
 
@@ -224,9 +225,11 @@ def _cut_tensor(
             todo="load the state of the same model",
         )
     if template.is_meta:
+        # In the model's dtype: a tensor that is assigned is not cast.
         local = torch.empty_like(local_of(template), device=home, requires_grad=False)
         result: torch.Tensor = wrap_like(local, spec_of(template), like=template)
     else:
+        # torch's setter casts its copy.
         result = torch.empty_like(template, dtype=full.dtype, requires_grad=False)
     described = describer.describe(name, result)
     if described.local is None:

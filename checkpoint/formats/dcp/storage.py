@@ -74,7 +74,7 @@ class _DcpRanks:
     def __init__(self, process_group: dist.ProcessGroup | None, no_dist: bool) -> None:
         self._process_group = process_group
         self._alone = self._no_dist = no_dist
-        self.coordinator()  # makes the gloo group now: all ranks make their storage at this point
+        self.coordinator()  # a collective: all ranks make their storage at this point, and the gloo group now
 
     def coordinator(self) -> Coordinator:
         """The coordinator of the storage's ranks."""
@@ -86,6 +86,7 @@ class _DcpRanks:
         Raises:
             CheckpointError: if DCP works with other ranks, or without any collectives.
         """
+        # An earlier save may have found that it was alone.
         self._alone = self._no_dist
         ours = self.coordinator()
         if not options.get("use_collectives", True) and not isinstance(ours, SoloCoordinator):
@@ -220,7 +221,7 @@ class RaggedWriter(StorageWriter):
                 self._metadata,
                 self._held,
             )
-        except BaseException:
+        except BaseException:  # DCP calls `finish`, which releases the lock, only after a success
             self._held.close()
             raise
         future: Future[list[WriteResult]] = Future()
@@ -312,7 +313,7 @@ class RaggedReader(StorageReader):
     ) -> None:
         self._storage = open_storage(path, neighbours=num_neighbours())
         self._ranks = _DcpRanks(process_group, no_dist)
-        self._reader: CheckpointReader | None = None
+        self._reader: CheckpointReader | None = None  # opened by `read_metadata`, which DCP calls first
         self._stored: dict[str, Any] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -391,6 +392,7 @@ class RaggedReader(StorageReader):
                 stored = self._stored[item.storage_index.fqn]
                 if item.type == LoadItemType.BYTE_IO:
                     data = io.BytesIO()
+                    # Planners expect the bytes of a torch.save, as DCP's own writers store values.
                     torch.save(stored, data)
                     data.seek(0)
                     planner.load_bytes(item, data)

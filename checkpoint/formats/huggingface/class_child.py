@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-_BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024
+_BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
 _CONVERSION = re.compile(
     r"^(\S+)\s*\|\s*CONVERSION\b", re.MULTILINE
 )  # a failed conversion, in transformers' report of a load
@@ -47,6 +47,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     name = request["class"]
     model_class: Any = getattr(transformers, name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        # auto_map: names a class in a file of the repository.
         code = "; code of the repository itself is not run" if request["config"].get("auto_map") else ""
         return {
             "unknown": f"transformers {transformers.__version__} has no class {name}{code}",
@@ -108,7 +109,7 @@ def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
             state_dict=tensors,
             device_map="meta",
             output_loading_info=True,
-            ignore_mismatched_sizes=True,
+            ignore_mismatched_sizes=True,  # lists them instead of raising for the first
             local_files_only=True,
         )
     except ImportError as error:  # a quantiser or a class needs another package
@@ -151,7 +152,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     request = json.load(sys.stdin)
-    sys.path[:] = request["path"]
+    sys.path[:] = request["path"]  # `-I` has dropped PYTHONPATH and the user's packages
     reply = answer(request)
     reply["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_OF_MAXRSS
     with out:

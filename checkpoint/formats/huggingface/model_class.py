@@ -167,8 +167,8 @@ def ask_child(
         return {"unknown": f"{type(error).__name__}: {error}"}
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        last_line = done.stderr.strip().splitlines()[-1:]
+    except ValueError:  # no answer: the process has died
+        last_line = done.stderr.strip().splitlines()[-1:]  # of a traceback, the error itself
         return {"unknown": f"the child process ended with status {done.returncode}: {' '.join(last_line)}"}
     return answer
 
@@ -177,6 +177,7 @@ def _describe(config: Mapping[str, Any], class_name: str) -> Mapping[str, Any]:
     """A class's description of itself: from this process if torch is imported already, else from a child process."""
     key = _key(config, class_name)
     if key not in _ANSWERS:
+        # The import is paid for; an embedded interpreter has no executable to start.
         if "torch" in sys.modules or not sys.executable:
             _ANSWERS[key] = class_child.answer({"class": class_name, "config": config})
         else:
@@ -185,6 +186,7 @@ def _describe(config: Mapping[str, Any], class_name: str) -> Mapping[str, Any]:
 
 
 def _key(config: Mapping[str, Any], class_name: str) -> str:
+    # A dtype changes neither names nor shapes.
     described = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     return f"{class_name} {json.dumps(described, sort_keys=True)}"
 

@@ -34,7 +34,7 @@ from vescale_fsdp.layout.model_shapes import natural_key
 from vescale_fsdp.layout.safetensors_header import MAX_HEADER_BYTES
 
 MAX_INDEX_BYTES = 10 * 2**20  # huggingface_hub refuses a larger index
-_ALIGNMENT_BYTES = 8
+_ALIGNMENT_BYTES = 8  # of the header, as the safetensors library pads it
 _RANK_OF_DTYPE = {dtype: rank for rank, dtype in enumerate(DTYPES)}  # from narrow to wide
 
 
@@ -155,7 +155,7 @@ def index_bytes(shards: Sequence[ShardPlan]) -> bytes:
     weight_map = {info.name: shard.file for shard in shards for info in shard.infos}
     index = {
         "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
-        "weight_map": dict(sorted(weight_map.items())),
+        "weight_map": dict(sorted(weight_map.items())),  # as transformers sorts it
     }
     data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
     if len(data) > MAX_INDEX_BYTES:

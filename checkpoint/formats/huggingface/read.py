@@ -33,6 +33,7 @@ from vescale_fsdp.layout.safetensors_header import read_header
 
 # One rank's part of a model, as torch's safetensors writer names it.
 _SHARD_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+# 00001-of-00001 is a whole model.
 _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-(?!00001\.)\d{5}\.safetensors$")
 _BIN_STEMS = ("pytorch_model", "diffusion_pytorch_model", "pytorch_model_fsdp")
 
@@ -90,7 +91,7 @@ def open_hf_folder(store: Storage) -> Source:
                 store, f"either {single} or {index}", "both", " (transformers loads the single file)"
             )
         mapped = weight_map(store, index)
-        files = sorted(set(mapped.values()))
+        files = sorted(set(mapped.values()))  # by the numbers in their names
     elif single in files:
         files = [single]
     elif len(files) != 1 or _ONE_OF_SEVERAL.search(files[0]):  # one file of any other name is accepted
@@ -151,7 +152,7 @@ def _joined_metadata(files: Mapping[str, Mapping[str, str]], where: str) -> dict
                     where=f"{where}/{file}",
                     todo="convert the files one by one, or copy the folder again from where it was made",
                 )
-            joined[key] = json.dumps(list(dict.fromkeys([*lists[0], *lists[1]])))
+            joined[key] = json.dumps(list(dict.fromkeys([*lists[0], *lists[1]])))  # each name once, in order
     return joined
 
 
@@ -227,7 +228,7 @@ def _saved_offsets(store: Storage, file: str, metadata: Mapping[str, str]) -> di
     try:
         sharding = parse_json(metadata.get("DCP_SHARDING_INFO", "{}"))
         return {str(name): whole_numbers(entry["saved_offsets"]) for name, entry in sharding.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON of other types too
         got = f"{type(error).__name__}: {error}"
         raise _odd_shard(store, file, "offsets of its boxes in the header", got) from error
 
@@ -275,7 +276,7 @@ def weight_map(store: Storage, index_file: str) -> dict[str, str]:
     try:
         index = parse_json(store.read(index_file), is_text=True)
         mapped = {str(name): str(file) for name, file in index["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON of other types too
         raise CorruptCheckpointError(
             "The index cannot be read.",
             expected="JSON with a weight_map",
@@ -284,6 +285,7 @@ def weight_map(store: Storage, index_file: str) -> dict[str, str]:
             todo="copy the file again from where it was made",
         ) from error
     for name, file in mapped.items():
+        # An index may come from anyone; a colon: a drive letter or a URL.
         if file.startswith(("/", "\\")) or ".." in file or ":" in file:
             raise _disagree(store, index_file, name, "in a file of the folder", f"mapped to {file}")
     return mapped

@@ -95,6 +95,7 @@ def refuse_pointers(store: Storage, files: Iterable[str], cause: Exception | Non
 CONFIG_FILE = "config.json"
 _SETTINGS = re.compile(
     r"([0-9]+_[^/]+/|tokenizer[^/]*/)?("  # folders of a sentence-transformers module or a tokenizer
+    # Loaders take a folder with adapter_config.json for an adapter.
     r"((?!adapter_)[^/]*config[^/]*|tokenizer[^/]*|[^/]*vocab[^/]*|merges|bpe|modules|normalizer|tekken|params"
     r"|[^/]*processor[^/]*|[^/]*feature_extractor[^/]*|[^/]*tokens(_map)?|chat_template[^/]*)\.json"
     r"|(tokenizer[^/]*|[^/]*vocab[^/]*|merges|dict[^/]*|requirements|[^/]*licen[cs]e[^/]*|notice)\.txt"
@@ -103,7 +104,7 @@ _SETTINGS = re.compile(
     r"|(additional_chat_templates|chat_templates)/[^/]+\.jinja"
     r"|(licen[cs]e|notice|readme|use_policy|copying)[^/.]*"
     r"|(.+/)?[^/]+\.py)",  # code that config.json names
-    re.IGNORECASE,
+    re.IGNORECASE,  # LICENSE, License
 )
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, transformers 4

@@ -245,7 +245,7 @@ class JointFiles:
         exchanges = any(not segment.is_solo for segment in self._segments)
         size = self._segment_bytes if exchanges else 0
         self._incoming = torch.empty(size, dtype=torch.uint8, device="cpu")
-        for _ in range(_BUFFERS - 1):
+        for _ in range(_BUFFERS - 1):  # one more is `_incoming`
             self._buffers.put(torch.empty(size, dtype=torch.uint8, device="cpu"))
 
     def _is_mine(self, number: int) -> bool:
@@ -291,6 +291,7 @@ class JointFiles:
     def _finish_file(self, pool: ThreadPoolExecutor, number: int) -> None:
         """Close a file and make it durable, after the writes to it that are under way."""
         out = self._open.get(number)
+        # After an error the file stays open, and is aborted.
         if out is None or self._errors.error is not None:
             return
         before = list(self._jobs)  # writes of this file are among them
@@ -299,7 +300,7 @@ class JointFiles:
             for job in before:
                 job.result()
             out.close()
-            del self._open[number]
+            del self._open[number]  # a closed file must not be aborted
 
         self._jobs.append(pool.submit(close))
 
@@ -346,7 +347,7 @@ class JointFiles:
         """A buffer with a segment's bytes from all its holders; None if another rank writes the segment: this rank's
         bytes are sent to it."""
         rank, attempt = self.coordinator.rank, self._errors.attempt
-        buffer = self._buffers.get()
+        buffer = self._buffers.get()  # blocks until a write has given one back: bounds the memory
         data = buffer[: segment.nbytes].numpy()
         numbers = None
         if len(segment.holders) > 1:
@@ -355,7 +356,7 @@ class JointFiles:
         if rank in segment.holders:
             attempt(lambda: read_range(segment.view, segment.start, segment.stop, data))
         else:
-            data[...] = 0
+            data[...] = 0  # items that nobody holds are zeros, and the buffer is used again
         if rank != segment.writer:
             packed = attempt(lambda: _of_rank(data, segment, numbers, rank).view(np.uint8))
             self._send(packed, segment.writer)

@@ -14,7 +14,7 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, Storage
 from vescale_fsdp.checkpoint.storage.checksums import CHECKSUM_BYTES, RunningChecksum, checksum_of
 from vescale_fsdp.errors import CorruptCheckpointError, some
 
-_GONE = (FileNotFoundError, NotADirectoryError)
+_GONE = (FileNotFoundError, NotADirectoryError)  # the second one if the folder's path is a file now
 
 
 class OpenRankFile:
@@ -29,11 +29,11 @@ class OpenRankFile:
         self.where = f"{storage.where}/{file.name}"
         try:
             self.reader: FileReader = storage.open_file(file.name)
-        except (*_GONE, ValueError) as error:
+        except (*_GONE, ValueError) as error:  # ValueError: not a regular file
             raise self._unreadable(error) from error
         try:
             self._table = self._check()  # as bytes: ints would need four times the memory
-        except BaseException as error:
+        except BaseException as error:  # the caller gets no object that it could close
             with noting(error):
                 self.reader.close()
             raise
@@ -80,11 +80,12 @@ class OpenRankFile:
                 f"{file.total_bytes} bytes",
                 f"{size} bytes" + (f"; lost: {some(lost)}" if size < file.total_bytes else ""),
             )
+        # One more: the table's own checksum is its last entry.
         header, table = bytearray(len(file.header)), bytearray((file.num_stripes + 1) * CHECKSUM_BYTES)
         self.read_at(0, [header])
         if header != file.header:
             at = next(at for at, (a, b) in enumerate(zip(header, file.header, strict=True)) if a != b)
-            around = slice(max(0, at - 60), at + 60)
+            around = slice(max(0, at - 60), at + 60)  # enough to show the tensor's entry in the JSON
             raise self.corrupt(
                 "A file's header differs from the one that the manifest implies: it is damaged, or it is another "
                 "checkpoint's file.",

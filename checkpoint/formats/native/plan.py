@@ -40,7 +40,7 @@ _STRIPES_PER_JOB = (
     64  # 64 MiB of a file for one thread; at a job's ends, a stripe of the source is read twice
 )
 _MAX_RANKS = 65_536  # bounds the time of planning a file for each rank
-_UNIT = re.compile(r"(.*?\.\d+)\.")
+_UNIT = re.compile(r"(.*?\.\d+)\.")  # up to the first number in a name
 
 
 def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRule) -> OutputPlan:
@@ -134,6 +134,7 @@ def _structure(
     def file_order(name: str) -> tuple[int, int, str, int]:
         cut, role = cuts[name]
         offset = layouts[cut.layout].slots[cut.slot].offset if cut else 0
+        # Wide types first: items stay aligned to their size. 1 << 60: uncut tensors come last.
         return (-state.views[name].info.dtype.itemsize, cut.layout if cut else 1 << 60, role, offset)
 
     tree, names = native_tree(state, file_order, RESERVED_NAMES)
@@ -141,7 +142,7 @@ def _structure(
     entries = []
     for stored, name in names:
         info, cut = state.views[name].info, cuts[name][0]
-        chosen: tuple[Cut, ...] = (cut,) if cut and num_ranks > 1 else ()
+        chosen: tuple[Cut, ...] = (cut,) if cut and num_ranks > 1 else ()  # one rank has all: nothing is cut
         entries.append(Entry(stored, info.dtype.required_torch_name, info.shape, 1 if chosen else 0, chosen))
     views = [state.views[name] for _, name in names]
     return Structure(tree, tuple(entries), axes, tuple(layouts)), views
@@ -159,7 +160,7 @@ class _Parameters:
 
     def named_in(self, path: Path) -> Iterator[str]:
         """Names of parameters that occur in a path, as whole dotted words; the longest first."""
-        likely = max(map(str, path), key=len)
+        likely = max(map(str, path), key=len)  # a parameter's name is longer than the keys around it
         if likely in self.cuts:  # nearly always, and much faster than the search below
             yield likely
         names: dict[str, None] = {}

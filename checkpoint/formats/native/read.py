@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 _JOB_BYTES = 16 << 20  # 16 MiB
 _TURN_BYTES = 4 << 20  # 4 MiB: one read for several ranks
-_MAX_INCOMING = 8  # turns that a rank receives in one wave
+_MAX_INCOMING = 8  # turns that a rank receives in one wave; 32 MiB of buffers each wave
 _SLICE_BYTES = 512 << 10  # 512 KiB: with its source, half of a core's cache
 _start_of = attrgetter("start")
 
@@ -104,7 +104,7 @@ class _ReadJob(NamedTuple):
     def take(self) -> int:
         """Read the bytes into the sinks, unverified; returns the number of bytes read."""
         runs, rest = self._scattered()
-        if self.is_far and len(runs) + len(rest) > 1:
+        if self.is_far and len(runs) + len(rest) > 1:  # one request instead of one for each part
             _deliver(self.start, self.stop, self.view(), self.sinks)
             return self.size_bytes
         for start, memories in runs:
@@ -171,7 +171,7 @@ class _ReadJob(NamedTuple):
         """(runs of the file to read straight into tensors, sinks whose bytes must be copied)."""
         runs: list[_FileRun] = []
         rest = []
-        at = -1
+        at = -1  # no byte: the first sink starts a run
         for sink in self.sinks:
             start, stop = self._part(sink)
             if sink.memory is None:
@@ -346,6 +346,7 @@ class ReadPlan(Reads):
         return [
             StripeRun(rank, start // size, -(-stop // size))
             for rank, sinks in sorted(self._sinks.items())
+            # No gaps: nobody needs the stripes in them.
             for start, stop in _joined(sorted(sinks, key=_start_of), self._finder.file(rank), size, 0)
         ]
 
@@ -468,6 +469,7 @@ def _joined(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -> l
     joined: list[tuple[int, int]] = []
     for sink in sinks:
         start = sink.start // step * step
+        # Stripes end where the table begins.
         stop = min(round_up(sink.stop, step), file.table_start if step > 1 else sink.stop)
         if joined and start - joined[-1][1] <= max_gap:
             joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
@@ -524,15 +526,16 @@ def plan_shared(by_rank: Sequence[Iterable[StripeRun]], max_stripes: int) -> lis
             of_file.setdefault(run.stop, []).append((rank, False))
     by_sender: dict[int, list[SharedStripes]] = {}
     load: Counter[int] = Counter()  # stripes that each rank reads for others
-    for saved_rank, of_file in sorted(edges.items()):
+    for saved_rank, of_file in sorted(edges.items()):  # all ranks must plan the same
         ranks: set[int] = set()  # that request the stripes [first, stop)
         for first, stop in pairwise(sorted(of_file)):
             ranks -= {rank for rank, begins in of_file[first] if not begins}
             ranks |= {rank for rank, begins in of_file[first] if begins}
-            if len(ranks) < 2:
+            if len(ranks) < 2:  # one reader: nothing to share
                 continue
             at = first
             for number, sender in enumerate(sorted(ranks, key=lambda rank: (load[rank], rank))):
+                # The least loaded take the remainder.
                 count = (stop - first - number + len(ranks) - 1) // len(ranks)
                 receivers = tuple(sorted(ranks - {sender}))
                 load[sender] += count

@@ -67,7 +67,7 @@ class LoadTarget:
 
     def finish(self) -> None:
         """Call after the last read: copies a temporary buffer, if there is one, into the tensor."""
-        self.is_overwritten = self._filled.numel() > 0
+        self.is_overwritten = self._filled.numel() > 0  # an empty tensor keeps what it had
         if self.stream is not None:
             self.stream.hold_compute()
         if self._is_lazy:

@@ -66,7 +66,7 @@ def native_tree(
 
 def _node(value: Any, name: str, tensor_node: Callable[[str, _TensorLeaf], Json]) -> Json:
     """The node of a value, as `capture.encode` makes it; ``name`` is the value's keys in the state, joined by ``/``."""
-    kind = type(value)
+    kind = type(value)  # the exact type: numpy's float64 is a float, and goes to the encoder of live saves
     if kind is _TensorLeaf:
         return tensor_node(name, value)
     if value is None or kind in (bool, int, str):
@@ -80,6 +80,7 @@ def _node(value: Any, name: str, tensor_node: Callable[[str, _TensorLeaf], Json]
         return items if kind is list else {"$": "tuple", "v": items}
     if isinstance(value, Mapping):
         nodes = [(key, _node(item, join_name(name, key), tensor_node)) for key, item in value.items()]
+        # $ marks nodes that are no dicts.
         if all(type(key) is str and not key.startswith("$") for key in value):
             return dict(nodes)
         return {"$": "dict", "v": [[_node(key, f"{name} (a key)", tensor_node), item] for key, item in nodes]}

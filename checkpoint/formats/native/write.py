@@ -99,9 +99,9 @@ class NativeForm(Form):
             if check_files:
                 _check_files(storage, manifest, folder)
             self.finish(storage, manifest)
-            storage.sync_folder(folder)  # the names of all files
+            storage.sync_folder(folder)  # the names of all files; then the folder's own name
             storage.sync_folder("")
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: its note says what the disk has
             error.add_note(f"nothing was committed: {storage.where} is as it was before")
             raise
         _publish(storage, manifest.to_bytes(), replace)
@@ -150,6 +150,7 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
     except BaseException as error:
         published: bytes | Exception
         try:
+            # Another job's may be longer: a ValueError.
             published = storage.read_small(MANIFEST_NAME, limit_bytes=len(data))
         except Exception as unread:  # noqa: BLE001  the error of the commit is the one to raise
             published = unread
@@ -182,6 +183,7 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
         else:
             unread_text = f"{type(published).__name__}: {published}"
             outcome = f"whether {storage.where} holds the new checkpoint is unknown: {unread_text}"
+        # A subclass of another library may take other arguments.
         if isinstance(error, OSError) and error.errno and type(OSError(error.errno, "")) is type(error):
             raise OSError(error.errno, f"{error.strerror}; {outcome}") from error
         error.add_note(outcome)
@@ -323,6 +325,7 @@ class FileImage:
             table = np.frombuffer(chunk_table, dtype=np.uint8)
             self._parts.append(_Part(len(file.header), file.blob_start, table, 0))
         if file.manifest.blob_bytes:
+            # Every file has room for the largest rank's values.
             padded = np.zeros(file.manifest.blob_bytes, dtype=np.uint8)
             padded[: len(blob)] = np.frombuffer(blob, dtype=np.uint8)
             self._parts.append(_Part(file.blob_start, file.table_start, padded, 0))
@@ -357,5 +360,5 @@ class FileImage:
             with stream.on():
                 buffers[number] = copy.copy(pinned[end - size : end])
         for stream in used:
-            stream.record().synchronize()
+            stream.record().synchronize()  # the caller hashes the bytes next
         return buffers

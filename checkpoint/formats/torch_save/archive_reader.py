@@ -67,7 +67,7 @@ class TorchArchive:
     ) -> None:
         self._read_raw, self.nbytes, self._where, self._trust = read, nbytes, where, trust
         self._stand_ins = stand_ins
-        is_small = nbytes <= _HEAD_BYTES + _TAIL_BYTES
+        is_small = nbytes <= _HEAD_BYTES + _TAIL_BYTES  # one read gets all of it
         self._tail_offset = 0 if is_small else nbytes - _TAIL_BYTES
         self._tail = self._read_raw(self._tail_offset, nbytes - self._tail_offset)
 
@@ -150,6 +150,7 @@ class TorchArchive:
     @cached_property
     def _byteorder(self) -> str:
         name = f"{self._prefix}/byteorder"
+        # torch before 2.1 wrote no such record.
         return self._record_bytes(name).decode("ascii", "replace") if name in self._records else "little"
 
     def _read(self, offset: int, nbytes: int) -> bytes:
@@ -178,6 +179,7 @@ class TorchArchive:
         header = LOCAL_HEADER.unpack(self._read(record.header_offset, LOCAL_HEADER.size))
         if header[0] != LOCAL_SIGNATURE:
             raise self._damaged("a record header", repr(header[0]))
+        # Name and extra field; torch pads the latter, so its length differs from the directory's.
         start = record.header_offset + LOCAL_HEADER.size + header[9] + header[10]
         if start + record.nbytes > self.nbytes:
             raise self._damaged(f"records within its {self.nbytes} bytes", f"one to {start + record.nbytes}")
@@ -197,7 +199,7 @@ class TorchArchive:
             name = data[position + CENTRAL_HEADER.size : name_end].decode("utf-8", "replace")
             extra = data[name_end : name_end + head[11]]
             records[name] = self._entry(head, extra)
-            position = name_end + head[11] + head[12]
+            position = name_end + head[11] + head[12]  # after the extra field and the comment
         return records
 
     def _entry(self, head: tuple[Any, ...], extra: bytes) -> _ZipRecord:
@@ -210,12 +212,12 @@ class TorchArchive:
                 nbytes = next(values) if is_wide[0] else nbytes
                 _ = next(values) if is_wide[1] else None  # the compressed size
                 header_offset = next(values) if is_wide[2] else header_offset
-            except StopIteration:
+            except StopIteration:  # fewer values than the fixed fields announce
                 raise self._damaged("a complete zip64 field", repr(extra)) from None
         return _ZipRecord(header_offset, nbytes, head[7], head[4] == 0)
 
     def _directory_range(self) -> tuple[int, int]:
-        at = self._tail.rfind(END_SIGNATURE)
+        at = self._tail.rfind(END_SIGNATURE)  # the last: tensors may contain the same bytes
         if at < 0 or at + END.size > len(self._tail):
             raise self._damaged("a torch.save archive", "bytes without a zip directory at their end")
         end = END.unpack_from(self._tail, at)
@@ -244,6 +246,7 @@ def _zip64_values(extra: bytes) -> list[int]:
         tag, size = struct.unpack_from("<HH", extra, position)
         if tag == ZIP64_TAG:
             body = extra[position + 4 : position + 4 + size]
+            # Iter_unpack takes whole values.
             return [v for (v,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
         position += 4 + size
     return []
@@ -266,7 +269,7 @@ def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        first_line = (str(error).splitlines() or [""])[0]
+        first_line = (str(error).splitlines() or [""])[0]  # torch goes on with advice for its own callers
         raise ConversionError(
             "A stored value cannot be read safely.",
             expected="numbers, strings, lists and dicts",

@@ -69,6 +69,7 @@ class ArrayRef:
 
         values = np.frombuffer(self.data, dtype=self._code).reshape(self.shape, order=self._order)  # type: ignore[call-overload]
         part = values[box.slices()].astype(np.dtype(self._code).newbyteorder("<"))
+        # numpy cannot view a 0-d array as another type.
         raw: np.ndarray = np.ascontiguousarray(part).reshape(box.sizes or (1,)).view(self.dtype.raw)
         return raw.reshape(box.sizes)
 
@@ -236,6 +237,7 @@ def _rebuild_typed(function: Any, kind: Any, args: tuple[Any, ...], state: Any) 
     """A tensor of a subclass or with attributes; a rank's part of a tensor for DTensor and ShardedTensor."""
     if function is not _rebuild_wrapper:
         return function(*args)
+    # DTensor has had several modules, and has a stand-in for each.
     if kind is not _SHARDED_TENSOR and getattr(kind, "__name__", "") != "DTensor":
         raise _NotDenseError(f"a {getattr(kind, '__qualname__', kind)}, which wraps other tensors")
     if kind is _SHARDED_TENSOR:
@@ -512,7 +514,7 @@ class _AllowListUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> _StorageRef:
         if not (isinstance(pid, tuple) and len(pid) >= 3 and pid[0] == "storage"):
             raise pickle.UnpicklingError(f"unknown persistent id {pid!r}")
-        dtype = pid[1]
+        dtype = pid[1]  # ("storage", type, key, location, numel)
         if dtype is not None and not isinstance(dtype, DType):
             raise pickle.UnpicklingError(f"unknown storage type {dtype!r}")
         if len(pid) > 3 and pid[3] == "meta":

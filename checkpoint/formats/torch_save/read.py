@@ -51,6 +51,7 @@ _STEP_DTYPE = dtype_from_torch("float32")  # torch's optimizers count steps in f
 def is_torch_file(store: Storage, file: str) -> bool:
     """Whether a file begins like a torch.save archive (a zip)."""
     size = store.size(file)
+    # A shorter file has no signature to read.
     return size is not None and size >= 4 and store.read(file, 0, 4) == LOCAL_SIGNATURE
 
 
@@ -348,6 +349,7 @@ def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Sour
     return entries.source("torch", store, file=file)
 
 
+# accelerate's names, and verl's, which have the world size too.
 _RANK_FILE = re.compile(r"(.+?)(?:_world_size_(\d+))?_rank_?(\d+)\.(?:bin|pt|pth)")
 _STATES = ("model", "optimizer")
 _CONTAINERS = {
@@ -371,6 +373,7 @@ def rank_files(files: Iterable[str]) -> dict[str, list[str]]:
         if match and "/" not in file:
             name = _CONTAINERS.get(match[1], match[1])
             by_state.setdefault(name, {})[int(match[3])] = file
+            # accelerate's names have no world size: only the largest rank is known.
             worlds[name] = max(worlds.get(name, 0), int(match[2] or 0), int(match[3]) + 1)
     for name, ranks in by_state.items():
         if missing := sorted(set(range(worlds[name])) - set(ranks)):
@@ -405,6 +408,7 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
             if container == "model" or (is_state and "model" not in groups):
                 raise
             entries.omitted.append(container)
+            # A warning takes the first sentence, without the parts below it.
             problem = str(error).splitlines()[0]
             entries.warnings.append(f"{container} is left out because of {names[0]}. {problem}")
     facts = {"rank files": ", ".join(f"{name}: {len(files)}" for name, files in groups.items())}
@@ -431,7 +435,7 @@ def _joined_state(container: str, files: Sequence[TorchFile]) -> Entries:
             else:
                 entries.omitted.append(name_of(path))
             continue
-        unlike = differing_files(parts)[:1]
+        unlike = differing_files(parts)[:1]  # one is enough for a message
         if unlike and container not in _STATES:
             entries.omitted.append(name_of(path))  # random states differ between ranks
             continue

@@ -113,7 +113,7 @@ def dump_pickle(value: Any, *, where: str) -> bytes:
 class _Writer:
     def __init__(self, where: str) -> None:
         self._where = where
-        self.out = bytearray(b"\x80\x02")
+        self.out = bytearray(b"\x80\x02")  # PROTO 2
         self._memo: dict[Global | str, int] = {}
         self._written: dict[object, bytes] = {}
 
@@ -133,15 +133,15 @@ class _Writer:
         _OPCODES_OF[kind](self, value)
 
     def _put_constant(self, value: bool | None) -> None:
-        self.out += b"N" if value is None else b"\x88" if value else b"\x89"
+        self.out += b"N" if value is None else b"\x88" if value else b"\x89"  # NONE, NEWTRUE, NEWFALSE
 
     def _put_int(self, value: int) -> None:
         if -(2**31) <= value < 2**31:
-            self.out += b"J" + _INT(value)
+            self.out += b"J" + _INT(value)  # BININT: 32 bits
         else:
             value = int(value)
-            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            self.out += b"\x8a" + bytes([len(data)]) + data
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)  # room for the sign bit
+            self.out += b"\x8a" + bytes([len(data)]) + data  # LONG1
 
     def _put_float(self, value: float) -> None:
         self.out += b"G" + struct.pack(">d", value)
@@ -225,7 +225,7 @@ class _Writer:
             self.put(value.state)
             self.out += b"b"
 
-        if type(value.state) is tuple:
+        if type(value.state) is tuple:  # a dict cannot be a key of `_written`
             self._put_again(value, write)
         else:
             write()
@@ -234,6 +234,7 @@ class _Writer:
 
     def _put_tensor(self, value: TensorOut) -> None:
         dtype, shape = value.dtype, value.shape
+        # What the storage has: repeated items are stored once.
         kept = tuple(1 if dim in value.repeated else size for dim, size in enumerate(shape))
         strides = tuple(
             0 if dim in value.repeated else stride for dim, stride in enumerate(contiguous_strides(kept))
@@ -340,7 +341,7 @@ class _ArchivePlan:
         self._add(".storage_alignment", str(_ALIGNMENT_BYTES).encode())
         self._add("byteorder", b"little")
         self._storages = [self._add_storage(number, nbytes) for number, nbytes in enumerate(sizes)]
-        self._add("version", b"3\n")
+        self._add("version", b"3\n")  # of the file format, as torch writes it
 
     def _add(self, name: str, data: bytes) -> None:
         record = _PlannedRecord(f"archive/{name}".encode(), len(data), self._position, CRC32.of(data))
@@ -401,7 +402,7 @@ def _local_header(record: _PlannedRecord) -> bytes:
     wide = struct.pack("<HHQQ", ZIP64_TAG, 16, 0, 0) if record.is_wide else b""
     before = record.offset + LOCAL_HEADER.size + len(record.name) + len(wide)
     padding = -(before + 4) % _ALIGNMENT_BYTES  # 4: tag and size of the padding field itself
-    extra = wide + _PADDING_TAG + struct.pack("<H", padding) + b"Z" * padding
+    extra = wide + _PADDING_TAG + struct.pack("<H", padding) + b"Z" * padding  # Z: as torch pads
     # A storage's size is in its descriptor; here it is 0, or refers to the zip64 field.
     nbytes = record.nbytes if record.storage is None else MAX_32 if record.is_wide else 0
     fields = _shared_fields(record, record.crc, nbytes, extra)

@@ -221,6 +221,7 @@ class _Array(ABC):
         for chunk in chunk_boxes(self.info.shape, self.chunk, box) if box.numel else ():
             part = clipped(chunk, self.info.shape).intersect(box)
             if part is not None and (values := self.decode(chunk, part)) is not None:
+                # The ellipsis keeps a 0-d part an array.
                 inside: tuple[Any, ...] = (*part.slices(box.offsets), ...)
                 out[inside] = values
         return out
@@ -285,10 +286,11 @@ class _Array2(_Array):
 
         try:
             data: Any = self.store.read(file)
-            for codec in reversed(self._codecs):
+            for codec in reversed(self._codecs):  # decoding begins with what was applied last
                 data = get_codec(dict(codec)).decode(data)
             raw = ensure_contiguous_ndarray(data).view(np.uint8).view(self.info.dtype.raw)
             values: np.ndarray = raw.reshape(self.chunk, order=self._order)  # type: ignore[call-overload]
+        # Each codec raises other classes.
         except (EOFError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(
                 "A chunk of a zarr array cannot be decoded.",
@@ -302,8 +304,9 @@ class _Array2(_Array):
 
 def _numpy_dtype(text: object) -> tuple[bool, DType]:
     """(whether bytes are swapped, the type) of version 2's names: numpy's, or the name of a type that JAX adds."""
+    # The first letter is the byte order: little, big or none.
     if isinstance(text, str) and (dtype := dtype_from_numpy(text[1:])) is not None and text[0] in "<>|":
-        if text[0] == ">" and dtype.kind == "complex":
+        if text[0] == ">" and dtype.kind == "complex":  # swapping whole items would exchange their two parts
             raise ValueError(f"dtype {text}")
         return text[0] == ">", dtype
     return False, dtype_from_torch(str(text))
@@ -339,7 +342,7 @@ class _Array3(_Array):
             is_regular
             and names in (["bytes"], ["bytes", "crc32c"])
             and codecs[0].get("configuration", {}).get("endian", "little") == "little"
-            and metadata["fill_value"] in (0, False, [0, 0], "0x00")
+            and metadata["fill_value"] in (0, False, [0, 0], "0x00")  # zero, as the kinds of types write it
         )
         self._inner_chunks = [
             c["configuration"]["chunk_shape"] for c in codecs if c["name"] == "sharding_indexed"
@@ -387,6 +390,7 @@ class _Array3(_Array):
             values = np.ascontiguousarray(self._opened[part.slices()]).reshape(part.sizes)
         except _DECODE_ERRORS as error:
             raise damaged(self.store, f"{self.node}/{ZARR_NAME}", error) from error
+        # numpy cannot view a 0-d array as another type.
         return values.view(raw) if values.ndim else values.reshape(1).view(raw).reshape(())
 
 

@@ -43,7 +43,7 @@ class ChunkTables:
         if not self.manifest.has_chunk_table:
             return None
         owner = holders_of(self.manifest, chunk)[0].rank
-        with self._lock:
+        with self._lock:  # held while a table is read: other threads wait for it instead of reading it too
             if owner not in self._tables:
                 self._tables[owner] = self._read(RankFile(self.manifest, owner))
             return self._tables[owner][chunk]

@@ -63,6 +63,7 @@ class ZarrForm(NativeForm):
             arrays.write()
             file = RankFile(manifest, coordinator.rank)
             table = file.chunk_table(arrays.checksums)
+            # The meter has counted the chunks.
             write_rank_file(storage, FileImage(file, {}, share.blob, table), Meter())
         return self.commit_of(manifest, share)
 

@@ -84,7 +84,6 @@ except SystemExit:
 """
 # What --help may load of ours: the command line and what it is made from, a dozen small files.
 OF_HELP = {
-    "vescale_fsdp.checkpoint.manifest.file_names",
     "vescale_fsdp.checkpoint.storage.progress",
     "vescale_fsdp.conversion.cli.commands",
     "vescale_fsdp.conversion.cli.main",

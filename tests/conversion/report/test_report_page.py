@@ -103,10 +103,13 @@ def test_opens_with_totals_tree_and_lanes(page: Path) -> None:
 
     assert "native at /run/step-00000030, compared with /run/step-00000020" in document
     assert "<b>1000</b>tensors" in document and "<b>500</b>tensors differ" in document
-    assert "NaN or infinity in 1 tensor" in document and "only there: model.lost.weight" in document
+    assert (
+        "NaN or infinity in 1 tensor" in document
+        and "only in the other checkpoint: model.lost.weight" in document
+    )
     assert rows_of(document)[:4] == ["model.", "model.layers.", "model.layers.0.", "model.layers.1."]
     assert 20 < len(rows_of(document)) < 60
-    assert f"{RANKS} ranks, " in document and "a colour per tensor" in document
+    assert f"{RANKS} ranks, " in document and "a color per tensor" in document
     assert "seconds of a save" in document and "metric</figcaption>" not in document
     assert "<dt>&lt;b&gt;</dt>" in document
     constant = document.partition(">bytes</figcaption>")[2].partition("</svg>")[0]

@@ -1,11 +1,11 @@
 """Rules of operators along dims: reductions, softmax, cumulative sums, sorting, and comparisons of whole tensors.
 
-    over all dims     the answers of all ranks for their pieces are gathered and combined: a replicated DTensor. A nan
-                      on one rank is a nan on all (an all-reduce with MAX may lose it)
+    over all dims     the results of all ranks for their pieces are gathered and combined into a replicated DTensor. A
+                      nan on one rank is a nan on all (an all-reduce with MAX may lose it)
     over whole dims   every piece contains these dims whole, cut only between their rows: each rank computes its
                       rows, and the result is ragged
-    over cut dims     sums, means and norms: an all-reduce of the contribution of each rank's boxes. Other operators,
-                      such as a maximum over rows that are cut in the middle, gather the tensor
+    over cut dims     sums, means and norms all-reduce the contributions of each rank's boxes. Other operators, such as
+                      a maximum over rows that are cut in the middle, gather the tensor
 
 No sum is left Partial: torch 2.13 adds a plain scalar to a Partial DTensor once per rank, so the next operator would
 return a wrong sum (seen in cosine_embedding_loss). Norms of a finite order may stay Partial: torch reduces those
@@ -59,15 +59,16 @@ def _call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     dims = named.pop("dim", defaults.get("dim"))
     keepdim = bool(named.pop("keepdim", False))
     listed = [dims] if isinstance(dims, int) else list(dims or ())
+    # Dims out of range are kept for the error below.
     positive = tuple(sorted({d % tensor.ndim if -tensor.ndim <= d < tensor.ndim else d for d in listed}))
     if positive and (positive[0] < 0 or positive[-1] >= tensor.ndim):
-        raise IndexError(f"{func}: dims {listed} do not exist in shape {tuple(tensor.shape)}")
+        raise IndexError(f"{func}: dims {listed} do not exist in shape {tuple(tensor.shape)}")  # as torch
     tensor = summed(tensor)
     return _Call(func, tensor, positive or tuple(range(tensor.ndim)), keepdim, named)
 
 
 def along_dims(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Operators along one dim, such as softmax, cumulative sums and sorting."""
+    """Run an operator along one dim, such as softmax, cumulative sums and sorting."""
     call = _call_of(func, args, kwargs)
     if call.tensor.numel() == 0 or not _are_whole_from(call.tensor, call.dims[0]):
         return whole_tensors.gathered(func, args, kwargs)
@@ -75,7 +76,7 @@ def along_dims(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 
 def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A reduction over any dims."""
+    """Run a reduction over any dims."""
     call, name = _call_of(func, args, kwargs), name_of(func)
     if call.tensor.numel() == 0 and name in _NEED_ELEMENTS:
         raise refuse(func, call.tensor, "the tensor has no elements")
@@ -95,8 +96,9 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _needs_whole_tensor(call: _Call, name: str) -> bool:
-    """Whether the results of the pieces do not determine the result of the tensor."""
-    if name in ("argmax", "argmin"):  # where another mesh axis cuts too, flat positions are not known
+    """Whether the result cannot be combined from the results of the pieces."""
+    if name in ("argmax", "argmin"):
+        # If another mesh axis cuts as well, a piece's index does not give the flat position in the tensor.
         return inner_box(call.tensor._spec).sizes != tuple(call.tensor.shape)
     if name in ("linalg_vector_norm", "norm"):
         order = _order(call.options)
@@ -121,7 +123,7 @@ def _are_whole_from(tensor: RaggedDTensor, dim: int) -> bool:
     if inner[dim:] != tuple(tensor.shape[dim:]):
         return False
     run = numel_of(inner[dim:])
-    return run > 0 and all(numel % run == 0 for numel in numels.distinct)
+    return run > 0 and all(numel % run == 0 for numel in numels.distinct)  # an empty run cannot divide
 
 
 def _on_rows(call: _Call) -> Any:
@@ -129,6 +131,7 @@ def _on_rows(call: _Call) -> Any:
     tensor, first = call.tensor, call.dims[0]
     shifted = [dim - first + 1 for dim in call.dims]
     schema = {argument.name: argument for argument in call.func._schema.arguments}
+    # Some overloads take one dim, others a list of dims.
     takes_list = "List" in str(schema["dim"].type) or "[]" in str(schema["dim"].type)
     named = {
         **call.options,
@@ -157,6 +160,7 @@ def _from_rows(call: _Call, rows: torch.Tensor) -> RaggedDTensor:
     )
     spec = make_spec(tensor.device_mesh, replaced(tensor.placements, axis, ragged), shape, rows.dtype)
     ref = tensor.layout_ref if shape == tuple(tensor.shape) else None
+    # Results may be strided, pieces are not.
     return RaggedDTensor.wrap(rows.contiguous().view(-1), spec, layout_ref=ref)
 
 
@@ -169,6 +173,7 @@ def _over_cut_dims(call: _Call) -> DTensor:
     order = None if name in ("sum", "mean") else _order(call.options)
     local, start = tensor._local_tensor.reshape(-1), 0
     kept = [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
+    # An empty sum has torch's dtype of sums.
     total = local.new_zeros(kept, dtype=local[:0].sum(dtype=dtype).dtype if order is None else dtype)
     for box in tensor.boxes:
         values = local[start : start + box.numel].view(box.sizes)
@@ -194,7 +199,7 @@ _Total = Callable[[_Call], Any]
 
 
 def _gather_answers(answer: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor:
-    """[num_ranks, *answer.shape]: the answers of all ranks that own different parts of the tensor."""
+    """The results of all ranks that own different parts of the tensor: [num_ranks, *answer.shape]."""
     answers = answer.unsqueeze(0)
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
@@ -206,7 +211,7 @@ def _sum(call: _Call) -> DTensor:
     total = torch.nansum if name_of(call.func) == "nansum" else torch.sum
     local = total(call.tensor._local_tensor, dtype=call.options.get("dtype"))
     answers = _gather_answers(local, call.tensor)
-    return replicated(answers.sum(0, dtype=local.dtype), call.tensor)
+    return replicated(answers.sum(0, dtype=local.dtype), call.tensor)  # torch would widen integers again
 
 
 def _mean(call: _Call) -> DTensor:
@@ -218,7 +223,7 @@ def _mean(call: _Call) -> DTensor:
 
 
 def _of_parts(part: Callable[..., torch.Tensor], whole: Callable[..., torch.Tensor]) -> _Total:
-    """A reduction that applies ``part`` to each piece and ``whole`` to the gathered answers."""
+    """A reduction that applies ``part`` to each piece and ``whole`` to the gathered results."""
 
     def total(call: _Call) -> DTensor:
         answer = part(call.tensor._local_tensor.reshape(-1), **call.options)
@@ -251,7 +256,7 @@ _max, _min = partial(_extreme, largest=True), partial(_extreme, largest=False)
 
 
 def _arg_extreme(call: _Call, *, largest: bool) -> DTensor:
-    """argmax and argmin: the first flat position of the extreme value (a nan counts as extreme)."""
+    """Run argmax or argmin: the first flat position of the extreme value (a nan counts as extreme)."""
     tensor, local = call.tensor, call.tensor._local_tensor.reshape(-1)
     no_index = torch.iinfo(torch.int64).max  # of an empty piece
     index = torch.full((), no_index, dtype=torch.int64, device=local.device)
@@ -262,21 +267,23 @@ def _arg_extreme(call: _Call, *, largest: bool) -> DTensor:
     values, indices = _gather_answers(value, tensor), _gather_answers(index, tensor)
     best = values.max() if largest else values.min()
     hits = (values == best) | (values.isnan() & best.isnan())
+    # An empty piece's neutral value may equal the best, but it has no index.
     return replicated(indices[hits & (indices != no_index)].min(), tensor)
 
 
 def _spread(call: _Call, *, root: bool = False, with_mean: bool = False) -> Any:
     """Variance or standard deviation, optionally with the mean, from each rank's count, mean and squared distances."""
     local = call.tensor._local_tensor
-    wide = local.to(torch.float64)
+    wide = local.to(torch.float64)  # so that combining the ranks' squares loses no bits of the result
     count = torch.tensor(float(local.numel()), dtype=torch.float64, device=local.device)
-    mean = wide.mean() if local.numel() else count
+    mean = wide.mean() if local.numel() else count  # 0: the mean of an empty piece would be NaN
     answers = _gather_answers(torch.stack([count, mean, (wide - mean).square().sum()]), call.tensor)
     counts, means, squares = answers.unbind(-1)
     total = counts.sum()
     grand_mean = (counts * means).sum() / total
     distances = squares.sum() + (counts * (means - grand_mean).square()).sum()
     correction = call.options.get("correction", call.options.get("unbiased", 1))
+    # At least 0, as in torch: too large a correction gives inf or NaN, not a negative variance.
     variance = distances / (total - (1.0 if correction is None else float(correction))).clamp_min(0.0)
     moments = (variance.sqrt() if root else variance, grand_mean)
     results = tuple(replicated(moment.to(call.tensor.dtype), call.tensor) for moment in moments)
@@ -294,7 +301,7 @@ def _order(options: dict[str, Any]) -> float:
 def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
     if local.numel() or not math.isinf(order):
         return torch.linalg.vector_norm(local, order, dtype=dtype)
-    # torch has no infinity norm of an empty tensor. This value is neutral among the norms of other ranks.
+    # torch raises for the infinity norm of an empty tensor. This value does not affect the norms of other ranks.
     return torch.full((), 0.0 if order > 0 else math.inf, dtype=dtype or local.dtype, device=local.device)
 
 
@@ -310,17 +317,18 @@ def _local_norms(
 
 
 def _norm_of_norms(norms: torch.Tensor, order: float) -> torch.Tensor:
-    """The norm of a whole from the norms of its parts: [num_parts, ..] -> [..]."""
+    """Combine the norms of parts into the norm of the whole: [num_parts, ..] -> [..]."""
     if order == 0:
         return norms.sum(0)  # counts of elements that are not zero
     return torch.linalg.vector_norm(norms, order, dim=0)
 
 
 def _pending_norms(norms: Sequence[torch.Tensor], like: RaggedDTensor, order: float) -> list[DTensor]:
-    """Norms of tensors cut like ``like``, with the collective left to the operator that needs them.
+    """Norms of tensors cut like ``like``, with the collective deferred to the operator that reads them.
 
-    So clipping a hundred gradients costs one collective. Every operator brings torch's NormPartial of a finite order to
-    Replicate (seen for adding scalars, powers, logarithms and reductions on torch 2.13), unlike a Partial sum.
+    So clipping a hundred gradients costs one collective. Every operator redistributes torch's NormPartial of a finite
+    order to Replicate first (verified for adding scalars, powers, logarithms and reductions on torch 2.13), unlike a
+    Partial sum.
     """
     placements = [p if p.is_replicate() else NormPartial(order) for p in like.placements]
     spec = make_spec(like.device_mesh, placements, norms[0].shape, norms[0].dtype)
@@ -338,7 +346,7 @@ def _norm(call: _Call) -> DTensor:
 
 
 def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Norms of a list of tensors. If all are cut over the same mesh axes, the collective is deferred.
+    """Compute the norms of a list of tensors. If all are cut over the same mesh axes, the collective is deferred.
 
     Otherwise tensors that are cut alike share one collective, and all norms are replicated on the mesh of the first
     ragged tensor. So gradients with and without tensor parallelism can be clipped together: torch would refuse to
@@ -403,12 +411,12 @@ _SUMMABLE = ("sum", "mean", "linalg_vector_norm", "norm")
 
 
 def equal(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """torch.equal: true only if the pieces of all ranks are equal. A collective."""
+    """Run torch.equal: true only if the pieces of all ranks are equal. A collective."""
     return args[0].shape == args[1].shape and all_close(func, args, kwargs)
 
 
 def all_close(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """torch.allclose, over the pieces of all ranks. A collective."""
+    """Run torch.allclose over the pieces of all ranks. A collective."""
     left, right, *rest = args
     like = left if isinstance(left, RaggedDTensor) else right
     if is_partial(like):

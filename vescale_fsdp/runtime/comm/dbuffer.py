@@ -11,8 +11,8 @@ copies its own slice into the buffer, because gloo's all-gather reads and writes
 A scattered tensor is an exception: its pieces are not adjacent in the buffer, so the full tensor has its own storage,
 which is filled from the pieces when a gather ends. Writing needs no such copy: `places` returns a view of each piece.
 
-Tensor objects are made once. Only their storage is freed and allocated (``resize_``), so a view that autograd saved in
-the forward is valid again once the buffer is gathered for the backward.
+Tensor objects are created once. Only their storage is freed and allocated (``resize_``), so a view that autograd saved
+in the forward is valid again once the buffer is gathered for the backward.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DBuffer:
 
     Args:
         layout: the offset of each tensor.
-        flat: 1-D [layout.numel], the memory. It is never freed if its storage cannot be resized, as the memory of a
-            communication library.
+        flat: 1-D [layout.numel], the memory. It is never freed if its storage cannot be resized, which may be so for
+            memory of a communication library.
         pool: context that is entered around each allocation.
     """
 
@@ -52,10 +52,9 @@ class DBuffer:
         self.flat = flat
         self._pool = pool
         self._views: dict[str, torch.Tensor] = {}
-        self._copies: dict[
-            str, torch.Tensor
-        ] = {}  # scattered tensors by name: 1-D, full, with their own storage
-        self._padding: list[torch.Tensor] | None = None  # made at the first use
+        # Scattered tensors by name: 1-D, full, with their own storage.
+        self._copies: dict[str, torch.Tensor] = {}
+        self._padding: list[torch.Tensor] | None = None  # created at the first use
         self._work: Work | None = None
         self._version = version_of(flat)
         self._storage = flat.untyped_storage()
@@ -63,7 +62,7 @@ class DBuffer:
 
     def allocate(self) -> None:
         """Allocate the storage, on the current stream; contents are undefined."""
-        if self._storage.nbytes() != self._nbytes:
+        if self._storage.nbytes() != self._nbytes:  # it is allocated already, or was never freed
             with self._pool():
                 self._storage.resize_(self._nbytes)
         for copy in self._copies.values():
@@ -101,6 +100,7 @@ class DBuffer:
             return [self.view(slot)]
         size = self.layout.shard_numel
         return [
+            # No copy: pieces of a run are one shard apart.
             self.flat[run.first_rank * size + run.local_offset :].as_strided(
                 (run.num_ranks, run.piece_numel), (size, 1)
             )
@@ -111,7 +111,7 @@ class DBuffer:
         """The parts of the buffer outside all tensors, 1-D views in order."""
         if self._padding is None:
             size = self.layout.shard_numel
-            filled = sorted(
+            filled = sorted(  # slots are in definition order, not in buffer order
                 [(slot.offset, slot.numel) for slot in self.layout.slots if not slot.is_scattered]
                 + [
                     (rank * size + run.local_offset, run.piece_numel)
@@ -130,12 +130,13 @@ class DBuffer:
     def places(
         self, given: Sequence[tuple[TensorSlot, torch.Tensor]]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views of the buffer to which full tensors are written, and the tensors' values, cut to the views' shapes."""
+        """Views of the buffer to write full tensors to, and the tensors' values, split into the views' shapes."""
         targets: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
         for slot, values in given:
             pieces = self.pieces(slot)
             targets += pieces
+            # Reshape: a gradient of autograd may have other strides than row-major.
             parts += [values] if not slot.is_scattered else _split(values.reshape(-1), pieces)
         return targets, parts
 
@@ -148,7 +149,7 @@ class DBuffer:
             piece.copy_(part)
 
     def add(self, slot: TensorSlot, values: torch.Tensor) -> None:
-        """Add the values of a full tensor to those in the buffer."""
+        """Add the values of a full tensor to the values in the buffer."""
         for piece, part in zip(*self.places([(slot, values)]), strict=True):
             piece.add_(part)
 
@@ -164,7 +165,7 @@ class DBuffer:
         with without_grad():
             if copy_to is not None:
                 mine = self.flat[copy_to.start : copy_to.stop]
-                mine.copy_(own, non_blocking=True)
+                mine.copy_(own, non_blocking=True)  # an offloaded shard may be in pinned memory
                 own = mine
             self._work = gather(self.flat, own)
 
@@ -172,7 +173,7 @@ class DBuffer:
         """Wait until the buffer is filled."""
         if self._work is not None:
             self._work.wait()
-            self._work = None
+            self._work = None  # a second wait is a no-op
         # Autograd may have saved views of the buffer, and raises if their version changes. The gather has written the
         # same values again, so the version is reset; here, because some backends increment it only in the wait.
         restore_version(self.flat, self._version)
@@ -190,6 +191,6 @@ class DBuffer:
 
 
 def _split(flat: torch.Tensor, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A 1-D tensor cut into parts of the shapes of its pieces."""
+    """Split a 1-D tensor into parts with the shapes of the pieces."""
     parts = flat.split([piece.numel() for piece in pieces])
     return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
