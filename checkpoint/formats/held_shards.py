@@ -1,18 +1,9 @@
-<<<<<<< HEAD
-"""A live sharded state as a `Source` for the converter's views, and the owner rank of every item of a view.
-
-A rank reads its own shards; items that other ranks own read as zeros. To find the owners of a view's items, the same
-view is applied to an array of rank numbers instead of values. This works for every view, however it moves items:
-
-    values     rank 0 owns [[1 2] [3 4]] of four rows, rank 1 the rest       transposed   1 3 . .     2 4 . .
-=======
 """The tensors of live shards as a source for the converter's views, and which rank stores which items.
 
 A rank reads its own items; items of other ranks are read as zeros. To find which rank stores an item of a view, the
 same view is computed over rank numbers instead of values, which works for every view, however it moves items:
 
     values     rank 0 stores [[1 2] [3 4]] of four rows, rank 1 the rest     transposed   1 3 . .     2 4 . .
->>>>>>> main
     numbers    1 1  1 1  2 2  2 2                                            transposed   1 1 2 2     1 1 2 2
 """
 
@@ -42,20 +33,6 @@ _MAX_STEP_BYTES = 1 << 20  # 1 MiB; `content_sum` takes arrays of 8 bytes for ea
 
 
 class HeldShards:
-<<<<<<< HEAD
-    """The shards of all ranks of a save. Their layout is the same on all ranks; each rank has only its own bytes.
-
-    Args:
-        manifest: describes the saved state.
-        rank: this rank.
-        locals_by_name: this rank's local tensors.
-        storage: the target of the save, for messages.
-
-    Attributes:
-        source: the state as a `Source` that reads this rank's bytes.
-        file: the file that this rank would write in the native form: its share among replicas.
-        places: number of each tensor in the manifest, by name; tied tensors share a number.
-=======
     """The shards of a save's tensors on its ranks; equal on all ranks except for the bytes.
 
     Args:
@@ -67,7 +44,6 @@ class HeldShards:
     Attributes:
         source: the state, with this rank's bytes.
         file: the file that this rank would write in the native form, which defines its share of replicas.
->>>>>>> main
     """
 
     def __init__(
@@ -76,18 +52,14 @@ class HeldShards:
         self.manifest, self.rank = manifest, rank
         self.file = RankFile(manifest, rank)
         self._locals_by_name = locals_by_name
-<<<<<<< HEAD
-        self._last: tuple[int, torch.Tensor] | None = None  # (number, items) of the tensor read last
-=======
         self._last: tuple[int, torch.Tensor] | None = None  # (number, items) of the tensor that was read last
->>>>>>> main
         self._regions: dict[int, Region | None] = {}
         leaves = NativeLeaves(manifest.structure, storage.where)
         self.places = leaves.tensors
         firsts: dict[int, str] = {}
         for name, place in self.places.items():
             firsts.setdefault(place, name)
-        # One chunk for each whole tensor: only the readers know which bytes this rank has.
+        # One chunk, whoever holds what: where bytes lie is asked of the readers alone.
         self.source = Source(
             "live",
             storage,
@@ -103,24 +75,20 @@ class HeldShards:
         )
 
     def place_of(self, leaf: SourceView) -> int:
-        """The number of a stored tensor in the manifest."""
+        """The number that a stored tensor has in the manifest."""
         return self.places[leaf.source_name]
 
     def _region(self, place: int) -> Region | None:
-<<<<<<< HEAD
-        """This rank's region of a tensor; None if the rank has no part of it."""
-=======
         """This rank's region of a tensor; None if it has no part."""
->>>>>>> main
         if place not in self._regions:
-            position = self.manifest.holders_of(place).position(self.rank)
+            held = self.manifest.holders_of(place).position(self.rank)
             shape, layouts = self.manifest.entries[place].shape, self.manifest.structure.layouts
             distribution = self.manifest.distributions[place]
-            self._regions[place] = distribution.region(shape, position[0], layouts) if position else None
+            self._regions[place] = distribution.region(shape, held[0], layouts) if held else None
         return self._regions[place]
 
     def _items(self, place: int) -> torch.Tensor:
-        """The items of this rank's region in CPU memory, 1D [numel], under the dtype that carries their bits."""
+        """The items of this rank's region in CPU memory, 1D, under the dtype that carries their bits."""
         last = self._last
         if last is None or last[0] != place:
             plain = dense(self._locals_by_name[self.manifest.entries[place].name]).view(-1)
@@ -129,20 +97,16 @@ class HeldShards:
         return last[1]
 
     def _read(self, place: int, box: Box) -> np.ndarray:
-<<<<<<< HEAD
-        """The bits of a box's items; zeros for items that this rank does not have."""
-=======
         """The bits of a box; zeros for items that only other ranks have."""
->>>>>>> main
         region, wanted = self._region(place), _region_of(box)
         shares = overlaps(region, wanted) if region is not None else []
         if len(shares) == 1 and isinstance(shares[0], SharedRun) and shares[0].numel == box.numel:
             return shares[0].source_view(self._items(place)).numpy().reshape(box.sizes)
         carrier = carrier_of(dtype_named(self.manifest.entries[place].dtype))
-        items = torch.zeros(box.numel, dtype=carrier, device="cpu")
+        found = torch.zeros(box.numel, dtype=carrier, device="cpu")
         for share in shares:
-            share.target_view(items).copy_(share.source_view(self._items(place)))
-        return items.numpy().reshape(box.sizes)
+            share.target_view(found).copy_(share.source_view(self._items(place)))
+        return found.numpy().reshape(box.sizes)
 
     def lies_in_runs(self, view: TensorView) -> bool:
         """Whether every rank's part of a stored tensor is one run of the view's items."""
@@ -156,36 +120,24 @@ class HeldShards:
         return all(size == 1 for size in shape[: max(dims, default=0)])
 
     def own_run(self, leaf: SourceView) -> FlatRange:
-<<<<<<< HEAD
-        """The range of items that this rank writes of a stored tensor for which `lies_in_runs` is true."""
-=======
         """The items of a stored tensor that this rank writes; every rank's part must be one run."""
->>>>>>> main
         place = self.place_of(leaf)
         piece = self.file.piece_of.get(place)
         if piece is None:
             return FlatRange(0, 0)
         box, first = next(piece.region.pieces())
         start = run_start(self.manifest.entries[place].shape, box)
-        assert start is not None and first == 0, "each part is one run"
+        assert start is not None and first == 0, "its parts are runs"
         return FlatRange(start, start + piece.region.numel)
 
     def own_bytes(self, leaf: SourceView, start: int, stop: int) -> Buffer:
-<<<<<<< HEAD
-        """The bytes of items [start, stop), which are part of `own_run`; not copied if they are in CPU memory."""
-=======
         """The bytes of items of `own_run`, without a copy if they are in CPU memory."""
->>>>>>> main
         piece = self.file.piece_of[self.place_of(leaf)]
         first = piece.local_start + start - self.own_run(leaf).start
         return self._items(piece.tensor_index)[first : first + stop - start].view(torch.uint8).numpy()
 
     def _brought(self, place: int, box: Box, turn: int) -> Iterator[tuple[int, Region]]:
-<<<<<<< HEAD
-        """(rank, its region) of each rank that supplies items of a box; ``turn`` selects one rank among replicas."""
-=======
         """(rank, its region) of the ranks that provide the items of a box; ``turn`` chooses one of several replicas."""
->>>>>>> main
         wanted, holders = _region_of(box), self.manifest.holders_of(place)
         for coordinates, region in self.manifest.distributions[place].touching(
             self.manifest.entries[place].shape, wanted, self.manifest.structure.layouts
@@ -195,41 +147,26 @@ class HeldShards:
                 yield ranks[turn % len(ranks)], region
 
     def holders(self, view: TensorView, start: int, stop: int, turn: int) -> tuple[int, ...]:
-<<<<<<< HEAD
-        """The ranks that supply items [start, stop) of a view, ascending."""
-        ranks = {
-=======
         """The ranks that provide items [start, stop) of a view, ascending."""
         found = {
->>>>>>> main
             rank
             for box in boxes_of_range(view.info.shape, start, stop)
             for leaf, part in view.parts(box)
             for rank, _ in self._brought(self.place_of(leaf), part, turn)
         }
-        return tuple(sorted(ranks))
+        return tuple(sorted(found))
 
     def numbers(self, view: TensorView, start: int, stop: int, turn: int) -> np.ndarray:
-<<<<<<< HEAD
-        """For each item, the rank that supplies it plus one; 0 for items that no rank supplies."""
-=======
         """For each item, one more than the rank that provides it; 0 if no rank does. 1D int32."""
->>>>>>> main
         numbered = view.over(lambda leaf: _NumberView(self, leaf.info, self.place_of(leaf), turn))
         # 4: bytes of an int32.
         return read_range(numbered, start, stop, np.empty((stop - start) * 4, dtype=np.uint8)).view(np.int32)
 
     def content_sum(self, view: TensorView, step_bytes: int) -> int:
-<<<<<<< HEAD
-        """This rank's term of a sum over ranks, which is equal for two views of one shape and type with equal bytes.
-
-        Each byte contributes a hash of its value and its position, so the sum does not depend on the sharding.
-=======
         """This rank's summand of a checksum of a view, equal for views of one shape and dtype with equal bytes.
 
         The checksum is a sum over all bytes of a hash of their value and position, so it does not depend on how items
         are distributed over ranks.
->>>>>>> main
         """
         dtype, total = view.info.dtype, 0
         step = max(1, min(step_bytes, _MAX_STEP_BYTES) // dtype.itemsize)
@@ -247,20 +184,16 @@ class HeldShards:
         return total % 2**64  # ranks' sums are added up in 64 bits, which wrap
 
     def number_box(self, place: int, box: Box, turn: int) -> np.ndarray:
-        """`numbers` for a box of a stored tensor."""
-        numbers = torch.zeros(box.numel, dtype=torch.int32, device="cpu")
+        """`numbers` of a box of a stored tensor."""
+        found = torch.zeros(box.numel, dtype=torch.int32, device="cpu")
         for rank, region in self._brought(place, box, turn):
             for share in overlaps(region, _region_of(box)):
-                share.target_view(numbers).fill_(rank + 1)
-        return numbers.numpy().reshape(box.sizes)
+                share.target_view(found).fill_(rank + 1)
+        return found.numpy().reshape(box.sizes)
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
-<<<<<<< HEAD
-    """64-bit hashes of 64-bit words: the finalizer of MurmurHash3."""
-=======
     """Hashes of 64-bit numbers, by the finalizer of MurmurHash3."""
->>>>>>> main
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         words = (words ^ (words >> np.uint64(33))) * np.uint64(factor)
     return words ^ (words >> np.uint64(33))
@@ -272,11 +205,7 @@ def _region_of(box: Box) -> Region:
 
 @dataclass(frozen=True)
 class _NumberView(TensorView):
-<<<<<<< HEAD
-    """A stored tensor whose values are replaced by the numbers of the ranks that supply them."""
-=======
     """A stored tensor with rank numbers as values."""
->>>>>>> main
 
     shards: HeldShards
     of: TensorInfo

@@ -174,7 +174,10 @@ class CheckpointTensor:
 
     def _misfit(self, expected: str, got: str) -> CheckpointError:
         return CheckpointError(
-            "The tensor does not have the requested part or type.", expected=expected, got=got, where=self.name
+            "The tensor does not have the requested part or type.",
+            expected=expected,
+            got=got,
+            where=self.name,
         )
 
 
@@ -316,11 +319,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     def _unpack(self, blob: memoryview, file_name: str) -> dict[str, Any]:
         where = f"{self.storage.where}/{file_name}"
-<<<<<<< HEAD
-        packed = unpack_blob(blob, where=where) if any(blob[:8]) else {}
-=======
-        found = unpack_blob(blob, where=where) if any(blob[:8]) else {}  # a length of 0: this rank had none
->>>>>>> main
+        packed = unpack_blob(blob, where=where) if any(blob[:8]) else {}  # a length of 0: this rank had none
         values = {}
         for name, (tree, tensors) in packed.items():
             try:
