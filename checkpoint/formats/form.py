@@ -1,4 +1,4 @@
-"""`Form`, the argument of `format=` and `export=`: how a state is laid out in a folder, and how the folder is committed.
+"""`Form`, the argument of `format=` and `export=`: how a state is written to a folder, and how that is committed.
 
     native, zarr       files of ranks, or zarr arrays, and a manifest
     dcp                a folder of stock torch.distributed.checkpoint
