@@ -65,14 +65,14 @@ def check_files(
 
 
 def rank_file_problem(storage: Storage, manifest: Manifest, rank: int) -> str | None:
-    """What is wrong with a rank's file, whose bytes are all hashed; None if nothing is."""
+    """The first problem of a rank's file, all of whose bytes are verified; None if there is none."""
     problems = (check.problem for check in _rank_file_checks(storage, manifest, rank, 0, 1))
     return next((problem for problem in problems if problem is not None), None)
 
 
 def _ranks_to_check(storage: Storage, manifest: Manifest, tell: Callable[[Check], object]) -> Sequence[int]:
-    """The ranks whose files are looked at one by one: all, or where a manifest counts far more of them than there are
-    files, those that are there and the first of the others."""
+    """The ranks whose files are checked one by one. At most `_MOST_MISSING` missing files are checked like this; all
+    other missing files are reported as one problem."""
     if manifest.world_size <= _MOST_MISSING:
         return range(manifest.world_size)
     there = set(storage.list_files())
@@ -87,7 +87,7 @@ def _ranks_to_check(storage: Storage, manifest: Manifest, tell: Callable[[Check]
 def _rank_file_checks(
     storage: Storage, manifest: Manifest, rank: int, part: int, parts: int
 ) -> Iterator[Check]:
-    """The stripes of one of ``parts`` equal parts of one rank's file: each is read from front to back."""
+    """Verify the stripes of part number ``part`` of ``parts`` equal parts of a rank's file, from front to back."""
     file = RankFile(manifest, rank)
     holds_tensors = not manifest.is_zarr
     try:
@@ -109,7 +109,7 @@ def _rank_file_checks(
 
 
 def _array_checks(tables: ChunkTables) -> Iterator[Check]:
-    """Every file of the zarr form's arrays."""
+    """Verify every file of the arrays in the zarr form."""
     manifest = tables.manifest
     for name, expected in group_files(manifest).items():
         yield Check(name, _json_problem(tables.storage, name, expected, "a group"), 0, False)
@@ -121,7 +121,7 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
         )
         yield Check(name, problem, 0, False)
         if problem is not None:
-            continue  # which chunks it has is what is wrong
+            continue  # the metadata is damaged, so its chunks are not known
         for box in chunk_boxes(manifest.entries[place].shape, manifest.chunk_sizes[place]):
             num_bytes, problem = 0, None
             try:
@@ -132,13 +132,13 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
 
 
 def _json_problem(storage: Storage, name: str, expected: bytes, of: str) -> str | None:
-    """What is wrong with a small file that follows from the manifest."""
+    """The problem of a small file whose content follows from the manifest; None if there is none."""
     try:
         with closing(storage.open_file(name)) as reader:
-            found = bytearray(min(reader.size_bytes, len(expected)))  # a damaged file may be of any size
+            content = bytearray(min(reader.size_bytes, len(expected)))  # a damaged file may be of any size
             is_same = reader.size_bytes == len(expected)
-            reader.read_at(0, [found])
+            reader.read_at(0, [content])
     # EOFError: a file that became shorter; ValueError: not a regular file.
     except (VescaleError, OSError, EOFError, ValueError) as error:
         return f"{of}: {error}"
-    return None if is_same and found == expected else f"{of}: {name} is not what follows from the manifest"
+    return None if is_same and content == expected else f"{of}: {name} differs from what the manifest implies"

@@ -1,4 +1,4 @@
-"""The entries of a checkpoint that a reader has found so far; they become a `Source`."""
+"""`Entries`: collects the entries of a checkpoint while it is opened, and makes a `Source` of them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What `format=` and `export=` take: how the tensors of a state are laid out in a folder, and how it becomes valid.
+"""`Form`, the argument of `format=` and `export=`: how a state is written to a folder, and how that is committed.
 
     native, zarr       files of ranks, or zarr arrays, and a manifest
     dcp                a folder of stock torch.distributed.checkpoint
     huggingface        a Hugging Face repository; the class is `conversion.HuggingFace`, since key rules plan it
 
-`save` takes the state, lets the ranks agree and calls a form. A form only writes; each format has its own readers.
+`save` captures the state, compares it between ranks and calls a form. A form only writes; readers are separate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Commit(NamedTuple):
     Attributes:
         num_bytes: bytes of tensors and values that all ranks together have written.
         run: makes the checkpoint valid; called on one rank (or one of every node).
-        save_id: of the manifest, in forms that have one.
+        save_id: the manifest's; empty in forms without a manifest.
     """
 
     num_bytes: int
@@ -43,7 +43,7 @@ class Commit(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """What one rank writes, and where.
+    """The data that one rank writes, and its destination.
 
     Attributes:
         locals_by_name: this rank's tensors, except those that the form leaves out; each has the elements of the
@@ -68,8 +68,8 @@ class RankShare(NamedTuple):
         """Refuse a checkpoint that does not fit, before anything is written.
 
         Args:
-            needed_bytes: for all ranks together if they share the storage, so that all decide alike; else for this
-                rank.
+            needed_bytes: for all ranks together if they share the storage, so that all ranks make the same decision;
+                else for this rank.
         """
         if self.free_bytes is not None and needed_bytes > self.free_bytes:
             raise StorageError(
@@ -94,7 +94,7 @@ class Form(ABC):
 
     @abstractmethod
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
-        """On rank 0, before anything is written: lock the folder, and refuse to replace one unless asked to.
+        """On rank 0, before anything is written: lock the folder; refuse an existing one without ``overwrite``.
 
         Args:
             held: gets the lock; closed after the commit.
@@ -117,7 +117,7 @@ class Form(ABC):
         """On rank 0, after an attempt that failed after `claim`: remove its files.
 
         Args:
-            save_id: of the attempt; empty if the ranks have not agreed.
+            save_id: the attempt's id; empty if it failed before the ranks agreed on one.
         """
 
 

@@ -1,7 +1,7 @@
-"""What `load` fills a state from: `Loadable`, and native checkpoints as one.
+"""`Loadable`, the interface of a checkpoint that `load` reads, and its implementation for native checkpoints.
 
-Checkpoints of other formats, and native ones that are loaded with casts or key rules, are loaded through views: see
-`viewed_checkpoint`.
+Checkpoints of other formats, and native checkpoints that are loaded with casts or key rules, are read through views:
+see `viewed_checkpoint`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from vescale_fsdp.errors import CheckpointError
 
 
 class Loadable(ABC):
-    """A checkpoint that a load has opened: matched with a state, then asked for this rank's regions of its tensors.
+    """A checkpoint that a load has opened. A load first matches it with a state, then reads this rank's regions.
 
     Attributes:
         where: its path or URL.
-        metadata: the ``metadata`` of `save`, if it has any.
-        warnings: doubts about its files.
+        metadata: the ``metadata`` of `save`; None if there is none.
+        warnings: warnings about its files.
         left_out: entries that the state cannot take.
-        joins_stages: whether an entry is unexpected only if no rank takes it; pipeline stages take different ones.
+        joins_stages: whether an entry is unexpected only if no rank takes it; pipeline stages take different entries.
     """
 
     where: str
@@ -46,63 +46,63 @@ class Loadable(ABC):
 
     @abstractmethod
     def match(self, state: Any, include: tuple[str, ...] | None) -> Match:
-        """Match it with a state; ``reads`` of the result are tensors that fit. Reads no data."""
+        """Match the checkpoint with a state, without reading data; ``reads`` of the result are the tensors that fit."""
 
     @abstractmethod
     def describe(self, number: int) -> tuple[tuple[int, ...], str, bool]:
-        """Shape and dtype of stored tensor ``number``, and whether ranks that saved had parts of it."""
+        """Shape and dtype of stored tensor ``number``, and whether it was sharded when it was saved."""
 
     @abstractmethod
     def reads(self) -> Reads:
-        """Reads of its tensors, of which none is asked for yet."""
+        """A new, empty plan of reads from the checkpoint."""
 
     def allocate(
         self, matched: Match, state: Any, include: tuple[str, ...] | None, on_failure: ExitStack
     ) -> Match:
-        """Give tensors of modules on the meta device memory, where that is supported.
+        """Allocate tensors of modules that are on the meta device, where that is supported.
 
         Args:
-            matched: the match.
-            on_failure: gets what puts them back on the meta device.
+            matched: the match with the state before.
+            on_failure: gets a callback that restores the meta tensors.
 
         Returns:
-            The match with the tensors that the state has now.
+            The match with the allocated tensors.
         """
         return matched
 
     @abstractmethod
     def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
-        """Called with two stored tensors for one tensor of the state: raise, or let the second one fill it."""
+        """Check two stored tensors that fill one tensor of the state; if this does not raise, the second is used."""
 
     @abstractmethod
     def fetch(self, reads: Reads, matched: Match) -> None:
-        """Bring files that this rank's storage lacks; a collective."""
+        """Copy missing files to this rank's storage; a collective."""
 
     @abstractmethod
     def read_values(self, matched: Match) -> None:
         """Read this rank's per-rank values into the match."""
 
     def is_gone(self) -> bool:
-        """Whether the checkpoint is certainly removed or replaced."""
+        """Whether the checkpoint is known to be removed or replaced."""
         return False
 
 
 class Supply(Protocol):
-    """Brings the files of ranks that saved to this rank's storage."""
+    """Copies files of saved ranks to this rank's storage."""
 
     def cost(self, saved_rank: int) -> int:
-        """Cost of bringing the file of a rank that saved; of equal files the cheapest one is chosen."""
+        """Cost of copying the file of a saved rank; among replicas, the cheapest file is read."""
 
     def fetch(self, manifest: Manifest, saved_ranks: set[int]) -> None:
-        """Bring the files of these ranks; a collective, in which each rank passes its own."""
+        """Copy the files of ``saved_ranks``, which differ by rank; a collective."""
 
 
 class NativeCheckpoint(Loadable):
-    """A native checkpoint, matched with a state name by name.
+    """A native checkpoint; its tensors are matched with a state by name.
 
     Args:
-        supply: brings files that are not in the storage; None if all are.
-        manifest: None to read it.
+        supply: copies files that are not in the storage; None if the storage has all files.
+        manifest: the manifest; None to read it.
 
     Raises:
         NoCheckpointError: if there is no checkpoint.
@@ -114,7 +114,7 @@ class NativeCheckpoint(Loadable):
     ) -> None:
         self._storage, self._coordinator, self._supply = storage, coordinator, supply
         rank = coordinator.rank
-        # Of replicas, this rank's own file is nearest to it.
+        # Among replicas, prefer this rank's own file.
         cost = supply.cost if supply is not None else lambda saved: saved != rank
         self._reader = CheckpointReader(storage, cost=cost, manifest=manifest)
         self._manifest = self._reader.manifest
@@ -141,7 +141,7 @@ class NativeCheckpoint(Loadable):
         return self._reader.reads()
 
     def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
-        """They may differ: names are compared one by one, and the last one counts."""
+        """Does nothing: the tensors may differ, and the last name's value is used."""
 
     def fetch(self, reads: Reads, matched: Match) -> None:
         if self._supply is None:
@@ -153,13 +153,13 @@ class NativeCheckpoint(Loadable):
         self._supply.fetch(self._manifest, ranks | reads.saved_ranks())
 
     def _merging(self, matched: Match) -> set[str]:
-        """Per-rank values that are made of those of all ranks that saved."""
+        """Names of per-rank values that are merged from the values of all saved ranks."""
         if self._coordinator.world_size == self._manifest.world_size:
             return set()
         return {name for name, leaf in matched.per_rank.items() if leaf.merge is not None}
 
     def read_values(self, matched: Match) -> None:
-        """A rank takes its own values, or values merged from those of all ranks that saved."""
+        """Read this rank's own saved values, or merge the values of all saved ranks."""
         if not matched.per_rank:
             return
         rank, world, saved = self._coordinator.rank, self._coordinator.world_size, self._manifest.world_size
@@ -188,4 +188,4 @@ class NativeCheckpoint(Loadable):
         except NoCheckpointError:
             return True
         except (CheckpointError, OSError):
-            return False  # unknown: the caller's own error says more than this one
+            return False  # not known; the caller raises its own error, which says more

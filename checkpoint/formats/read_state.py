@@ -1,12 +1,12 @@
-"""`read_state`: any tensor of a checkpoint, or any box of one, without a process group and without the rest.
+"""`read_state`: read single tensors of a checkpoint, or boxes of them, without a process group.
 
     state = read_state("ckpt/step-1000")
     state.names()                                   every tensor's name
     state["model.layers.0.weight"].read()           a torch tensor
     state["model.layers.0.weight"].read(Box((0, 0), (128, 64)))
-    state.tree(read=True)                           the whole state as it was nested, in full tensors
+    state.tree(read=True)                           the whole nested state, with full tensors
 
-This is what converters and tools build on: opening costs one small file, each read only the ranges needed.
+Converters and tools build on it. Opening reads one small file; each read fetches only the byte ranges that it needs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB; a larger file is not a manifest
 
 
 def read_manifest(storage: Storage) -> Manifest:
-    """The proven manifest of a checkpoint.
+    """The verified manifest of a checkpoint.
 
     Raises:
         NoCheckpointError: if there is none.
@@ -65,7 +65,7 @@ def read_manifest(storage: Storage) -> Manifest:
 
 
 def _no_checkpoint(storage: Storage) -> NoCheckpointError:
-    """The error for a path without a manifest; says what lies there instead, where that can be told."""
+    """The error for a path without a manifest; it names other content of the path that is recognized."""
     got, todo = "no manifest.json", "give the path of a complete checkpoint"
     names = storage.list_folder("")
     steps = [name for name in names if parse_step_name(name)]
@@ -88,10 +88,10 @@ def _no_checkpoint(storage: Storage) -> NoCheckpointError:
 
 
 def read_state(path: str | os.PathLike[str]) -> CheckpointReader:
-    """Open a checkpoint for reading by name; nothing but the manifest is read.
+    """Open a checkpoint for reading by name; only the manifest is read.
 
     Raises:
-        CheckpointError: if the path holds no complete checkpoint.
+        CheckpointError: if the path contains no complete checkpoint.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -104,7 +104,7 @@ def read_state(path: str | os.PathLike[str]) -> CheckpointReader:
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A tensor of a checkpoint; its values stay where they are until `read`.
+    """A tensor of a checkpoint; `read` and `read_flat` load its values.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -135,17 +135,17 @@ class CheckpointTensor:
     def read(
         self, box: Box | None = None, *, out: torch.Tensor | None = None, verify: bool = True
     ) -> torch.Tensor:
-        """Values of the tensor or of one box of it, read with only the ranges needed.
+        """Values of the tensor, or of a box of it.
 
         Args:
-            box: what to read; default: all.
-            out: filled in place and returned; of the box's shape and the tensor's dtype. After an error it may hold
-                some of what was read.
-            verify: compare checksums (whole stripes of 1 MiB are read then).
+            box: the part to read; default: the whole tensor.
+            out: filled in place and returned; has the box's shape and the tensor's dtype. After an error it may be
+                partly filled.
+            verify: compare checksums; whole stripes of 1 MiB are then read.
 
         Raises:
-            CorruptCheckpointError: if the bytes are not those that were written.
-            CheckpointError: if the box does not lie inside the tensor, or ``out`` does not fit it.
+            CorruptCheckpointError: if a checksum differs.
+            CheckpointError: if the box is not inside the tensor, or ``out`` has another shape or dtype.
         """
         wanted = whole_region(self.shape) if box is None else Region(box, FlatRange(0, box.numel))
         self._check(wanted.box, out)
@@ -175,19 +175,22 @@ class CheckpointTensor:
 
     def _misfit(self, expected: str, got: str) -> CheckpointError:
         return CheckpointError(
-            "This cannot be read from the tensor.", expected=expected, got=got, where=self.name
+            "The tensor does not have the requested part or type.",
+            expected=expected,
+            got=got,
+            where=self.name,
         )
 
 
 class CheckpointReader(Mapping[str, CheckpointTensor]):
     """A checkpoint as a mapping from tensor name to `CheckpointTensor`. Needs no process group.
 
-    Names are a tensor's keys in the state, joined by dots. Where several tensors would have one name, each has the name
-    that the files hold, with keys joined by ``/``; a reader takes that spelling for any tensor. A tied tensor is
-    stored, and listed, under its first name, and can be read under all of its names.
+    A name is the tensor's keys in the state, joined by dots. If that name is not unique, the keys are joined by ``/``,
+    as in the files; this spelling is accepted for every tensor. A tied tensor is stored and listed under its first
+    name, and can be read under all of its names.
 
     Attributes:
-        manifest: layouts, state tree and everything else that is known without reading data.
+        manifest: layouts, state tree and all other metadata.
         metadata: the JSON given to `save`.
 
     Examples:
@@ -235,7 +238,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     @functools.cached_property
     def _aliases(self) -> dict[str, int]:
-        """Number of each tensor by all its names; by one with dots where no other tensor has the same."""
+        """Number of each tensor by all its names: the stored ones, and the dotted ones that are unique."""
         stored = {name: places[0] for name, places in self.manifest.indices_by_name.items()}
 
         def visit(node: Json, name: str) -> None:
@@ -271,9 +274,9 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         return list(self._places)
 
     def tree(self, *, read: bool = False) -> Any:
-        """The state as it was nested, with `CheckpointTensor` leaves, or with full CPU tensors if ``read``.
+        """The nested state, with `CheckpointTensor` leaves, or with full CPU tensors if ``read`` is True.
 
-        Per-rank leaves become lists of the values of all ranks if ``read``, else None.
+        If ``read`` is True, a per-rank leaf becomes a list of the values of all ranks; otherwise it becomes None.
         """
         per_rank = self.per_rank_values() if read and self.manifest.blob_bytes else []
         tensors: dict[int, Any] = {}
@@ -295,7 +298,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         return decode(self.manifest.structure.tree, leaf, self.storage.where)
 
     def per_rank_values(self, ranks: list[int] | None = None) -> list[dict[str, Any]]:
-        """Decoded per-rank values of some ranks (default: all), each by name."""
+        """Decoded per-rank values of some ranks (default: all): one dict by name for each rank."""
         chosen = list(range(self.manifest.world_size)) if ranks is None else ranks
         if not self.manifest.blob_bytes:
             return [{} for _ in chosen]
@@ -317,16 +320,16 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     def _unpack(self, blob: memoryview, file_name: str) -> dict[str, Any]:
         where = f"{self.storage.where}/{file_name}"
-        found = unpack_blob(blob, where=where) if any(blob[:8]) else {}  # a length of 0: this rank had none
+        packed = unpack_blob(blob, where=where) if any(blob[:8]) else {}  # a length of 0: this rank had none
         values = {}
-        for name, (tree, tensors) in found.items():
+        for name, (tree, tensors) in packed.items():
             try:
                 values[name] = decode(tree, functools.partial(leaf_of, tensors), where)
             # What `decode` raises for a damaged tree.
             except (LookupError, TypeError, ValueError, RecursionError) as error:
                 raise CorruptCheckpointError(
-                    "A per-rank value is not what was written.",
-                    expected="a tree of FORMAT.md",
+                    "A per-rank value is damaged.",
+                    expected="a tree as described in FORMAT.md",
                     got=f"{type(error).__name__}: {error}",
                     where=f"{name} in {where}",
                     todo="restore an older step",
@@ -334,7 +337,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         return values
 
     def fill(self, wanted: list[tuple[int, Region, torch.Tensor]], *, verify: bool) -> None:
-        """Fill local tensors with regions of stored ones."""
+        """Fill tensors with regions of stored tensors: (number of the stored tensor, region, tensor to fill)."""
         with closing(self.reads()) as reads:
             targets = [reads.ask(index, region, tensor) for index, region, tensor in wanted]
             reads.run(verify=verify)
@@ -342,7 +345,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
             target.finish()
 
     def reads(self) -> Reads:
-        """Reads of this checkpoint, of which none is asked for yet."""
+        """A new, empty plan of reads from this checkpoint."""
         if self.manifest.is_zarr:
             return ZarrReads(self.storage, self._tables)
         return ReadPlan(self.storage, self._finder)

@@ -1,6 +1,6 @@
-"""Reading this project's own checkpoints: the manifest says which bytes of which file are which elements.
+"""Open native checkpoints as a `Source`; the manifest maps every element to its file and byte offset.
 
-Files are those of ranks, or the chunks of zarr arrays with ranks' files for their checksums.
+Tensors are stored in ranks' files, or in chunks of zarr arrays, whose checksums are in ranks' files.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def open_native(store: Storage) -> Source:
         CorruptCheckpointError: if the manifest is damaged or a file is missing or has another size.
     """
     manifest = Manifest.from_bytes(store.read(MANIFEST_NAME), where=f"{store.where}/{MANIFEST_NAME}")
-    if manifest.split_bytes is not None:  # asked before anything is computed per rank
+    if manifest.split_bytes is not None:  # fail early, before anything is computed for each rank
         store.required_info(manifest.file_name(manifest.world_size - 1))
     shares = manifest.shares
     files = [RankFile(manifest, rank, its_shares) for rank, its_shares in enumerate(shares)]
     chunks = (_array_chunks if manifest.is_zarr else _pieces)(store, manifest, files)
     ranks = {file.name: file.rank for file in files}
-    del files  # each has its pieces and its header by now
+    del files  # frees their pieces and headers
     leaves = NativeLeaves(manifest.structure, store.where)
     layouts = manifest.structure.layouts
     tensors = {
@@ -88,15 +88,15 @@ class NativeLeaves:
     """The leaves of a native state by flattened name.
 
     Args:
-        structure: holds the state's tree.
-        where: it is from, for messages.
+        structure: contains the state's tree.
+        where: the checkpoint's path, for messages.
 
     Attributes:
-        tensors: their numbers in the structure.
-        infos: their shapes and types, under their flattened names.
-        values: everything else.
-        paths: where each leaf sits in the nested state.
-        per_rank: names of values that differ per rank, which nothing else can hold.
+        tensors: number of each tensor in the structure.
+        infos: shape and dtype of each tensor.
+        values: leaves that are not tensors.
+        paths: path of each leaf in the nested state.
+        per_rank: names of per-rank values, which only the native format can store.
     """
 
     def __init__(self, structure: Structure, where: str) -> None:
@@ -131,7 +131,8 @@ def _leaf(node: Mapping[str, Any]) -> Any:
 def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> list[list[StoredChunk]]:
     """The pieces of every tensor in ranks' files, each once.
 
-    Where every replica stores all (a node's memory), one does, and files of other nodes may be elsewhere.
+    If every replica stores its whole region (storage that ranks do not share), one replica suffices, and other ranks'
+    files may be missing.
     """
     found: list[dict[Region, list[StoredChunk]]] = [{} for _ in manifest.entries]
     itemsizes = [entry.itemsize for entry in manifest.entries]
@@ -150,13 +151,15 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
                 ]
     for file in lost:
         if any(piece.region not in found[piece.tensor_index] for piece in file.pieces):
-            store.required_info(file.name)  # says that it is missing
+            store.required_info(file.name)  # raises the error for a missing file
     return [[chunk for part in parts.values() for chunk in part] for parts in found]
 
 
 def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> list[list[StoredChunk]]:
     """The chunks of every tensor's array."""
-    from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables  # numpy, which others do without
+    from vescale_fsdp.checkpoint.formats.zarr.chunks import (
+        ChunkTables,
+    )  # here: imports numpy, which the native form does not need
 
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
     for file in files:
@@ -181,7 +184,7 @@ def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile])
 
 
 def _saved_crc(tables: ChunkTables, store: Storage, chunk: Chunk, nbytes: int) -> int:
-    """What a chunk was written with: as its owner's file says, else as it says itself."""
+    """The crc32c with which a chunk was saved: from its owner's file, else from the end of the chunk's own file."""
     written = tables.checksum(chunk)
     if written is None:
         written = stored_crc(store, chunk_file(tables.manifest, *chunk), nbytes)

@@ -1,12 +1,12 @@
-"""A checkpoint of any format as `load` reads it: views of its tensors, at the paths of the state.
+"""`ViewedCheckpoint`: a checkpoint of any format, which `load` reads through views of its tensors.
 
     source    pytorch_model_fsdp_0.a.q, .k, .v      optimizer.state.0.exp_avg      (of two parameters, by number)
     rules     a.qkv = concat(q, k, v)
     state     model.a.qkv                           optim.state.a.qkv.exp_avg      (by name, nested or flattened)
 
-Tensors are matched by metadata alone. Then each rank reads its own regions of the views, in boxes of at most 16 MiB,
-straight into the tensors where the files have the bytes in that order. Checksums of ranges that several ranks have
-read in part are joined and compared by one of these ranks.
+Tensors are matched by metadata alone. Each rank then reads its own regions of the views, in boxes of at most 16 MiB.
+Bytes that a file has in the tensor's order are read straight into the tensor. If several ranks read parts of a
+checksum range, one of these ranks joins their checksums and compares the result.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
 
-AS_STATE = "state"  # the cast to the dtypes that the state has
+AS_STATE = "state"  # the cast to the dtypes of the state's tensors
 _BOX_BYTES = 16 << 20  # 16 MiB
 
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A source and what its format and the options of a load say of it.
+    """A source, with what its format and the options of a load add to it.
 
     Attributes:
-        state: its entries, dequantized and after key rules.
-        quantized: names of codes and scales in its model, which are not cast.
-        aliases: further names of tied tensors that the format leaves out, by all names that it has: name -> the name
-            that is stored; and warnings. Asked only when the state lacks tensors, since transformers may be imported.
-        adapter_names: for the names of a live model and of the source's: what the tensors of an adapter's folder are
-            called in the live model, if the source is such a folder.
+        state: the source's entries, dequantized and after key rules.
+        quantized: names of the model's quantized codes and scales, which are not cast.
+        aliases: takes all names that are stored; returns the names of tied tensors that the format omits, each with
+            the name that is stored, and warnings. Called only if tensors are missing, since it may import transformers.
+        adapter_names: takes the names of a live model and of the source's model. If the source is an adapter's folder,
+            it returns the live model's name of each of the adapter's tensors; otherwise nothing.
     """
 
     source: Source
@@ -85,10 +85,10 @@ class ViewedCheckpoint(Loadable):
     """A checkpoint that is loaded through views.
 
     Args:
-        casts: texts of `CastRules`, and `AS_STATE`.
-        init: fills buffers that are in no checkpoint, module by module; None if there is nothing that can.
+        casts: texts for `CastRules`; may include `AS_STATE`.
+        init: fills a module's buffers that no checkpoint contains; None if they cannot be filled.
         strict: as for `load`.
-        metadata: of a native checkpoint that is loaded through views.
+        metadata: the metadata of a native checkpoint.
     """
 
     joins_stages = True
@@ -109,13 +109,13 @@ class ViewedCheckpoint(Loadable):
         self._carried, self._quantized = opened.state, opened.quantized
         texts = [text for text in casts if text != AS_STATE]
         self._rules = CastRules.parse(texts) if texts else None
-        self._views: list[TensorView] = []  # by number in the tree that was matched last
+        self._views: list[TensorView] = []  # by tensor number in the last matched tree
         self.where, self.metadata = opened.source.url, metadata
         self.warnings, self.left_out = tuple(opened.source.warnings), tuple[str, ...]()
 
     @property
     def identity(self) -> str:
-        """A digest of the tensors that the source lists; equal on all ranks that opened the same files."""
+        """A digest of the source's list of tensors; equal on all ranks that opened the same files."""
         digest = RunningDigest()
         for name, tensor in self._source.tensors.items():
             chunks = [(chunk.file, chunk.offset, chunk.box.offsets) for chunk in tensor.chunks]
@@ -132,7 +132,7 @@ class ViewedCheckpoint(Loadable):
         texts = self._carried.warnings
         matched = self._match(state, include)
         if matched.missing and self._carried is self._opened.state:
-            # The state may have separate tensors under names that are one tensor in the source.
+            # The state may list separate tensors that are tied, and stored once, in the source.
             aliases, doubts = self._opened.aliases(self._carried.views)
             texts += doubts
             if aliases:
@@ -157,17 +157,17 @@ class ViewedCheckpoint(Loadable):
         matched.reads = [read for read in matched.reads if matched.fits(read, *self._type_of(read))]
         filled, aliases = {read.name for read in matched.reads}, aliases_of(leaves)
         matched.missing = [name for name in matched.missing if filled.isdisjoint(aliases.get(name, ()))]
-        if adapter:  # it fills the adapter alone: the base keeps its values
+        if adapter:  # only the adapter is filled; the base model keeps its values
             matched.missing = [name for name in matched.missing if name in adapter]
         return matched
 
     def _type_of(self, read: TensorRead) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape of what fills a tensor."""
+        """Dtype and shape of the view that fills a tensor."""
         info = self._view_for(read.number, read.tensor).info
         return info.dtype.name, info.shape
 
     def _view_for(self, number: int, tensor: torch.Tensor) -> TensorView:
-        """The view that fills a tensor of the state; a float in the tensor's own dtype, if that was asked for."""
+        """The view that fills a tensor of the state; floats are cast to the tensor's dtype if `AS_STATE` is given."""
         view = self._views[number]
         if not self._casts_to_state or view.info.name in self._quantized:
             return view
@@ -176,17 +176,17 @@ class ViewedCheckpoint(Loadable):
         return CastView(view, wanted) if is_cast else view
 
     def describe(self, number: int) -> tuple[tuple[int, ...], str, bool]:
-        """Shape and dtype of a stored tensor; it is no rank's part of one."""
+        """Shape and dtype of a stored tensor; False, since sources have whole tensors."""
         info = self._views[number].info
         return info.shape, info.dtype.required_torch_name, False
 
     def allocate(
         self, matched: Match, state: Any, include: tuple[str, ...] | None, on_failure: ExitStack
     ) -> Match:
-        """Give tensors on the meta device memory, and match again what the state has now.
+        """Allocate tensors that are on the meta device, and match the state again.
 
         Raises:
-            CheckpointError: if buffers are on the meta device that nothing fills.
+            CheckpointError: if a buffer on the meta device is in no checkpoint, and there is no ``init``.
         """
         live = LiveObjects(state)
         names = [read.name for read in matched.reads if is_meta(read.tensor)]
@@ -196,8 +196,8 @@ class ViewedCheckpoint(Loadable):
                 "Buffers on the meta device are in no checkpoint.",
                 expected="values for every tensor of the model",
                 got=some(buffers),
-                todo="pass init=, which is called with each module that has such buffers: for transformers "
-                "init=model._init_weights, elsewhere often lambda module: module.reset_parameters()",
+                todo="pass init=, which is called with each module that has such buffers: "
+                "init=model._init_weights for transformers, else often lambda module: module.reset_parameters()",
             )
         if not names and not buffers:
             return matched
@@ -211,7 +211,7 @@ class ViewedCheckpoint(Loadable):
         return again
 
     def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
-        """Refuse two stored tensors that fill one tensor of the state, unless this rank's regions are equal.
+        """Check that two stored tensors that fill one tensor of the state are equal in this rank's region.
 
         Raises:
             CheckpointError: if they differ.
@@ -227,7 +227,7 @@ class ViewedCheckpoint(Loadable):
                 views[1].read_into(box, right)
                 if not np.array_equal(left, right):
                     raise CheckpointError(
-                        "Two tensors of the source are one in the state, and they differ.",
+                        "Two tensors that are tied in the state differ in the source.",
                         expected=f"equal values of {one.name} and {other.name}, which the model ties",
                         got="other values",
                         where=self.where,
@@ -236,10 +236,10 @@ class ViewedCheckpoint(Loadable):
                     )
 
     def fetch(self, reads: Reads, matched: Match) -> None:
-        """All files are in the source's storage."""
+        """Does nothing: all files are in the source's storage."""
 
     def read_values(self, matched: Match) -> None:
-        """Sources have no per-rank values."""
+        """Does nothing: sources have no per-rank values."""
 
     def reads(self) -> Reads:
         return _ViewReads(self._source, self._view_for, self._coordinator)
@@ -251,15 +251,15 @@ def _at_paths_of(
     carried: CarriedState,
     adapter_names: Callable[[Collection[str], Collection[str]], Mapping[str, str]],
 ) -> tuple[CarriedState, frozenset[str]]:
-    """Entries of a source at the paths where a live state has its own, and full names of the adapter that it fills.
+    """(a source's entries, moved to the paths of a live state; full names of the adapter's tensors that it fills).
 
-    The model of a state with one goes where the live model is, whatever either is called, and so does the optimizer of
-    a state with one. Entries that the live state cannot take (a scheduler's, or the optimizer's when the live state is
-    a model alone) are left out.
+    If both sides have one model, the source's model moves to the live model's path, whatever their names; so does a
+    single optimizer. Entries that the live state cannot take are left out, such as a scheduler's, or the optimizer's
+    if the live state is a model alone.
 
     Args:
-        leaves: of the live state.
-        modules: paths of its modules; empty for a state of plain dicts, in which the model is looked for.
+        leaves: leaves of the live state.
+        modules: paths of its modules; empty for a state of plain dicts, whose model is then detected.
     """
     paths = {name_of(path): path for path in leaves}
     shapes = {
@@ -300,7 +300,7 @@ def _at_paths_of(
 
 
 def _moved(state: CarriedState, containers: Mapping[str, Path], new: Path) -> CarriedState:
-    """Entries in another container than theirs; a model's entry has one key in it, with whatever dots it had."""
+    """Move entries from their containers to another one; a model's entry becomes one key, which may have dots."""
     paths = dict(state.paths)
     for name, old in containers.items():
         rest = state.path(name)[len(old) :]
@@ -309,7 +309,7 @@ def _moved(state: CarriedState, containers: Mapping[str, Path], new: Path) -> Ca
 
 
 class _Filling(NamedTuple):
-    """A view, the region of it that this rank reads, and the memory that it fills, in the view's dtype."""
+    """A view, this rank's region of it, and the tensor to fill, which has the view's dtype."""
 
     view: TensorView
     region: Region
@@ -317,7 +317,7 @@ class _Filling(NamedTuple):
 
 
 class _BoxRead(NamedTuple):
-    """A box of a view, and the number of the target's first item that it fills."""
+    """A box of a view, and the index of the first item of the target that it fills."""
 
     view: TensorView
     box: Box
@@ -328,8 +328,8 @@ class _BoxRead(NamedTuple):
 class _ViewReads(Reads):
     """Reads of views.
 
-    A region is a flat range of a box, and one run of items in memory. It is cut into boxes that are runs of that memory
-    too, so that bytes which a file has in the same order are read into it without a copy:
+    A region is a flat range of a box, and is contiguous in memory. It is cut into boxes that are contiguous there too,
+    so that bytes which a file has in the same order are read without a copy:
 
         region   rows 3.5 .. 9.0 of a matrix      boxes   half of row 3 | rows 4 .. 8       (of at most 16 MiB)
     """
@@ -350,7 +350,7 @@ class _ViewReads(Reads):
         return filling.target
 
     def open(self) -> None:
-        """Files were checked when the source was opened; each is opened when it is read."""
+        """Does nothing: opening the source has checked the files; each is opened when it is read."""
 
     def verify(self) -> None:
         raise AssertionError("views are verified while they are read")
@@ -362,7 +362,7 @@ class _ViewReads(Reads):
         seen = None if kept.error is not None else checks.seen_in_part()
         seen_by_rank = self._coordinator.everyone(seen)
         kept.raise_kept()
-        if None not in seen_by_rank:  # else a rank has failed, and all ranks are about to raise
+        if None not in seen_by_rank:  # else a rank has failed, and its error is raised on every rank
             checks.verify_with(_share_of(self._coordinator.rank, [each or [] for each in seen_by_rank]))
         self._source.require_unchanged()  # most formats have no checksums that would show it
 
@@ -387,7 +387,7 @@ class _ViewReads(Reads):
                     yield _BoxRead(view, box, target, first)
 
     def close(self) -> None:
-        """Each file is closed when it has been read."""
+        """Does nothing: each file is closed after it is read."""
 
 
 def _fill_box(read: _BoxRead) -> None:
@@ -406,8 +406,8 @@ def _fill_box(read: _BoxRead) -> None:
 def _share_of(rank: int, seen_by_rank: Sequence[Sequence[SeenPieces]]) -> Iterator[SeenPieces]:
     """The partially read checksum ranges that this rank verifies.
 
-    A record of a file, such as a whole matrix, has one checksum, and each rank reads only some of it. One of these
-    ranks joins the checksums of all parts, and reads the bytes that no rank has read.
+    A record of a file, such as a whole matrix, has one checksum, but each rank reads only a part of it. One of these
+    ranks joins the checksums of all parts, and itself reads the bytes that no rank has read.
     """
     ranges: dict[tuple[str, int], dict[int, SeenPieces]] = {}
     for reader, seen in enumerate(seen_by_rank):
@@ -415,12 +415,12 @@ def _share_of(rank: int, seen_by_rank: Sequence[Sequence[SeenPieces]]) -> Iterat
             # In an order that is the same on all ranks.
             ranges.setdefault((pieces.file, pieces.start), {})[reader] = pieces
     for number, by_reader in enumerate(ranges.values()):
-        if list(by_reader)[number % len(by_reader)] == rank:  # ranges in turn, so that all ranks verify some
+        if list(by_reader)[number % len(by_reader)] == rank:  # round robin, to balance the work
             yield from by_reader.values()
 
 
 def _cut(box: Box, itemsize: int, first: int) -> Iterator[tuple[Box, int]]:
-    """A row-major box in boxes of at most `_BOX_BYTES` that follow each other, each with its first item's number."""
+    """Cut a row-major box into consecutive boxes of at most `_BOX_BYTES`; yields each with its first item's index."""
     nbytes = box.numel * itemsize
     # The outermost, so that the parts follow each other in memory.
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)

@@ -1,4 +1,4 @@
-"""Distributions: a rule that gives each rank's region of a tensor, in a size that does not grow with the ranks.
+"""`Distribution`: a rule that gives each rank's region of a tensor; its size does not grow with the number of ranks.
 
 A rule has *axes* (how a rank's coordinate on a mesh axis follows from its number) and *cuts* (how each sharding axis
 divides the tensor, in order of application). Replicated axes are left out: ranks with equal coordinates on the axes

@@ -69,7 +69,7 @@ class Journal:
 
     @property
     def name(self) -> str:
-        """Its file name."""
+        """The journal's file name."""
         return journal_name(self.stem)
 
     def start(self) -> None:

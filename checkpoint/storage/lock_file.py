@@ -79,7 +79,7 @@ def _renew(path: Path, mine: str, released: threading.Event) -> None:
 
 
 def _identity(pid: int) -> dict[str, str | int]:
-    """Identifies a process among those of all hosts, and among those that have had its pid."""
+    """Identifies a process among all hosts, and distinguishes it from earlier processes with the same pid."""
     return {
         "host": os.uname().nodename,
         "pid": pid,

@@ -175,8 +175,8 @@ class Output:
             raise
 
     def finished_copies(self, name: str) -> Iterator[str]:
-        """The names under which a finished file may be: its temporary one, or the final one if a run was interrupted
-        while it published. Each is looked up when it is asked for: another part may rename the file meanwhile."""
+        """The names under which a finished file exists: the temporary name, or the final one if a run was interrupted
+        while it published. A generator, since another part may rename the file between two look-ups."""
         for each in dict.fromkeys((self.store.working_name(name), name)):  # streams have one name for both
             if self.store.size(each) == self._files.sizes[name]:
                 yield each
@@ -339,11 +339,11 @@ class Output:
         self.store.remove(self._own.name)
 
     def other_result(self) -> ConversionError:
-        """The error for a target that contains the files of this conversion with other bytes."""
+        """The error for a target whose files have the names, but not the bytes, of this conversion's result."""
         return _refusal(
             self._url,
             "the result of this conversion, or of one that was interrupted",
-            "that of another, or of a source that has changed",
+            "the result of another conversion, or of a source that has changed",
             "choose another target, or pass --overwrite to replace what is there",
         )
 
@@ -387,7 +387,7 @@ def _open_target(url: str, source_url: str, *, single_file: bool) -> tuple[Stora
     shared = min(len(target), len(source))
     # A single file has nothing inside it: it may be in a folder around the source.
     if target[:shared] == source[:shared] and not (single_file and len(target) < len(source)):
-        expected = "a place outside of the source, and not around it"
+        expected = "a target that is neither inside nor around the source"
         raise _refusal(url, expected, f"the source is {source_url}", "choose another target")
     store, name = open_parent(url) if single_file else (open_store(url), "")
     if single_file and not name:

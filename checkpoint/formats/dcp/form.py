@@ -90,7 +90,7 @@ def _folder(storage: Storage) -> WrittenFolder:
 
 
 def _boxes(shards: HeldShards, twins: Collection[str], rank: int) -> Iterator[tuple[str, Box]]:
-    """(name, box) of all that a rank writes; a tensor with several names has its first one."""
+    """(name, box) of each box that a rank writes; a tensor with several names is written under its first name."""
     file = shards.file if rank == shards.rank else RankFile(shards.manifest, rank)
     for name, place in shards.places.items():
         piece = file.piece_of.get(place) if name not in twins else None

@@ -28,8 +28,8 @@ from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.safetensors_header import read_header
 
 Asks = Literal["always", "doubt", "never"]
-"""When the class itself is asked, which takes a child process: whenever the table does not say yes, only to confirm a
-no of the table, or never."""
+"""When the class itself checks the tensors, in a child process: unless the table accepts them, only to confirm that the
+table rejects them, or never."""
 FindQuantized = Callable[[Iterable[TensorInfo], Mapping[str, Any]], Collection[str]]
 """Names of codes and scales among tensors, given their config.json."""
 

@@ -63,7 +63,7 @@ _start_of = attrgetter("start")
 
 
 class _FileRun(NamedTuple):
-    """Bytes of a file from ``start`` on that fill memories one after another."""
+    """A contiguous range of a file, from byte ``start`` on, that is read into several buffers in order."""
 
     start: int
     memories: list[Bytes]
@@ -168,7 +168,7 @@ class _ReadJob(NamedTuple):
         return max(self.start, sink.start), min(self.stop, sink.stop)
 
     def _scattered(self) -> tuple[list[_FileRun], list[Sink]]:
-        """(runs of the file to read straight into tensors, sinks whose bytes must be copied)."""
+        """(runs of the file that are read straight into tensors, sinks whose bytes must be copied)."""
         runs: list[_FileRun] = []
         rest = []
         at = -1  # no byte: the first sink starts a run
@@ -193,7 +193,7 @@ def _deliver(start: int, stop: int, data: Bytes, sinks: Sequence[Sink]) -> None:
 
 
 def _slices(memories: Sequence[Bytes]) -> Iterator[list[Bytes]]:
-    """Memories in order, cut and grouped into parts of about a slice each."""
+    """Cut buffers into consecutive groups of `_SLICE_BYTES`; the last group may be smaller."""
     part: list[Bytes] = []
     room = _SLICE_BYTES
     for memory in memories:
@@ -210,7 +210,7 @@ def _slices(memories: Sequence[Bytes]) -> Iterator[list[Bytes]]:
 
 
 class _Walk:
-    """Finds the sinks of ascending byte ranges; ``sinks`` are sorted by start."""
+    """Looks up the sinks of byte ranges that are passed in ascending order; ``sinks`` are sorted by start."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks

@@ -21,7 +21,7 @@ from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum
 
 
 class _TensorLeaf(NamedTuple):
-    """A tensor, by its name in the state, in the place of its values."""
+    """Stands for a tensor in the nested state; ``name`` is its name in the source."""
 
     name: str
 

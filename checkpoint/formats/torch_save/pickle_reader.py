@@ -264,7 +264,7 @@ def _path(*parts: str) -> str:
 
 
 def _first(value: Any, *_: Any) -> Any:
-    """The first argument: of calls whose other arguments do not matter here."""
+    """The first argument of a call whose other arguments are not needed to read tensors."""
     return value
 
 

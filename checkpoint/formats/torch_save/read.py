@@ -4,7 +4,7 @@
     pytorch_model_fsdp_rank0.bin  optimizer_rank0.bin ..                  open_ranks: accelerate
     model_world_size_2_rank_0.pt  extra_state_world_size_2_rank_0.pt ..   open_ranks: verl
 
-What each rank pickled of a tensor says where its part belongs:
+The object that a rank pickled for a tensor gives the position of the rank's part:
 
     DTensor         placements and the rank's coordinates in the mesh give the box
     ShardedTensor   lists its boxes
