@@ -2,7 +2,7 @@
 
     save(path, state)       load(path, state)       read_state(path)       verify(path)       PerRank(value)
 
-See FORMAT.md for what lies on disk.
+FORMAT.md specifies the files on disk.
 """
 
 from vescale_fsdp.lazy import lazily_export

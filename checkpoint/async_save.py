@@ -4,16 +4,16 @@
     ---------------      --------------------      ---------------------------------------------
     walk the state
     copy             ->  this rank's tensors
-    train on                                  ->   agree, hash, write, meet, commit (see `save`)
+    train on                                  ->   agree, hash, write, commit (see `save`)
     handle.wait()                             <-   done, or the error
 
 On an accelerator the copy runs on a stream of its own. Tensors that only the given optimizers write are copied while
 the trainer goes on: the optimizers' next step waits for the copy, on the device. All other copies are complete when
 the call returns.
 
-The buffer belongs to the save until the save ends, so a second save waits for the first: back-pressure instead of
-unbounded memory. All saves of a process run on one worker thread, in the order in which they were started, which is
-the same on all ranks.
+The buffer belongs to one save until that save ends, so a second save waits for the first: back-pressure instead of
+unbounded memory. All saves of a process run on one worker thread, in the order of their calls, which is the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ from vescale_fsdp.torch_private import storage_id
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-_HEAD_START_S = 0.005  # the time that the trainer gets before a save starts
+_HEAD_START_S = 0.005  # delay before a save's work, so that the trainer keeps the interpreter lock
 _ALIGN_BYTES = 64  # a cache line
 _Kind = tuple[torch.Size, torch.dtype]
 _worker = BackgroundThread("checkpoint-save")
 
 
 class Stager:
-    """Copies this rank's tensors into one buffer, pinned if there is a GPU, that is reused by later saves.
+    """Copies this rank's tensors into one reused buffer, which is pinned if there is a GPU.
 
     Args:
-        allocate: returns 1D bytes in CPU memory; called again only for a larger state.
-        stream_of: returns the stream for a device's copies, None if it has none.
+        allocate: returns a 1D uint8 CPU tensor; called again only for a larger state.
+        stream_of: returns the stream for a device's copies, or None if the device has no streams.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Stager:
         self._allocate, self._stream_of = allocate, stream_of
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._kinds: list[_Kind] = []  # of the last call
-        self._views: list[torch.Tensor] = []  # of the buffer, one for each kind
+        self._views: list[torch.Tensor] = []  # views of the buffer, one for each item of `_kinds`
 
     @property
     def num_bytes(self) -> int:
@@ -98,13 +98,14 @@ class Stager:
     def stage(
         self, tensors: Sequence[torch.Tensor], *, can_wait: frozenset[int] = frozenset()
     ) -> tuple[list[torch.Tensor], DeferredCopy]:
-        """Contiguous CPU copies; valid until the next call.
+        """Copy tensors into the buffer; the copies are valid until the next call.
 
         Args:
             can_wait: storages (by `storage_id`) that only torch optimizers write.
 
         Returns:
-            The copies, and the pending ones among them: copies of tensors that can wait.
+            The contiguous CPU copies, and a `DeferredCopy` of the copies that are not complete yet: those of tensors in
+            ``can_wait``.
         """
         kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if kinds != self._kinds:
@@ -132,7 +133,7 @@ class Stager:
         starts = [0, *accumulate(round_up(nbytes, _ALIGN_BYTES) for nbytes in sizes)]
         if self._buffer.numel() < starts[-1]:
             self._kinds, self._views = [], []
-            # Freed before the larger one is allocated.
+            # The old buffer is freed before the larger one is allocated.
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._buffer = self._allocate(starts[-1])
         return [
@@ -148,7 +149,7 @@ def _copy(
     """Start to copy the second tensor of each pair into the first.
 
     Returns:
-        The streams in use, each with an event after its copies.
+        Each stream that was used, and an event recorded after its copies.
     """
     used: dict[CopyStream, None] = {}
     for view, tensor in pairs:
@@ -165,10 +166,10 @@ def _copy(
 
 
 class SaveHandle:
-    """A save that runs in the background. A ``with`` block waits for it at its end.
+    """A save that runs in the background. A ``with`` block waits for the save at its end.
 
-    A process that exits finishes its saves first. If a save failed and no code read its error, or it takes longer
-    than its ``exit_timeout_s``, stderr names it and the exit status is 1.
+    An exiting process finishes its saves first. If a save failed and no code read its error, or it takes longer than
+    ``exit_timeout_s``, the process names the save on stderr and exits with status 1.
 
     Examples:
         >>> import torch
@@ -196,10 +197,10 @@ class SaveHandle:
         return self._job.future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the checkpoint is committed and durable.
+        """Wait until the checkpoint is committed and durable.
 
         Raises:
-            CheckpointError: if another rank failed. The rank that failed raises its own error. Both say whether the
+            CheckpointError: if another rank failed. The failed rank raises its own error. Both errors say whether the
                 checkpoint was committed.
             TimeoutError: if it takes longer than ``timeout_s``.
         """
@@ -209,7 +210,7 @@ class SaveHandle:
         self._job.future.result()
 
     def exception(self) -> BaseException | None:
-        """The error that the save ended with, or None; blocks until the save has ended."""
+        """Wait until the save has ended, and return its error or None."""
         error = self._job.future.exception()
         self._job.is_read = True
         return error
@@ -219,7 +220,7 @@ class AsyncSaver:
     """Saves in the background, at most one at a time.
 
     Args:
-        coordinator: the ranks that save together; its group must serve nothing else.
+        coordinator: coordinator of the ranks that save; its group must not be used for anything else.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -248,11 +249,10 @@ class AsyncSaver:
         """Copy the state and return; the save goes on in the background.
 
         Args:
+            after: called on the worker thread when the checkpoint is committed.
+            copies: further storages for the same state, each with its format; existing folders are replaced.
             also: a note for errors: where else the state is saved.
-            optimizer: see `async_save`.
-            after: called when it is committed.
-            exit_timeout_s: see `async_save`.
-            copies: further storages for the same state, each with its form; existing folders are replaced.
+            optimizer, exit_timeout_s: see `async_save`.
         """
         savers: list[Saver] = []
         taken: tuple[TakenState, DeferredCopy] | None = None
@@ -269,7 +269,7 @@ class AsyncSaver:
                 check_replicas=check_replicas,
             )
             savers = [saver(storage, overwrite=overwrite, format=format)]
-            savers += [saver(place, overwrite=True, format=form) for place, form in copies]
+            savers += [saver(folder, overwrite=True, format=form) for folder, form in copies]
             taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of), savers, optimizer)
             metadata = plain_json(metadata)
         except BaseException as caught:  # noqa: BLE001  the worker raises it on all ranks
@@ -283,7 +283,6 @@ class AsyncSaver:
 
         def work() -> None:
             nonlocal error
-            # Lets the trainer go on: a thread that starts at once would take the interpreter's lock from it.
             time.sleep(_HEAD_START_S)
             try:
                 if taken is not None:
@@ -336,7 +335,7 @@ class AsyncSaver:
 
 
 _solo_saver = AsyncSaver(SoloCoordinator())
-# Weak keys, as in `coordinator_for`: a staging buffer is freed with its group.
+# Weak keys: a staging buffer is freed together with its group.
 _group_savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakref.WeakKeyDictionary()
 
 
@@ -358,15 +357,15 @@ def async_save(
     If the previous call's save is still running, this call waits for it first. Other arguments are those of `save`.
 
     Args:
-        optimizer: one or several torch optimizers that alone write their parameters and state until their next step.
-            On an accelerator these tensors are copied while the trainer goes on, and that step waits for the copy;
-            any other write to them before the step fails the save.
+        optimizer: one or several torch optimizers, if no other code writes their parameters and state before their next
+            step. On an accelerator these tensors are copied while the trainer goes on, and the next step waits for the
+            copy. Any other write to them before that step fails the save.
         exit_timeout_s: how long an exiting process waits for the save; after that, stderr names the save and the exit
             status is 1.
 
     Returns:
-        A handle: ``wait()``, or the end of a ``with`` block around it, returns when the checkpoint is committed, or
-        raises the error.
+        A handle. Its ``wait()``, or the end of a ``with`` block around it, waits until the checkpoint is committed, and
+        raises the error of a failed save.
 
     Raises:
         ValueError: if ``exit_timeout_s`` is negative or not a number.

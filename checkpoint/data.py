@@ -1,10 +1,10 @@
-"""Positions in the training data that are restored on any number of ranks.
+"""Save the position in the training data, and restore it on any number of ranks.
 
     sampler = ReshardableSampler(len(dataset), seed=1)
     loader = ReshardableLoader(DataLoader(dataset, batch_size=8, sampler=sampler))
     save(path, {"model": model, "data": Resharded(loader)})
 
-A class of your own can take the place of the loader if it has the methods of `Reshardable`.
+Any class with the methods of `Reshardable` can be used instead of the loader.
 """
 
 from vescale_fsdp.checkpoint.state.per_rank import Reshardable, Resharded

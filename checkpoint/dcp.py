@@ -1,8 +1,8 @@
-"""Checkpoints of `torch.distributed.checkpoint` (DCP): written by this package, or this package's by DCP's calls.
+"""Interoperation with `torch.distributed.checkpoint` (DCP), in both directions.
 
-save(path, state, format=DCP())                                               a folder that dcp.load reads
-dcp.save(state, storage_writer=RaggedWriter(path), planner=RaggedSavePlanner())   a native checkpoint
-dcp.load(state, storage_reader=RaggedReader(path), planner=RaggedLoadPlanner())   from a native checkpoint
+save(path, state, format=DCP())                                               writes a folder that dcp.load reads
+dcp.save(state, storage_writer=RaggedWriter(path), planner=RaggedSavePlanner())   writes a native checkpoint
+dcp.load(state, storage_reader=RaggedReader(path), planner=RaggedLoadPlanner())   reads a native checkpoint
 """
 
 from vescale_fsdp.checkpoint.formats.dcp.form import DCP

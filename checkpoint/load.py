@@ -1,12 +1,13 @@
 """`load`: fill a state in place from a checkpoint of any format, saved with any layout and world size.
 
-1  open the checkpoint, match the state with it by metadata alone; ranks compare what they have opened
-2  refuse what does not fit; give tensors on the meta device memory; compute the ranges to read; open every file, check
-   its size, header and checksum table
+1  open the checkpoint, and match the state with its metadata; ranks check that all have opened the same checkpoint
+2  check that the state fits; allocate tensors on the meta device; compute the ranges to read; open every file, and
+   check its size, header and checksum table
 3  verify="before": hash every stripe that will be read
-4  meet: an error so far is raised on all ranks, and nothing has been overwritten
-5  read, straight into the tensors where memory allows; verify="while": hash bytes after they have been read
-6  assign plain values, give Stateful objects their state; meet: an error since 4 is a `PartialLoadError` on all ranks
+4  all-reduce: an error so far is raised on all ranks, and nothing has been overwritten
+5  read, directly into the tensors if their memory layout allows; verify="while": hash bytes after they have been read
+6  assign plain values, and load the state of Stateful objects; all-reduce: an error since step 4 is raised on all ranks
+   as a `PartialLoadError`
 """
 
 from __future__ import annotations
@@ -64,19 +65,19 @@ _HALF_LOADED = "some tensors may have been overwritten"
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did not fill, how much it read, and the JSON that was saved with the state.
+    """The result of `load`: names that were not loaded, bytes that were read, and the saved metadata.
 
     Attributes:
         missing: leaves of the state that the checkpoint lacks; they keep their values.
         unexpected: leaves of the checkpoint that the state lacks.
         metadata: the ``metadata`` argument of `save`; None for other formats.
-        num_bytes_read: bytes of tensors that this rank read from the storage; bytes that ``verify="before"`` hashes
-            first count twice. For other formats, the bytes of this rank's parts of the tensors.
-        num_bytes_received: bytes of tensors that other ranks read and sent to this one.
-        mismatched: tensors of other shapes or dtypes, which keep their values: name -> (in the checkpoint, in the
-            state).
-        left_out: other entries of the checkpoint that the state cannot take, such as a scheduler's.
-        warnings: doubts about the checkpoint's files, in sentences; the logger ``vescale_fsdp`` reports them too.
+        num_bytes_read: bytes of tensors that this rank read from the storage; with ``verify="before"``, hashed bytes
+            are read and counted twice. For other formats, the size of this rank's parts of the tensors.
+        num_bytes_received: bytes of tensors that other ranks read and sent to this rank.
+        mismatched: tensors with different shapes or dtypes, which keep their values: name -> (in the checkpoint, in
+            the state).
+        left_out: other entries of the checkpoint that were not loaded, such as a scheduler's.
+        warnings: possible problems with the checkpoint's files; the logger ``vescale_fsdp`` reports them too.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -139,56 +140,55 @@ def load(
 ) -> LoadReport:
     """Fill a state in place from a checkpoint of any format, on any number of ranks. A collective.
 
-    Tensors are filled where they are, whatever their sharding now and when they were saved. Plain values
-    are replaced in their dicts and lists; Stateful objects get ``load_state_dict``. An optimizer takes its state and
-    options by parameter name, in whichever of torch's forms they were saved, also before its first step.
+    Tensors are filled in place; their sharding may differ from the sharding at the save. Plain values are replaced in
+    their dicts and lists. Stateful objects get a call of ``load_state_dict``. Optimizer state and options are loaded by
+    parameter name, from any of torch's forms, even before the optimizer's first step.
 
-    Native checkpoints (`save`) are matched name by name. Every other format that ``vescale-convert`` reads is opened
-    too, and native ones likewise if ``dtype``, ``init`` or ``source`` is given or the state has modules on the meta
-    device. The model and the optimizer are then found in the checkpoint whatever it calls them, and each rank reads the
-    bytes of its own parts, in boxes of at most 16 MiB.
+    Native checkpoints (`save`) are matched by name. All other formats that ``vescale-convert`` reads are supported too:
+    the model and the optimizer are then detected in the checkpoint under any name, and each rank reads the bytes of its
+    own parts, in boxes of at most 16 MiB. Native checkpoints are read in this way too if ``dtype``, ``init`` or
+    ``source`` is given or the state has modules on the meta device.
 
     Args:
-        path: folder or fsspec URL of a checkpoint, or a file such as ``model.safetensors``. A folder of a peft adapter
-            fills the adapter of a model that has one and leaves its base unchanged.
-        state: nested like the state that was saved; for other formats a module, or a dict such as
-            ``{"model": model, "optimizer": optimizer, "step": 0}``. Tensors of modules on the meta device get memory.
+        path: folder or fsspec URL of a checkpoint, or a file such as ``model.safetensors``. From a peft adapter's
+            folder, only the model's adapter is loaded; the base weights stay unchanged.
+        state: nested like the saved state; for other formats a module, or a dict such as
+            ``{"model": model, "optimizer": optimizer, "step": 0}``. Modules on the meta device are allocated.
         strict: raise if leaves are missing, unexpected or mismatched, or a name pattern matches no leaf; False reports
-            these leaves, warns of mismatched tensors, and loads the rest.
-        include: name patterns (fnmatch, such as ``"model.*"``); only leaves that match one are loaded. Keys may be
-            joined by ``/`` too.
-        dtype: ``"state"`` casts floats to the dtypes that the state has. Casts as for ``vescale-convert --dtype``,
-            such as ``["bfloat16", "*.gate.bias=float32"]``, are applied first.
-        init: fills buffers on the meta device that are in no checkpoint: called with each module that owns such
-            buffers, after they got memory and before anything is read; ``model._init_weights`` for models of
-            transformers.
+            these leaves, warns about mismatched tensors, and loads the rest.
+        include: name patterns (fnmatch, such as ``"model.*"``); only leaves that match a pattern are loaded. Keys may
+            also be joined by ``/``.
+        dtype: ``"state"`` casts floats to the state's dtypes. Casts as for ``vescale-convert --dtype``, such as
+            ``["bfloat16", "*.gate.bias=float32"]``, are applied first.
+        init: initializes buffers on the meta device that are in no checkpoint, such as ``model._init_weights`` for
+            transformers models. Called with each module that owns such buffers, after their allocation and before any
+            tensor is read.
         source: options for a checkpoint with other names, layouts or encodings.
-        verify: "while" hashes bytes after they have been read into tensors, so that each byte is read once. Damage
-            raises a `PartialLoadError` then, since tensors may contain damaged bytes. "before" reads and hashes all
-            bytes before the first tensor is overwritten on any rank, so that damage leaves the state unchanged.
-            "never" trusts the disk; only names, sizes and headers of files are checked. Other formats are read with
-            "while" only.
-        read: how ranks read bytes that several of them want, such as replicas. "once": one rank reads and verifies the
-            bytes, and sends them to the others in pieces, so that each byte of the checkpoint is read once. "each":
-            every rank reads for itself, which is faster from a local disk, since its cache serves all ranks. "auto":
-            once from object stores and from file systems that are mounted over a network, else each. The zarr form
-            and other formats are read by each rank.
+        verify: "while" hashes bytes after they have been read into tensors, so that each byte is read once. Damage then
+            raises a `PartialLoadError`, because tensors may contain damaged bytes. "before" reads and hashes all bytes
+            before the first tensor is overwritten on any rank, so that damage leaves the state unchanged. "never"
+            trusts the disk: only names, sizes and headers of files are checked. Other formats support only "while".
+        read: how ranks read bytes that several ranks need, such as replicas. "once": one rank reads and verifies the
+            bytes, and sends them to the other ranks in pieces, so that each byte of the checkpoint is read once.
+            "each": every rank reads for itself, which is faster from a local disk, because its cache serves all ranks.
+            "auto": "once" for object stores and network file systems, otherwise "each". The zarr format and other
+            formats are always read by each rank.
         process_group: the ranks that load together; default: all.
-        progress: a function that gets reports of this rank's progress; True draws a bar on rank 0.
+        progress: callable that receives this rank's progress; True draws a bar on rank 0.
 
     Returns:
-        What was missing, unexpected or mismatched, and how many bytes were read.
+        The names that were missing, unexpected or mismatched, and the number of bytes read.
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint does not fit the state.
-        ConversionError: if files of no known format are there, or options do not fit the checkpoint.
+        ConversionError: if the files have no known format, or options do not fit the checkpoint.
         CorruptCheckpointError: on all ranks, if any rank finds damage. A rank with any other error, such as a lost
             connection, raises that error, and the other ranks raise a CheckpointError that names it.
-        PartialLoadError: on all ranks, instead of these errors, if a tensor may have been overwritten by then;
+        PartialLoadError: on all ranks, instead of these errors, if a tensor may already be overwritten;
             ``error.overwritten`` names this rank's tensors. It is a CorruptCheckpointError too if damage caused it.
-            DTensors that `fully_shard` made refuse their unit's next forward until a load or ``load_state_dict`` has
-            filled them. Other tensors, FSDP2's too, have no such guard. Modules that were on the meta device are put
-            back there.
+            With parameters created by this library's `fully_shard`, the unit's next forward raises until a load or
+            ``load_state_dict`` has filled them. Other tensors, including FSDP2's, have no such guard. Modules that were
+            on the meta device are moved back to it.
         ValueError: for an unknown value of ``verify`` or ``read``.
 
     Examples:
@@ -222,18 +222,18 @@ def load(
         alike["the checkpoint is native, and the state in memory"] = not through_views
         if through_views and (verify != "while" or read == "once"):
             raise ArgumentError(
-                "This load supports one way to verify and to read.",
+                "This kind of load does not support these values of verify and read.",
                 expected="verify='while' and read='auto' or 'each', unless a native checkpoint is loaded without "
                 "dtype=, init= and source= into a state in memory",
                 got=f"verify={verify!r}, read={read!r}",
                 where=str(path),
-                todo="leave verify and read out",
+                todo="remove the arguments verify and read",
             )
     opener = None
     if through_views:
 
         def opener() -> Loadable:
-            # Views bring numpy and other modules that most native loads do without.
+            # Imported here: views need modules that most native loads do not need.
             from vescale_fsdp.checkpoint.formats.viewed_checkpoint import ViewedCheckpoint
 
             url = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path.where
@@ -246,10 +246,10 @@ def load(
 
 
 def _manifest_of(storage: Storage, path: str | os.PathLike[str]) -> Manifest | None:
-    """The manifest of a native checkpoint; None where files of another format are.
+    """The manifest of a native checkpoint; None if the path contains files of another format.
 
     Raises:
-        NoCheckpointError: if no known format's files are there.
+        NoCheckpointError: if the path contains no files of a known format.
     """
     try:
         return read_manifest(storage)
@@ -257,7 +257,7 @@ def _manifest_of(storage: Storage, path: str | os.PathLike[str]) -> Manifest | N
         if isinstance(path, Storage):
             raise
         files = storage.list_files()
-        # An interrupted save in the zarr form leaves zarr.json without a manifest; it must not pass for a zarr store.
+        # An interrupted save in the zarr format leaves zarr.json without a manifest: do not read it as a zarr store.
         is_unfinished = any(name.startswith("data-") for name in files)
         if files and (is_unfinished or not is_known(files)):
             raise
@@ -272,9 +272,9 @@ class Loader:
     """The steps of a load.
 
     Args:
-        opener: opens what is loaded; by default a native checkpoint in ``storage``, with ``supply`` and ``manifest``.
-        supply: brings files of ranks that are not in the storage.
-        manifest: None to read it.
+        supply: fetches rank files that are not in the storage, such as from other nodes' memory.
+        manifest: the checkpoint's manifest; None to read it.
+        opener: opens the checkpoint; default: a native checkpoint in ``storage``, with ``supply`` and ``manifest``.
     """
 
     storage: Storage
@@ -291,14 +291,14 @@ class Loader:
 
     @property
     def _reads_once(self) -> bool:
-        """Whether ranks compare what they want."""
+        """Whether bytes that several ranks need are read by one of them."""
         if self.supply is not None or self.coordinator.world_size == 1:
-            return False  # a supply is memory of other nodes, and brings each file to a node once
+            return False  # a supply sends each file to a node once, and its ranks read it from memory
         return self.read == "once" or (self.read == "auto" and self.storage.is_shared)
 
     @plainly
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
-        """Load a state. ``strict="missing"`` lets the checkpoint have more leaves than the state."""
+        """Load a state. ``strict="missing"`` allows leaves of the checkpoint that the state lacks."""
         start_s = time.monotonic()
         checkpoint, matched = self._open(state, include)
         once = self._reads_once
@@ -357,7 +357,7 @@ class Loader:
         )
 
     def _open(self, state: Any, include: tuple[str, ...] | None) -> tuple[Loadable, Match]:
-        """Open the checkpoint, match it, and compare it between ranks: another save may replace it at any time."""
+        """Open and match the checkpoint. Check that all ranks see the same one: a save may replace it at any time."""
         with self.coordinator.together(f"opening {self.storage.where}", _NOTHING_LOADED), gc_paused():
             if self.opener is not None:
                 checkpoint = self.opener()
@@ -372,10 +372,10 @@ class Loader:
         if len(first_ranks) > 1:
             raise NoCheckpointError(
                 "Ranks found different checkpoints at this path.",
-                expected="one checkpoint, which stays until it is read",
+                expected="the same checkpoint on all ranks, unchanged until it is read",
                 got=", ".join(f"{identity} on rank {rank}" for identity, rank in first_ranks.items()),
                 where=checkpoint.where,
-                todo="load again when the save that replaces it is done",
+                todo="load again when the save to this path has ended",
             )
         if unexpected:
             lacking_everywhere = set(unexpected).intersection(*(names for _, names in by_rank))
@@ -390,7 +390,7 @@ class Loader:
 
     @contextmanager
     def _reading(self, checkpoint: Loadable) -> Iterator[None]:
-        """Distinguish a checkpoint that is removed while it is read from damage and from other errors."""
+        """Context manager: if the checkpoint was removed while it was read, raise NoCheckpointError instead."""
         try:
             yield
         except (CorruptCheckpointError, OSError) as error:  # what reads of removed files raise
@@ -398,16 +398,16 @@ class Loader:
                 raise
             raise NoCheckpointError(
                 "The checkpoint was removed or replaced while it was read.",
-                expected="one that stays until it is read",
+                expected="a checkpoint that is unchanged until it is read",
                 got=f"{type(error).__name__}: {error}",
                 where=checkpoint.where,
-                todo="load a newer one",
+                todo="load a newer checkpoint",
             ) from error
 
     def _targets(
         self, checkpoint: Loadable, reads: Reads, matched: Match, overwriting: Overwriting
     ) -> list[LoadTarget]:
-        """Ask for this rank's regions of everything that is filled."""
+        """Request this rank's region of every tensor to fill."""
         describer = Describer(self.coordinator.rank_of)
         wanted: dict[object, tuple[TensorRead, Region, torch.Tensor]] = {}
         for read in matched.reads:
@@ -418,15 +418,15 @@ class Loader:
             described = describer.describe(read.name, read.tensor)
             local = described.local
             if local is None:
-                continue  # other ranks have all of it
+                continue  # this rank is not in the tensor's mesh
             _check_writable(read.name, local)
             region = describer.region(described, self.coordinator.rank)
             # Empty tensors may all have address 0.
             memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
             if memory in wanted:
                 checkpoint.require_equal(wanted[memory][0], read, region)
-            # Of several stored tensors that fill one memory the last one does, as in load_state_dict: chosen here,
-            # since the order of the reading threads is not known.
+            # If several stored tensors fill the same memory, the last one is used, as in load_state_dict. It is chosen
+            # here, because the order of the reading threads is undefined.
             wanted[memory] = (read, region, local)
         targets = []
         for read, region, local in wanted.values():
@@ -443,7 +443,7 @@ class Loader:
         return targets
 
     def _check_files(self, checkpoint: Loadable, reads: Reads, matched: Match) -> None:
-        """Do what can fail before a byte is overwritten: read per-rank values, open files, verify if asked to."""
+        """The steps that can fail before a byte is overwritten: read per-rank values, open files, verify="before"."""
         with gc_paused():
             checkpoint.read_values(matched)
             reads.open()
@@ -453,7 +453,7 @@ class Loader:
 
 @contextmanager
 def _closed_after(reads: Reads) -> Iterator[Reads]:
-    """A block after which all files are closed. An error of the block is raised, whatever closing raises."""
+    """Context manager that closes all files. An error while closing becomes a note of the block's error, if any."""
     try:
         yield reads
     except BaseException as error:
@@ -464,18 +464,22 @@ def _closed_after(reads: Reads) -> Iterator[Reads]:
 
 
 def check_choices(verify: str, read: str) -> None:
-    """Refuse unknown values of ``verify`` and ``read``."""
+    """Check the arguments ``verify`` and ``read``.
+
+    Raises:
+        ValueError: for an unknown value.
+    """
     if verify not in get_args(Verify):
         expected = "'before', 'while' or 'never'"
-        raise ArgumentError("There is no such way to verify.", expected=expected, got=repr(verify))
+        raise ArgumentError("verify has an unknown value.", expected=expected, got=repr(verify))
     if read not in get_args(Read):
         expected = "'once', 'each' or 'auto'"
-        raise ArgumentError("There is no such way to read.", expected=expected, got=repr(read))
+        raise ArgumentError("read has an unknown value.", expected=expected, got=repr(read))
 
 
 def _check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse tensors whose elements share memory, as `expand` and `unfold` make them."""
-    reach = 0  # items from the first to the last one along all dims of smaller strides
+    """Raise if elements of a tensor share memory, as after `expand` and `unfold`."""
+    reach = 0  # distance in items from the first to the last element along all dims with smaller strides
     overlap = False
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):  # from the smallest stride up
         overlap = overlap or (size > 1 and step <= reach)
@@ -489,7 +493,7 @@ def _check_writable(name: str, tensor: torch.Tensor) -> None:
 def _cannot_fill(name: str, got: str, todo: str) -> CheckpointError:
     return CheckpointError(
         "A tensor of the state cannot be filled.",
-        expected="memory of its own for every element",
+        expected="separate memory for every element",
         got=got,
         where=name,
         todo=todo,
@@ -501,7 +505,7 @@ class VanishedLoadError(PartialLoadError, NoCheckpointError):
 
 
 class _Filled(NamedTuple):
-    """A tensor of the state, and what fills it or its local part."""
+    """A tensor of the state, and the target that fills its local part."""
 
     name: str
     tensor: torch.Tensor
@@ -515,16 +519,16 @@ class Overwriting:
         self._filled: list[_Filled] = []
 
     def add(self, name: str, tensor: torch.Tensor, target: LoadTarget) -> None:
-        """Add a tensor that ``target`` fills, or whose local part it fills."""
+        """Add a tensor; ``target`` fills its local part."""
         self._filled.append(_Filled(name, tensor, target))
 
     @contextmanager
     def together(self, num_ranks: int) -> Iterator[None]:
-        """A block that overwrites the tensors, and that all ranks leave in the same way.
+        """Context manager around the overwriting of the tensors, which turns errors into `PartialLoadError`.
 
         Raises:
-            PartialLoadError: for any error but Ctrl-C and the like; on all ranks, also on those that have overwritten
-                nothing, since a state is usable only if all of its shards are.
+            PartialLoadError: for any `Exception`; not for Ctrl-C, for example. Raised even if this rank has overwritten
+                nothing, because a state is usable only if all of its shards are.
         """
         try:
             yield
@@ -533,7 +537,7 @@ class Overwriting:
             if not names and num_ranks == 1:  # nothing has changed, and no other rank can differ
                 raise
             for filled in self._filled:
-                # No forward checks other tensors before it uses them.
+                # Only these tensors are checked by a forward.
                 if isinstance(filled.tensor, RaggedDTensor):
                     mark_half_loaded(local_of(filled.tensor), filled.name)
             if not isinstance(error, Exception):
@@ -546,7 +550,7 @@ class Overwriting:
 
 
 def partial_load(error: Exception, overwritten: Iterable[str]) -> PartialLoadError:
-    """The error to raise instead of one after which tensors may be overwritten; also of that one's kind."""
+    """The PartialLoadError to raise instead of ``error``; also a Corrupt- or NoCheckpointError if ``error`` is one."""
     names = tuple(overwritten)
     kind = PartialLoadError
     if isinstance(error, CorruptCheckpointError):

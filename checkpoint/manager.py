@@ -1,7 +1,7 @@
-"""`CheckpointManager`: saves the steps of a run, keeps the right ones, and restores the newest good one.
+"""`CheckpointManager`: saves the steps of a run, applies the retention policy, and restores the newest good step.
 
-Files under a root: see `steps.step_folders`. A step is removed only after this job has committed a newer one. Which
-step is restored: see `restore`.
+`steps.step_folders` lists the files under a root. The retention policy removes a step only after this job has committed
+a newer one. `restore` documents which step is restored.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class _RestoredStep(NamedTuple):
     """The step that a run continues from.
 
     Attributes:
-        is_rollback: whether it was given by number, or newer ones were skipped.
-        later: on rank 0, the later steps on disk, with the checksums of their manifests.
+        is_rollback: whether the caller chose the step by number, or `restore` skipped newer steps.
+        later: on rank 0, the later steps on disk and the checksums of their manifests; empty on other ranks.
     """
 
     step: int
@@ -93,27 +93,26 @@ class CheckpointManager:
 
     Args:
         root: folder or fsspec URL.
-        save_policy: when `save` writes a step to disk, unless forced; default: at every call. Policies such as
-            ``EverySteps(1000) | EveryMinutes(30)``, or your own `SavePolicy`; of the same classes on all ranks. With
-            `OnSignal`, make the manager in the main thread and close it.
-        retention: which steps stay: a `RetentionPolicy`, or its ``keep_last`` alone; default: all.
+        save_policy: decides when `save` writes a step to disk, unless forced; default: at every call. Pass a policy
+            such as ``EverySteps(1000) | EveryMinutes(30)`` or your own `SavePolicy`, of the same classes on all ranks.
+            With `OnSignal`, create the manager in the main thread and close it.
+        retention: which steps to keep: a `RetentionPolicy`, or its ``keep_last`` alone; default: all.
         asynchronous: save in the background; `save` then waits only for the copy and for the previous save.
-        export: a further format, such as `vescale_fsdp.conversion.HuggingFace(..)`, in which steps are written to
-            ``exports/step-..`` of the root. `restore` does not read exports, retention does not remove them, and a
-            final save writes none.
-        export_every: steps divisible by it are exported, whether or not they are saved.
-        ram: a second tier in shared memory, tried first by `restore`.
+        export: a second format, such as `vescale_fsdp.conversion.HuggingFace(..)`, written to ``exports/step-..`` under
+            the root. `restore` does not read exports, retention does not remove them, and a final save writes none.
+        export_every: steps divisible by this number are exported, whether or not they are saved.
+        ram: a second tier in shared memory; `restore` tries it first.
         process_group: the ranks that save and restore together; default: all.
-        progress: gets reports of this rank's progress in a save to disk or a restore; True draws a bar on rank 0.
+        progress: callable that receives this rank's progress in disk saves and restores; True draws a bar on rank 0.
         optimizer: for ``asynchronous`` on an accelerator, see `async_save`.
         check_replicas: as for `save`.
         exit_timeout_s: for ``asynchronous``, see `async_save`.
 
     Raises:
-        ValueError: for limits below 1, a negative ``exit_timeout_s``, or another ``check_replicas``.
-        TypeError: for a ``save_policy`` or ``retention`` of another type.
-        CheckpointError: on all ranks, if one of them cannot use the root: not a folder, no permission, no such bucket.
-            A root with steps that can only be read is a warning.
+        ValueError: for limits below 1, a negative ``exit_timeout_s``, or an unknown ``check_replicas``.
+        TypeError: for a ``save_policy`` or ``retention`` of the wrong type.
+        CheckpointError: on all ranks, if any rank cannot use the root: not a folder, no permission, no such bucket.
+            A read-only root that contains steps causes a warning instead.
 
     Examples:
         >>> import torch
@@ -128,7 +127,7 @@ class CheckpointManager:
         3
     """
 
-    Record = StepRecord  # for annotations: what `history` lists
+    Record = StepRecord  # for annotations: the type of each item of `history()`
 
     def __init__(
         self,
@@ -188,7 +187,7 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; after an error in the block, an error of a save becomes a note of it."""
+        """Close. If the block raised, an error of a save becomes a note of the block's error."""
         with noting(error):
             self.close()
 
@@ -198,17 +197,17 @@ class CheckpointManager:
             warnings.warn(f"steps can be restored, but not saved: {problem}", stacklevel=4)
 
     def clean(self, *, older_than_s: float | None = None) -> list[str]:
-        """Remove what killed jobs have left on disk and in memory; a collective. The first save does so too.
+        """Remove the leftovers of killed jobs on disk and in memory; a collective. The first save cleans the disk too.
 
-        These are torn steps, data of overwrites that were not committed, unfinished exports, temporary files, and open
-        S3 uploads. Steps that another job has locked stay.
+        Leftovers are torn steps, data of uncommitted overwrites, unfinished exports, temporary files, and open S3
+        uploads. Steps that another job has locked are kept.
 
         Args:
-            older_than_s: younger files stay. Default: a minute, or a day on object stores, which have no locks. Pass 0
-                only if no other job saves under this root.
+            older_than_s: younger files are kept. Default: a minute, or a day on object stores, which have no locks.
+                Pass 0 only if no other job saves under this root.
 
         Returns:
-            Names of what was removed, the same on all ranks; in memory, paths.
+            Names of the removed files and folders, the same on all ranks; for memory, their paths.
         """
         self._wait_together()
         removed: list[str] = []
@@ -227,12 +226,12 @@ class CheckpointManager:
             if self._coordinator.rank == 0:
                 try:
                     remove_leftovers(self._root, _EXPORTS)
-                except Exception as error:  # noqa: BLE001  no committed step depends on it
+                except Exception as error:  # noqa: BLE001  no committed step depends on this cleanup
                     problem = f"{type(error).__name__}: {error}"
                     warnings.warn(f"leftovers under {self._root.where} stay: {problem}", stacklevel=3)
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending, without those that a rollback has abandoned (see `restore`)."""
+        """Committed steps in ascending order, without steps that a rollback has abandoned (see `restore`)."""
         return committed_steps(self._root)
 
     def history(self) -> list[StepRecord]:
@@ -242,7 +241,7 @@ class CheckpointManager:
         return [replace(read_record(self._root, step), abandoned=step in abandoned) for step in steps]
 
     def pin(self, step: int) -> None:
-        """Keep a step whatever the retention policy says; a collective."""
+        """Exempt a step from the retention policy; a collective."""
         self._change(step, "pinning", partial(set_pinned, self._root, step, True))
 
     def unpin(self, step: int) -> None:
@@ -250,7 +249,7 @@ class CheckpointManager:
         self._change(step, "unpinning", partial(set_pinned, self._root, step, False))
 
     def remove(self, step: int) -> None:
-        """Remove a step, in memory too; a collective.
+        """Remove a step from disk and from memory; a collective.
 
         Raises:
             CheckpointError: if there is no such step, it is pinned, or it could not be removed.
@@ -260,10 +259,10 @@ class CheckpointManager:
             self._ram.remove(self._coordinator, step)
 
     def _change(self, step: int, doing: str, work: Callable[[], None]) -> None:
-        """Let rank 0 change an existing step."""
+        """Run `work` on rank 0, after a check that the step exists. A collective."""
         self._wait_together()
         doing = f"{doing} step {step} of {self._root.where}"
-        with self._coordinator.together(doing, "see what is left of it", alike={"step": step}):
+        with self._coordinator.together(doing, "the step may be incomplete", alike={"step": step}):
             if self._coordinator.rank == 0:
                 if step not in committed_steps(self._root, abandoned=True):
                     raise no_such_step(self._root, step)
@@ -271,14 +270,16 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """Whether all ranks have decided on a final save, for a signal or a deadline: end the run after it."""
+        """Whether all ranks have decided on a final save, because of a signal or a deadline: end the run after it."""
         return self._schedule.should_stop
 
     def should_save(self, step: int, *, metric: float | None = None) -> bool:
-        """Whether `save` of this step would do anything, if making the state is expensive; a collective.
+        """Whether `save` would write this step to disk, to memory or as an export; a collective.
+
+        Call it where building the state is expensive.
 
         Args:
-            step, metric: as for `save`, where the metric may then be left out.
+            step, metric: as for `save`. A metric passed here need not be passed to `save` again.
 
         Raises:
             CheckpointError: if ranks pass different steps, or a policy failed on another rank. A rank whose own policy
@@ -295,7 +296,7 @@ class CheckpointManager:
         return self._export is not None and step % self._export_every == 0
 
     def _targets(self, decision: Decision) -> list[tuple[Storage, Format]]:
-        """The folders that a step is written to, with their formats: the step itself first."""
+        """The folders that a step is written to and their formats: the step itself first, then its export."""
         name, targets = step_name(decision.step), list[tuple[Storage, Format]]()
         if decision.is_due:
             targets.append((self._root.child(name), "native"))
@@ -312,7 +313,7 @@ class CheckpointManager:
                 )
             metric = None if metric is None else float(metric)  # may be a tensor of one item
         except Exception:
-            self._schedule.refuse()  # else ranks with a valid step would wait
+            self._schedule.refuse()  # otherwise ranks with a valid step would wait for this rank
             raise
         return self._schedule.decide(
             step, metric, force=force, waits=self._is_for_ram(step) or self._is_exported(step)
@@ -327,22 +328,22 @@ class CheckpointManager:
         force: bool = False,
         metric: float | None = None,
     ) -> SaveHandle | None:
-        """Save a step if it is due; a collective. An earlier asynchronous save's error is raised here.
+        """Save a step if it is due; a collective. Raises the error of the previous asynchronous save, if any.
 
         Args:
             step: the step's number, 0 or more; an existing step of that number is replaced.
             state: as for `vescale_fsdp.checkpoint.save`.
             metadata: JSON of your own (counters, configuration); `restore` returns it.
-            force: save even if the policy says no.
+            force: save even if the policy does not ask for it.
             metric: of this step, the same on all ranks; used by `BestOf` and `history`.
 
         Returns:
-            A handle if the save runs in the background, else None. A final save (see `should_stop`) has always ended
-            when this returns, and is written to disk only.
+            A handle if the save runs in the background, else None. A final save (see `should_stop`) never runs in the
+            background, and is written to disk only.
 
         Raises:
             CheckpointError: if this save or the previous asynchronous one failed, or ranks pass different steps.
-            TypeError: if the step is not an integer, or a policy's answer not a bool.
+            TypeError: if the step is not an integer, or a policy returns something other than a bool.
         """
         decision = self._decide(step, metric, force=force)
         step, save_id = decision.step, None
@@ -366,7 +367,8 @@ class CheckpointManager:
                 behind=self._copying,
                 check_replicas=self._check_replicas,
             )
-            if not (is_copying and targets):  # else the disk would wait for the copies of the previous step
+            # A save to memory waits until the previous step is copied to other nodes: then the disk comes first.
+            if not (is_copying and targets):
                 is_in_ram, save_to_ram = save_to_ram(), None
         if not targets:
             return None
@@ -385,8 +387,7 @@ class CheckpointManager:
         return self._handle
 
     def _begin_branch(self) -> None:
-        """Lock the root, and record a rollback, before the first save of this manager or after a restore. A
-        collective."""
+        """Lock the root and record a rollback, before this manager's first save or after a restore; a collective."""
         run: RunFile | None = None
         with self._coordinator.together(f"beginning to save to {self._root.where}"):
             if self._coordinator.rank == 0:
@@ -430,7 +431,7 @@ class CheckpointManager:
         return changed
 
     def _hold_root(self) -> bool:
-        """Whether this process has the lock of the root, which it keeps until the manager is closed."""
+        """Try to lock the root until the manager is closed; returns whether this process has the lock."""
         if self._hold is None:
             try:
                 self._hold = hold_root(self._root)
@@ -450,7 +451,7 @@ class CheckpointManager:
         """Write a step to disk, in each of its formats.
 
         Args:
-            also: a note for errors, that says where else the step is saved.
+            also: a note for errors: where else the step is saved.
         """
         if self._async is None or decision.is_final:
             with self._after_previous_save(decision):
@@ -490,7 +491,7 @@ class CheckpointManager:
 
     @contextmanager
     def _after_previous_save(self, decision: Decision) -> Iterator[None]:
-        """Wait for the previous save. Its error is raised after a final save, which is more important."""
+        """Wait for the previous save. Before a final save, its error is raised only after the block."""
         error: Exception | None = None
         try:
             self._wait_for_disk_together()
@@ -504,7 +505,7 @@ class CheckpointManager:
             raise error
 
     def _conclude(self, decision: Decision, coordinator: Coordinator, saved: Saved) -> None:
-        """On rank 0, write the record of a committed step and remove the steps that need not be kept."""
+        """On rank 0, write the record of a committed step and apply the retention policy."""
         doing = f"removing older steps from {self._root.where}"
         with coordinator.together(doing, f"step {decision.step} is committed"):
             if coordinator.rank == 0:
@@ -522,7 +523,7 @@ class CheckpointManager:
                 remove_old_steps(self._root, decision.step, self._retention, self._best)
 
     def _known_metrics(self) -> list[float]:
-        """Metrics of the steps on disk that rank 0 sees, without steps that the next save will abandon."""
+        """Metrics of the steps on disk, as rank 0 sees them, without abandoned and soon-to-be-abandoned steps."""
         metrics: list[float] = []
         with self._coordinator.together(f"reading the metrics of {self._root.where}", "nothing was saved"):
             if self._coordinator.rank == 0:
@@ -534,7 +535,7 @@ class CheckpointManager:
         return self._coordinator.everyone(metrics)[0]
 
     def wait(self) -> None:
-        """Return when no save and no copy in memory is in flight; failed copies are a warning.
+        """Return when no save and no copy to another node's memory is in flight; a failed copy is a warning.
 
         Raises:
             CheckpointError: if the last asynchronous save failed; raised once.
@@ -559,7 +560,7 @@ class CheckpointManager:
             self._hold, self._has_begun = None, False
 
     def abandon(self) -> None:
-        """Return when nothing is in flight, and ignore errors of saves: for a job that has lost ranks."""
+        """Wait until no save is in flight, and ignore errors of saves: for a job that has lost ranks."""
         self._hold, self._has_begun = None, False
         if self._async is not None:
             self._async.drain()
@@ -591,35 +592,36 @@ class CheckpointManager:
     ) -> Restored | None:
         """Fill a state from the newest good step; a collective.
 
-        Restoring changes nothing on disk. If there are later steps than the restored one (a rollback with ``step=``, or
-        damaged ones), the next `save` of this manager marks them as abandoned before it writes: they are kept, logged,
-        and skipped by `restore`, `latest` and `steps`. To go back to one, pass ``step=``; to delete one, call `remove`.
-        Nothing is marked while another job has locked the root, which every job does from its first save to `close`.
+        Restoring changes nothing on disk. Steps may exist that are later than the restored one, after a rollback with
+        ``step=`` or because later steps are damaged. The next `save` of this manager marks them as abandoned before it
+        writes: they are kept, logged, and skipped by `restore`, `latest` and `steps`. To restore an abandoned step,
+        pass ``step=``; to delete it, call `remove`. Every job locks the root from its first save to `close`; no step is
+        marked while another job has the lock.
 
-        A damaged step is skipped with a warning, and the next older one is tried, which overwrites everything that the
-        damaged one has overwritten. A good step that does not fit the state is an error, because older ones would not
-        fit either; so is a step that cannot be read for another reason, such as a lost connection. If another job
-        removes the step meanwhile, the newest one is searched again.
+        A damaged step is skipped with a warning. The next older step is tried, and overwrites everything that the
+        damaged step has overwritten. A good step that does not fit the state is an error, because older steps would not
+        fit either. A step that cannot be read for another reason, such as a lost connection, is an error too. If
+        another job removes the step during the restore, the search for the newest step starts again.
 
         Args:
             state: filled in place, as by `load`.
             step: restore this step only.
-            read_only: this manager does not continue the run: its saves never mark steps as abandoned.
-            strict, include, verify, read: as for `load`; a step in memory is read by each rank.
-            patience_s: how long ranks that see different steps list them again, because of a network file system's
-                caches; then they raise.
+            read_only: whether this manager does not continue the run: its saves then never mark steps as abandoned.
+            strict, include, verify, read: as for `load`; each rank reads a step in memory itself, whatever ``read``.
+            patience_s: how long ranks retry while they see different steps, which caches of network file systems can
+                cause; after that they raise.
 
         Returns:
-            What was restored; None if no rank sees any checkpoint.
+            The restored step and its metadata; None if no rank sees any checkpoint.
 
         Raises:
-            ValueError: for a negative ``patience_s``, or another ``verify`` or ``read``.
-            CorruptCheckpointError: if there are steps, and all are damaged. With ``verify="before"`` damage leaves the
-                state untouched.
+            ValueError: for a negative ``patience_s``, or an unknown ``verify`` or ``read``.
+            CorruptCheckpointError: if all existing steps are damaged. With ``verify="before"`` the state is then
+                unchanged.
             CheckpointError: if a step does not fit the state, the given step does not exist, or ranks see different
                 steps for ``patience_s``. An error of one rank is raised on all ranks.
-            PartialLoadError: in place of any of these, if a step has been loaded in part and none after it completely;
-                see `load`. Caused by damage, it is a CorruptCheckpointError too.
+            PartialLoadError: instead of either, if a step was loaded in part and no other step completely; see `load`.
+                If damage was the cause, it is a CorruptCheckpointError too.
         """
         self._wait_together()
         alike: dict[str, Json] = {"strict": strict, "verify": verify, "read": read, "read_only": read_only}
@@ -654,7 +656,7 @@ class CheckpointManager:
         return restored
 
     def _renew_copies(self, ram: RamTier, step: int) -> None:
-        """Start to replace the copies that a lost or damaged memory had."""
+        """Start to replace a step's copies that were lost with a node or damaged. A collective."""
         manifest: Manifest | None = None
         doing = f"reading the manifest of step {step} in memory"
         with self._coordinator.together(doing, f"step {step} is restored"):
@@ -663,7 +665,7 @@ class CheckpointManager:
         ram.begin_renewal(self._coordinator, self._copying, step, manifest)
 
     def _note_restored(self, step: int, *, is_rollback: bool) -> None:
-        """Remember the step that the run continues from, and on rank 0 the later steps."""
+        """Store which step the run continues from and, on rank 0, the later steps. A collective."""
         later: dict[int, str] = {}
         with self._coordinator.together(
             f"looking for steps after step {step} in {self._root.where}", f"step {step} is restored"

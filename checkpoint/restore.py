@@ -1,13 +1,14 @@
-"""Restoring the newest good step that all ranks see, however stale one rank's view of the storage is.
+"""Restore the newest good step that all ranks see, even if some rank's view of the storage is stale.
 
     every rank lists        {4, 6}    {4}       {4, 6}
     ranks exchange lists    the newest step is 6, rank 1 does not see it
-    list again, ..          until all see 6, or, if 6 has been removed, the newest step then
-    patience_s is over      all ranks raise an error that says which rank sees what
+    list again, ..          until all ranks see 6; if 6 is removed meanwhile, until all see the step that is newest then
+    patience_s is over      all ranks raise an error that lists the steps that each rank sees
 
-A damaged step is skipped for good. A step that is removed while it is read is not: another job saves and removes steps,
-and the next listing has its newer one. A step in memory counts if any node has a part of it; different attempts to save
-it are different steps. Lost memory does not come back, so such a step is skipped with a warning, without waiting.
+A damaged step is skipped for the rest of the search. A step that is removed while it is read is not skipped: another
+job saves and removes steps, and the next listing contains its newer step. A step in memory is tried if any node has a
+part of it; different attempts to save it are different steps. If a part is lost, the step is skipped with a warning and
+without waiting, because lost memory cannot reappear.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, some
 
-_FIRST_PAUSE_S = 0.01
-_LAST_PAUSE_S = 0.5  # pauses double up to this
-_MIN_READS = 3  # of steps that vanish before patience can be over
+_FIRST_PAUSE_S = 0.01  # before the second listing; each further pause is twice as long
+_LAST_PAUSE_S = 0.5
+_MIN_READS = 3  # reads of vanishing steps before the search can fail, even if patience_s is over
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ class Restored:
     Attributes:
         step: the step that was restored.
         skipped: newer steps that were not restored, with the reason: damaged, or lost from the memory of a node.
-        report: what the load left untouched, and the metadata.
-        tier: where it was read from: "disk" or "ram".
-        moves: files that were not in the memory of the node that needed them: the rank whose memory they came from
-            (`FROM_DISK`: made again from the same step on disk), and the rank that received them.
+        report: the load's report: names that were not loaded, and the metadata.
+        tier: the tier that the step was read from: "disk" or "ram".
+        moves: files that were missing from the memory of a node that needed them: the sending rank (`FROM_DISK`:
+            rebuilt from the same step on disk) and the receiving rank of each.
 
     Examples:
         >>> import torch
@@ -77,7 +78,7 @@ class StoredStep(NamedTuple):
     """A step on disk or in memory.
 
     Attributes:
-        attempt: the id of the attempt to save a step in memory; on disk the load compares it.
+        attempt: the save_id of a step in memory, to tell attempts apart; empty for a step on disk.
     """
 
     number: int
@@ -94,7 +95,7 @@ class StoredStep(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A step to try, its folder for this rank, and, if it is in memory, the source of its parts."""
+    """A step to try, its folder as this rank reads it, and the source of its parts if the step is in memory."""
 
     step: StoredStep
     storage: Storage
@@ -102,10 +103,10 @@ class Candidate(NamedTuple):
 
 
 class _View(NamedTuple):
-    """What one rank sees."""
+    """The steps that one rank sees."""
 
     steps: Set[StoredStep]
-    parts: Mapping[StoredStep, HeldPart]  # on its node, of the steps in memory
+    parts: Mapping[StoredStep, HeldPart]  # of steps in memory: the part on this rank's node
     node: str
     is_late: bool  # patience_s has passed since a step was last tried
     is_over: bool  # patience_s has passed since the start
@@ -115,8 +116,8 @@ class StepSearch:
     """The steps to try, one after another; every method is a collective.
 
     Args:
-        run: the root's file; steps in memory count only if it includes them.
-        wanted: search only this step, even if a rollback has abandoned it.
+        run: the root's run file; a step in memory is a candidate only if the run includes it.
+        wanted: the only step to search, even if a rollback has abandoned it; None: any step.
         patience_s: how long ranks may see different steps.
     """
 
@@ -143,7 +144,7 @@ class StepSearch:
 
     @property
     def skipped(self) -> tuple[tuple[int, str], ...]:
-        """Numbers of skipped steps, with the reason."""
+        """Number and reason of each skipped step."""
         return tuple((step.number, reason) for step, reason in self._skipped.items())
 
     def newest(self) -> Candidate | None:
@@ -169,12 +170,12 @@ class StepSearch:
                 self._has_warned = True
                 self._warnings.append(
                     f"ranks see different steps under {self._root.where}: {_format_views(views)}. "
-                    f"They list again until they agree, for up to {self._patience_s:g} s."
+                    f"All ranks list the steps again until they agree, for up to {self._patience_s:g} s."
                 )
             self._slow_down()
 
     def _view(self) -> _View:
-        """What this rank sees on disk and in its node's memory."""
+        """The steps that this rank sees on disk and in its node's memory."""
         on_disk: list[StoredStep] = []
         parts: dict[StoredStep, HeldPart] = {}
         node = ""
@@ -196,7 +197,7 @@ class StepSearch:
         now_s = time.monotonic()
         is_late = now_s - self._last_try_s >= self._patience_s
         is_over = now_s - self._start_s >= self._patience_s
-        # Sorted first, since `everyone` compares representations.
+        # Sorted first: `everyone` compares representations, and the order of a set depends on its insertions.
         return _View(frozenset(sorted(steps)), parts, node, is_late, is_over)
 
     def _candidate(self, step: StoredStep, views: Sequence[_View]) -> Candidate:
@@ -214,7 +215,7 @@ class StepSearch:
         self._skip(step, error, f"{step} is damaged and was skipped: {error}")
 
     def skip_lost(self, step: StoredStep, error: Exception) -> None:
-        """Skip a step in memory of which a part is lost."""
+        """Skip a step in memory because a part of it is lost."""
         self._skip(step, error, f"{step} was skipped: {error}")
 
     def _skip(self, step: StoredStep, error: Exception, warning: str) -> None:
@@ -223,8 +224,11 @@ class StepSearch:
         self._warnings.append(warning)
 
     def repair(self, candidate: Candidate, error: Exception) -> bool:
-        """Whether to try a damaged step again: damaged files in memory are deleted, once, so that their copies on other
-        nodes, or the same step on disk, are used."""
+        """Delete the damaged files of a step in memory, at most once per step.
+
+        Returns whether any were deleted. The step can then be tried again: the next try uses copies on other nodes, or
+        the same step on disk.
+        """
         step = candidate.step
         if self._ram is None or candidate.supply is None or step in self._repaired:
             return False
@@ -245,7 +249,7 @@ class StepSearch:
         return bool(dropped)
 
     def try_again(self) -> None:
-        """The step that was tried has been removed or replaced meanwhile."""
+        """Count a step that was removed or replaced while it was read."""
         self._last_try_s = time.monotonic()
         self.num_vanished += 1
         self._slow_down()
@@ -254,9 +258,9 @@ class StepSearch:
         self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LAST_PAUSE_S)
 
     def _warn_together(self) -> None:
-        """Warn of skipped steps; where a warning is an error, all ranks raise it."""
+        """Warn about skipped steps. If a warning filter raises on rank 0, all ranks raise."""
         if self._warnings:
-            with self._coordinator.together("warning of skipped steps", "nothing was overwritten"):
+            with self._coordinator.together("warning about skipped steps", "nothing was overwritten"):
                 self._warn()
 
     def _warn(self) -> None:
@@ -270,23 +274,23 @@ class StepSearch:
             expected="the newest step to be visible to all ranks until it is read",
             got=f"{_format_views(views)} (after {self._patience_s:g} s)",
             where=self._root.where,
-            todo="see whether all nodes have mounted it, and ask for the same step on all ranks; to go back to "
-            "an older step that all see pass step=; where caches are stale for longer pass patience_s=",
+            todo="check that all nodes have mounted this storage, and pass the same step on all ranks; to restore "
+            "an older step that all ranks see, pass step=; if caches are stale for longer, pass patience_s=",
         )
 
     def check_none(self) -> None:
-        """Raise if no step was restored although there were some, or one was asked for."""
+        """Raise if no step was restored although some existed or ``wanted`` was given."""
         reasons = "; ".join(f"step {step}: {reason.splitlines()[0]}" for step, reason in self.skipped)
         if self.damaged or self.num_vanished:
             kind = CorruptCheckpointError if self.damaged else CheckpointError
             raise kind(
-                "No step of this run is good."
+                "All steps of this run are damaged."
                 if self.damaged
                 else "The steps were removed while they were read.",
                 expected="one good step" if self.damaged else "one step to remain",
                 got=reasons or "none",
                 where=self._root.where,
-                todo=None if self.damaged else "see which job removes them",
+                todo=None if self.damaged else "check which job removes the steps",
             )
         if self._wanted is not None:
             raise no_such_step(self._root, reasons or self._wanted)
@@ -299,7 +303,7 @@ def no_such_step(root: Storage, got: object) -> CheckpointError:
 
 
 def _newest(views: Sequence[_View]) -> StoredStep | None:
-    """The newest step that any rank sees: of equal numbers one in memory, and of attempts one that is whole."""
+    """The newest step that any rank sees. Memory goes before disk, and a complete attempt before an incomplete one."""
 
     def order(step: StoredStep) -> tuple[int, bool, bool, str]:
         parts = [view.parts[step] for view in views if step in view.parts]
@@ -310,7 +314,7 @@ def _newest(views: Sequence[_View]) -> StoredStep | None:
 
 
 def _format_views(views: Sequence[_View]) -> str:
-    """Which ranks see which steps on disk."""
+    """The steps on disk that each rank sees, as text; ranks that see the same steps are grouped."""
     ranks_by_view: dict[str, list[int]] = {}
     for rank, view in enumerate(views):
         numbers = sorted({step.number for step in view.steps if not step.in_memory}, reverse=True)
@@ -332,10 +336,10 @@ def restore_newest(
     read: Read,
     meter: Meter,
 ) -> Restored | None:
-    """Load the newest good step, which also replaces what damaged ones have overwritten; None if there is no step.
+    """Load the newest good step, which also replaces all values loaded from damaged steps; None if there is no step.
 
     Raises:
-        PartialLoadError: in place of any other error, if a damaged step has overwritten some of the state.
+        PartialLoadError: instead of any other error, if a damaged step has overwritten a part of the state.
         CheckpointError: see `CheckpointManager.restore`.
     """
     overwritten: dict[str, None] = {}
@@ -364,8 +368,8 @@ def restore_newest(
                     search.skip_damaged(step, error)
             except Exception as error:
                 error.add_note(
-                    f"{step} was not restored; older ones were not tried, since this is not damage: pass step= to go "
-                    "back to one"
+                    f"{step} was not restored. Older steps were not tried, because this step is not damaged: to "
+                    "restore an older one, pass step="
                 )
                 raise
             else:

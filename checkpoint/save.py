@@ -1,17 +1,17 @@
-"""`save`: describe, agree, write, commit. Ranks communicate by one all-reduce to agree, one after writing and one after
-the commit; another one compares replicas while files are written.
+"""`save`: describe, agree, write, commit. Ranks communicate by three small all-reduces: to agree, after writing, and
+after the commit. A fourth one compares replicas while files are written.
 
 every rank                                             rank 0 also
 -----------------------------------------------        -------------------------------------------
 describe the state's structure                         lock the folder, refuse an existing checkpoint
-agree on its digest (all errors meet here)
+agree on its digest (an error so far is raised on all ranks)
 merge the parts of `Resharded` values, if there are any
 compute the manifest and this rank's file from it
 start to compare replicas (see `replicas`)
 write data-<id>/<rank>.safetensors, fsync
-meet: any error, and any difference, prevents the commit
+all-reduce: an error, or replicas that differ, prevents the commit
                                                        fsync the folder, publish manifest.json: the commit
-meet: the commit's error, if any                       remove what older attempts left
+all-reduce: an error of the commit is raised on all    remove files of older attempts
 """
 
 from __future__ import annotations
@@ -85,21 +85,22 @@ def save(
             tensors and values must be the same on all ranks that have them.
         metadata: JSON of your own, the same on all ranks, returned by `read_state(path).metadata`.
         overwrite: replace an existing checkpoint; the old one stays good until the new one is committed.
-        format: "native" (one safetensors file per rank, the fast one), "zarr" (one zarr v3 array per
-            tensor, for tools outside PyTorch; loads back at any world size as well), or a form that others read:
+        format: "native" (one safetensors file per rank; the fastest), "zarr" (one zarr v3 array per tensor, for tools
+            outside PyTorch; also loads at any world size), or a form for other libraries:
             `vescale_fsdp.conversion.HuggingFace(..)`, `vescale_fsdp.checkpoint.dcp.DCP()`.
-        process_group: the ranks that save; default: all. Its timeout is how long they wait for one that does not come.
-        progress: called with reports of this rank's progress; True draws a bar on rank 0.
-        check_replicas: how ranks that have the same part of a tensor compare it, since each writes a share. "sample"
-            compares a digest of some elements of each tensor, other elements in each save. It detects replicas that
-            drifted or were never equal, and can miss a difference in few elements; it takes 2 us per tensor and 2.5 us
-            per MB. "all" compares every bit. False compares nothing: replicas that differ are stored as a mixture.
+        process_group: the ranks that save; default: all. Its timeout limits how long ranks wait for a missing rank.
+        progress: callable that receives this rank's progress; True draws a bar on rank 0.
+        check_replicas: how ranks with the same part of a tensor compare it; each of them writes a share of the part.
+            "sample" compares a digest of some elements of each tensor, different elements in each save. It detects
+            replicas that have drifted or were never equal, but can miss a difference in few elements; it takes 2 us per
+            tensor and 2.5 us per MB. "all" compares every bit. False compares nothing: if replicas differ, a mixture of
+            them is stored.
 
     Raises:
-        CheckpointError: if the path is a file, or this user may not write there, or the storage has no room, before a
-            byte is written; if replicas differ; if another rank fails. A rank that fails raises its own error (an
-            OSError, a KeyboardInterrupt, ..), so all ranks raise. Nothing is committed then, unless the error says
-            that the new checkpoint is there: the disk failed after the commit.
+        CheckpointError: before any byte is written, if the path is a file, this user may not write there, or the
+            storage has no room. Also if replicas differ or another rank fails. The failed rank raises its own error (an
+            OSError, a KeyboardInterrupt, ..), so all ranks raise. Nothing is committed, unless the error says that the
+            checkpoint was committed before the disk failed.
 
     Examples:
         >>> import torch
@@ -119,7 +120,7 @@ def save(
             check_replicas=check_replicas,
         )
     except BaseException as error:
-        coordinator.agree(None, 0, error, {})  # the other ranks call it next, so that all ranks raise
+        coordinator.agree(None, 0, error, {})  # other ranks are in their `agree`: all ranks raise
         raise
     saver.meter = meter_for(progress, coordinator.rank)
     saver.write(partial(take_state, state, rank_of=coordinator.rank_of), metadata)
@@ -136,8 +137,10 @@ class Saver:
     split_bytes: int | None = SPLIT_BYTES
     format: Format = "native"
     save_id: str | None = None  # shared with a save to memory, to show that both have the same state
-    every_node: bool = False  # each node has a storage of its own, where every rank stores all of its regions
-    leads_node: bool = False  # with such a storage: this rank commits for its node
+    every_node: bool = (
+        False  # whether each node has its own storage, where every rank stores all of its regions
+    )
+    leads_node: bool = False  # with `every_node`: whether this rank commits for its node
     meter: Meter = field(default_factory=Meter)
     check_replicas: CheckReplicas = "sample"
 
@@ -146,11 +149,11 @@ class Saver:
         self._form = form_of(self.format)
 
     def left_out(self, structure: Structure) -> Collection[str]:
-        """Names of tensors whose values are in no file."""
+        """Names of tensors that this format does not store."""
         return self._form.left_out(structure)
 
     def save(self, state: Any, metadata: Json = None) -> Saved:
-        """All steps in turn."""
+        """Take the state on this thread, and save it."""
         return self.write(partial(take_state, state, rank_of=self.coordinator.rank_of), metadata)
 
     def write(self, take: TakeState, metadata: Json) -> Saved:
@@ -165,7 +168,7 @@ class Saver:
                 if self.coordinator.rank == 0 or self.leads_node:
                     commit.run()
                     try:
-                        held.close()  # here, where an error of releasing the lock reaches all ranks
+                        held.close()  # inside the block: an error while unlocking reaches all ranks
                     except BaseException as error:
                         error.add_note(f"{where} is saved and durable")
                         raise
@@ -181,7 +184,7 @@ class Saver:
 
         Args:
             take: takes the state; its error is raised on all ranks.
-            held: on rank 0, gets the folder's lock; closed after the commit.
+            held: on rank 0, receives the folder's lock; the caller closes it after the commit.
         """
         error: BaseException | None = None
         structure, blob, alike, save_id, claimed, free_bytes = None, b"", {}, "", False, None
@@ -189,13 +192,13 @@ class Saver:
             taken = take()
             metadata = plain_json(metadata)
             blob = pack_blob(taken.per_rank)
-            _ = taken.structure.digest  # computed here, where an error of one rank reaches all ranks
+            _ = taken.structure.digest  # computed inside the try: an error reaches all ranks
             if self.coordinator.rank == 0:
                 with root_errors(self.storage):
                     self._form.claim(self.storage, held, overwrite=self.overwrite)
                 claimed = True
             free_bytes = self.storage.free_bytes  # measured before any rank writes
-            # Set only without an error: `metadata` may not be JSON.
+            # Last, so that both stay empty after an error: `metadata` may not be JSON then.
             structure, alike = taken.structure, {**self._alike, "metadata": metadata}
         except BaseException as caught:  # noqa: BLE001  every error is raised on all ranks, by `agree`
             error = caught
@@ -270,7 +273,7 @@ class Saver:
 
 
 def form_of(format: Format) -> Form:
-    """The form for a value of ``format=``.
+    """Return the form for a ``format`` argument.
 
     Raises:
         ValueError: if there is no such form.
@@ -286,7 +289,7 @@ def form_of(format: Format) -> Form:
 
 
 def plain_json(metadata: Json) -> Json:
-    """A copy of `metadata` as it will be read back.
+    """Return `metadata` as JSON stores it: tuples become lists, for example.
 
     Raises:
         CheckpointError: if it is not JSON.
@@ -307,9 +310,10 @@ def plain_json(metadata: Json) -> Json:
 
 
 def check_mergeable(taken: TakenState, coordinator: Coordinator) -> None:
-    """Merge the parts of all ranks as a load on other ranks would, and drop the result. A collective.
+    """Check that the `Resharded` values of all ranks can be merged, as a load on other ranks would do. A collective.
 
-    Every rank sends its parts, some hundred bytes each; the first rank that has a value merges its parts.
+    All ranks gather all parts, of some hundred bytes each. The first rank that has a value merges its parts and drops
+    the result.
 
     Raises:
         CheckpointError: on all ranks, if a value's ``merge`` raises; names the value and the ranks that have it.
@@ -334,7 +338,7 @@ def check_mergeable(taken: TakenState, coordinator: Coordinator) -> None:
             parts = [by_rank[rank][name] for rank in holders]
             try:
                 value.merge(parts)
-            except Exception as error:  # of any class: it is the value's own code
+            except Exception as error:  # `merge` is user code and may raise any class
                 raise CheckpointError(
                     "The parts of a Resharded value cannot be merged: a load on other ranks would fail.",
                     expected=f"{len(parts)} parts that its merge() accepts",

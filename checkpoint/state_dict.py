@@ -1,7 +1,7 @@
-"""The counterpart of `torch.distributed.checkpoint.state_dict`, with the same names.
+"""Replacement for `torch.distributed.checkpoint.state_dict`, with the same names.
 
-The getters are torch's own. The setters have torch's signatures, and also load a full state dict into ragged shards,
-which torch's setters refuse.
+The getters are torch's own. The setters have torch's signatures, and can also load a full state dict into ragged
+shards, which torch's setters reject.
 """
 
 from torch.distributed.checkpoint.state_dict import (

@@ -1,10 +1,10 @@
-"""`verify`: all problems of a checkpoint of any format, found offline, without touching any state.
+"""`verify`: report all problems of a checkpoint of any format, without a model or process group.
 
-    this package's own forms     every stripe and chunk is compared with its checksum (`file_checks`)
-    other formats                every range with a checksum is compared with it; other bytes are read once, so that
-                                 a disk that cannot read them says so
+    formats of this package      verifies the checksum of every stripe and chunk (`formats.check`)
+    other formats                verifies every range that has a checksum, and reads all other bytes once, to detect
+                                 read errors of the disk
 
-Opening a checkpoint already checks that metadata, file sizes, headers and index agree and that chunks tile every
+Opening a checkpoint already checks that metadata, file sizes, headers and index agree, and that chunks tile every
 tensor.
 """
 
@@ -29,7 +29,7 @@ from vescale_fsdp.formats import open_foreign
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.formats.check import Check
 
-_READ_BYTES = 4 * 2**20  # 4 MiB
+_READ_BYTES = 4 * 2**20  # most bytes of one read
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class VerifyReport:
     """The result of `verify`.
 
     Attributes:
-        problems: all of them; empty if the checkpoint is good.
-        num_tensors: tensors of the checkpoint.
-        num_checksums: stripes, chunks and records whose checksum was compared.
-        num_bytes: bytes of tensors that were read.
+        problems: all problems; empty if the checkpoint is good.
+        num_tensors: number of tensors in the checkpoint.
+        num_checksums: number of verified checksums, of stripes, chunks and records.
+        num_bytes: number of tensor bytes that were read.
 
     Examples:
         >>> VerifyReport((), num_tensors=4, num_checksums=1, num_bytes=1 << 20).ok
@@ -59,10 +59,10 @@ class VerifyReport:
     """
 
     class Problem(NamedTuple):
-        """One thing that is wrong.
+        """One problem of a checkpoint.
 
         Attributes:
-            where: the file; in formats that are checked tensor by tensor, the tensor.
+            where: the file's name; in formats that are verified tensor by tensor, the tensor's name.
             text: the error that a load would raise.
         """
 
@@ -79,7 +79,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
 
@@ -89,11 +89,11 @@ def verify(
     deep: bool = True,
     progress: Callable[[int], object] = lambda _: None,
 ) -> VerifyReport:
-    """Read a checkpoint and compare all its checksums; problems are collected, not raised.
+    """Read a checkpoint and verify all its checksums. Problems are reported, not raised.
 
     Args:
-        path: folder, file or URL of a checkpoint in any format; or one that is open.
-        deep: read all data, not just metadata and headers.
+        path: folder, file or URL of a checkpoint in any format; or an open `Source`.
+        deep: read all data, not only metadata and headers.
         progress: called with the bytes of tensors read since the last call, from several threads.
 
     Examples:
@@ -114,9 +114,8 @@ def verify(
             )
             return _verify_own(path.store, manifest, progress)
         return _verify_source(path, deep, progress)
-    from vescale_fsdp.checkpoint.formats.read_state import (
-        read_manifest,  # torch, which no source needs
-    )
+    # Imported here because they import torch, which is not needed to verify a `Source`.
+    from vescale_fsdp.checkpoint.formats.read_state import read_manifest
     from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbours
 
     storage = open_storage(path, neighbours=num_neighbours())
@@ -129,13 +128,13 @@ def verify(
             source = open_foreign(path)
         except CorruptCheckpointError as damage:
             return VerifyReport((VerifyReport.Problem(storage.where, str(damage)),))
-        except VescaleError:  # of no known format
+        except VescaleError:  # no known format: report the missing manifest
             return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
         return _verify_source(source, deep, progress)
     except (CheckpointError, OSError) as error:
         return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
     if not deep:
-        from vescale_fsdp.checkpoint.formats.source import open_native  # numpy
+        from vescale_fsdp.checkpoint.formats.source import open_native  # imports numpy
 
         try:
             source = open_native(storage)
@@ -146,11 +145,11 @@ def verify(
 
 
 def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], object]) -> VerifyReport:
-    """Every stripe of every rank's file and every chunk of an array."""
-    from vescale_fsdp.checkpoint.formats.check import check_files  # numpy
+    """Verify every stripe of every rank's file and every chunk of every zarr array."""
+    from vescale_fsdp.checkpoint.formats.check import check_files  # imports numpy
 
     problems: list[VerifyReport.Problem] = []
-    done: list[int] = []  # bytes of each stripe and chunk of tensors
+    done: list[int] = []  # bytes of each verified stripe or chunk of tensors
 
     def note(check: Check) -> None:
         if check.problem is not None:
@@ -162,15 +161,17 @@ def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], 
     check_files(storage, manifest, note, threads=storage.read_threads)
     problems.sort(key=lambda problem: (problem.where, problem.text))  # threads report in any order
     unsaved = [
-        VerifyReport.Problem(MANIFEST_NAME, f"tensor {entry.label}: no rank stores place {missing}")
-        for place, entry in enumerate(manifest.entries)
-        if entry.numel and (missing := manifest.holders_of(place).missing_cell()) is not None
+        VerifyReport.Problem(
+            MANIFEST_NAME, f"tensor {entry.label}: no rank stores cell {missing} of its grid"
+        )
+        for index, entry in enumerate(manifest.entries)
+        if entry.numel and (missing := manifest.holders_of(index).missing_cell()) is not None
     ]
     return VerifyReport((*unsaved, *problems), len(manifest.indices_by_name), len(done), sum(done))
 
 
 def _verify_source(source: Source, deep: bool, progress: Callable[[int], object]) -> VerifyReport:
-    """Every tensor and every value of a checkpoint that is open."""
+    """Verify every tensor and every value of an open checkpoint."""
     problems: list[VerifyReport.Problem] = []
     read: list[int] = []
     num_checksums = 0
@@ -199,14 +200,15 @@ def _read_tensor(
     problems: list[VerifyReport.Problem],
     count: Callable[[int], None],
 ) -> None:
-    """Ranges with a checksum are compared with it; where some bytes have none, the tensor is read."""
+    """Verify the ranges of a tensor that have a checksum; if some bytes have none, also read the tensor."""
     info = tensor.info
     for chunk in chunks:
         if chunk.checked is not None:
             with _noting(problems, info.name):
                 source.reads.verify_range(chunk.checked)
             count(chunk.checked.nbytes)
-    if is_inflated(info.nbytes, tensor.stored_nbytes):  # the stored bytes, not the items they are repeated as
+    # A small file can declare a huge tensor, by repeating its bytes: then only the stored bytes are read.
+    if is_inflated(info.nbytes, tensor.stored_nbytes):
         for chunk in chunks:
             stop = chunk.offset + (0 if chunk.checked else chunk.stored_nbytes(info.dtype.itemsize))
             for start in range(chunk.offset, stop, _READ_BYTES):
@@ -220,7 +222,7 @@ def _read_tensor(
 
 @contextmanager
 def _noting(problems: list[VerifyReport.Problem], where: str) -> Iterator[None]:
-    """An error inside becomes a problem of the report."""
+    """Context manager: an error in the block becomes a problem of the report."""
     try:
         yield
     except VescaleError as error:

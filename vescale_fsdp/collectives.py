@@ -1,4 +1,4 @@
-"""The collectives of this package, by functions that torch 2.11-2.15, gloo and NCCL all support.
+"""The collectives of this package, built on functions that torch 2.11-2.15, gloo and NCCL all support.
 
 Every function starts its collective and returns the work to wait for; the buffers must live until then. `_BACKENDS` has
 a class per backend, because gloo needs other calls than NCCL. Times in comments: two ranks of one idle machine, torch
@@ -41,9 +41,9 @@ def new_group(
     timeout = timeout_of(base)
     is_gloo = (backend or dist.get_backend()) == "gloo"
     if is_gloo and timeout is not None and len(members) < dist.get_world_size():
-        # torch names such a group by the number of groups of the process. Ranks with different numbers of groups would
-        # wait under different names, so the name here counts groups of the same members only. All members create
-        # those in the same order.
+        # torch names such a group by the number of groups of the process, so ranks with different numbers of groups
+        # would wait under different names. This name counts only groups of the same members, which all members create
+        # in the same order.
         world = dist.group.WORLD
         assert world is not None
         counts = _num_groups.setdefault(world, Counter())
@@ -62,7 +62,7 @@ def new_group(
     )
 
 
-# By default group: the number of groups that this process created, by their members.
+# How many groups of each tuple of members this process has created, per default process group.
 _num_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -71,11 +71,11 @@ _CHUNK_NUMEL = 1 << 16  # elements that are summed at a time: they fit into a co
 _ROOM_BYTES = 8 << 20  # 8 MiB; on the CPU, buffer for received slices until they are summed
 # 64 MiB; on an accelerator, upper limit of the buffer for received slices.
 _RECEIVED_BYTES = 64 << 20
-# Pieces of a slice start at multiples of this number of elements: copies are then as fast as of the whole slice.
+# Pieces of a slice start at multiples of this number of elements, so that they are copied as fast as a whole slice.
 _ALIGN_NUMEL = 64
-_MESSAGE_TAG = 0x5E4D  # of `send_async` and `receive_async`
-_BREAK_TAG = 0xB4EA  # of a message that no rank sends
-_SLICE_TAG = 0x51CE  # of slices between two ranks, distinct from a user's messages in the same group
+_MESSAGE_TAG = 0x5E4D  # tag of `send_async` and `receive_async`
+_BREAK_TAG = 0xB4EA  # tag of a message that no rank sends
+_SLICE_TAG = 0x51CE  # tag of slices between two ranks, distinct from a user's messages in the same group
 
 
 class Work(Protocol):
@@ -86,14 +86,14 @@ class Work(Protocol):
 
 
 def wait_for(*works: Work | None) -> None:
-    """Wait for collectives; None is one that is complete."""
+    """Wait for collectives; None stands for a complete one."""
     for work in works:
         if work is not None:
             work.wait()
 
 
 class _AllOf:
-    """Several collectives in flight, waited for together."""
+    """Several collectives in flight, with one wait for all of them."""
 
     def __init__(self, works: Sequence[Work | None]) -> None:
         self._works = works
@@ -103,7 +103,7 @@ class _AllOf:
 
 
 class _KeepSlice:
-    """An all-reduce in flight, of whose result this rank copies one slice."""
+    """An all-reduce in flight; this rank copies one slice of its result."""
 
     def __init__(self, work: dist.Work | None, kept: torch.Tensor, into: torch.Tensor) -> None:
         self._work, self._kept, self._into = work, kept, into
@@ -175,7 +175,7 @@ class _Coalescing(_Native):
 
 
 class _Gloo(_Native):
-    """gloo; not its own all-gather and reduce-scatter, which copy the whole buffer."""
+    """gloo, without its own all-gather and reduce-scatter, which copy the whole buffer."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
         slices = full.split(shard.numel()) if shard.numel() else ()
@@ -230,7 +230,7 @@ def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
         others = room[:, : piece.stop - piece.start].unbind()
         parts = [*others[:rank], slices[rank, piece], *others[rank:]]
         works: list[dist.Work | None] = []
-        for distance in range(1, size):  # every rank sends to another rank at a time
+        for distance in range(1, size):  # in each round, every rank sends to one rank and receives from one
             to, source = (rank + distance) % size, (rank - distance) % size
             works += [
                 dist.irecv(_movable(parts[source]), group=group, group_src=source, tag=_SLICE_TAG),
@@ -241,9 +241,10 @@ def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
 
 
 def _sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) -> None:
-    """The sum of 1-D tensors, in their order, divided by ``divisor``.
+    """Sum 1-D tensors into ``total``, in their order, and divide by ``divisor``.
 
-    Computed by chunks that stay in a core's cache: a sum of two dtypes first converts all of the second operand.
+    The sum is computed in chunks that stay in a core's cache, because a sum of two dtypes first converts the whole
+    second operand.
     """
     chunked = [part.split(_CHUNK_NUMEL) for part in parts]
     for into, first, *others in zip(total.split(_CHUNK_NUMEL), *chunked, strict=True):
@@ -403,7 +404,7 @@ def break_group(group: dist.ProcessGroup) -> None:
     if "gloo" in backends:
         # gloo's abort does nothing (torch 2.13), but a receive that times out closes all connections.
         room = torch.empty(1, dtype=torch.uint8, device="cpu")
-        with suppress(RuntimeError):  # the time-out, or connections that are closed already
+        with suppress(RuntimeError):  # raised by the time-out, or because connections are closed already
             work = dist.irecv(room, group=group, group_src=(group.rank() + 1) % group.size(), tag=_BREAK_TAG)
             assert work is not None
             work.wait(timedelta(milliseconds=1))  # the shortest time-out: no message comes

@@ -3,18 +3,18 @@
 The tree (each class is also the builtin a caller would expect to catch):
 
     VescaleError
-    +-- ArgumentError(ValueError, TypeError)   an argument that a call cannot take
+    +-- ArgumentError(ValueError, TypeError)   an argument that a call does not accept
     +-- UnknownNameError(KeyError)         a name that is looked up and does not exist
     +-- LayoutError(ValueError)            sizes, granularities or layouts that are not valid
     +-- PlacementError(ValueError)         placements, meshes or shapes that do not go together
-    +-- UnsupportedOpError(NotImplementedError)   an operation that has no right answer on ragged pieces
-    +-- LifecycleError(RuntimeError)       a module used in an order the runtime cannot honour
-    |   +-- MisuseError(AssertionError)    where torch's FSDP2 asserts: a second wrap, a deepcopy, half a hook
-    +-- CheckpointError(RuntimeError)      a checkpoint that cannot be written or read as asked
-    |   +-- CorruptCheckpointError         the bytes on disk are not what they claim to be
+    +-- UnsupportedOpError(NotImplementedError)   an operation that has no correct result on ragged pieces
+    +-- LifecycleError(RuntimeError)       a module used in an order the runtime cannot honor
+    |   +-- MisuseError(AssertionError)    where torch's FSDP2 asserts: a second wrap, a deepcopy, one hook of two
+    +-- CheckpointError(RuntimeError)      a checkpoint that cannot be written or read as requested
+    |   +-- CorruptCheckpointError         the bytes on disk do not match the metadata
     |   +-- PartialLoadError               a load that failed after it had begun to overwrite tensors
-    |       +-- DamagedLoadError           .. because it found damage (a CorruptCheckpointError too)
-    +-- ConversionError(RuntimeError)      a conversion that cannot be done as asked
+    |       +-- DamagedLoadError           .. because the checkpoint is damaged (also a CorruptCheckpointError)
+    +-- ConversionError(RuntimeError)      a conversion that cannot be done as requested
 
 Warnings with a class of their own, for filters: `PaddingWarning`, `BoundNamesWarning`, `UntriedVersionWarning`.
 
@@ -29,11 +29,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-_UNSAID = object()  # of a part that the message goes without
+_UNSAID = object()  # default of a part that the message does not have; None may be a value
 
 
 def allows_untried(feature: str) -> bool:
-    """Whether the user asks, by VESCALE_FSDP_UNTRIED=feature,.., for what never ran on the hardware it is for."""
+    """Whether VESCALE_FSDP_UNTRIED=feature,.. allows a feature that has never run on the hardware it is for."""
     return feature in os.environ.get("VESCALE_FSDP_UNTRIED", "").split(",")
 
 
@@ -83,7 +83,7 @@ def _plain(part: object) -> object:
 
 
 class ArgumentError(VescaleError, ValueError, TypeError):
-    """An argument of a value or a type that a call cannot take."""
+    """An argument with a value or a type that a call does not accept."""
 
 
 class UnknownNameError(VescaleError, KeyError):
@@ -99,34 +99,35 @@ class PlacementError(VescaleError, ValueError):
 
 
 class UnsupportedOpError(VescaleError, NotImplementedError):
-    """An operation that has no right answer on a ragged piece."""
+    """An operation that has no correct result on a ragged piece."""
 
 
 class LifecycleError(VescaleError, RuntimeError):
-    """A sharded module used in an order the runtime cannot honour."""
+    """A sharded module used in an order the runtime cannot honor."""
 
 
 class MisuseError(LifecycleError, AssertionError):
-    """What torch's FSDP2 refuses with an AssertionError."""
+    """A misuse that torch's FSDP2 refuses with an AssertionError."""
 
 
 class CheckpointError(VescaleError, RuntimeError):
-    """A checkpoint that cannot be written or read as asked."""
+    """A checkpoint that cannot be written or read as requested."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """The bytes of a checkpoint are not what its metadata says."""
+    """The bytes of a checkpoint do not match its metadata."""
 
 
 class PartialLoadError(CheckpointError):
-    """A load that failed after it had begun to overwrite tensors: they hold values of two states.
+    """A load that failed after it had begun to overwrite tensors, which now have values of two states.
 
-    Sharded parameters among them refuse their next forward until a load has filled them; of others nobody can know.
+    The next forward with such sharded parameters raises, until a load has filled them. Other tensors have no such
+    check.
 
     Args:
-        problem: what the load met, and what becomes of it.
-        overwritten: names of tensors that hold some of what was to be loaded, on this rank. Other ranks may have
-            overwritten theirs where there are none.
+        problem: the cause of the failure, and its effect.
+        overwritten: names of tensors that this rank has overwritten in part. Even if there are none, other ranks may
+            have overwritten tensors.
     """
 
     def __init__(self, problem: str, *, overwritten: Iterable[str] = ()) -> None:
@@ -135,11 +136,11 @@ class PartialLoadError(CheckpointError):
 
 
 class DamagedLoadError(PartialLoadError, CorruptCheckpointError):
-    """A load that met damage after it had begun to overwrite tensors."""
+    """A load that failed because of damage, after it had begun to overwrite tensors."""
 
 
 class ConversionError(VescaleError, RuntimeError):
-    """A conversion that cannot be done as asked."""
+    """A conversion that cannot be done as requested."""
 
 
 class PaddingWarning(UserWarning):
@@ -168,9 +169,9 @@ def explain(
     where: object = None,
     todo: str | None = None,
 ) -> str:
-    """Return the text of an error: one sentence, then expected / got / where / what to do, as far as they are said."""
+    """The text of an error: one sentence, then the given parts of expected / got / where / what to do."""
     parts = {"expected": expected, "got": got, "where": where, "what to do": todo}
-    always = ("expected", "got")  # where None may be what was expected or got
+    always = ("expected", "got")  # shown even if None, which may be the value itself
     said = [
         f"  {name}: {part}"
         for name, part in parts.items()
@@ -185,9 +186,9 @@ def some(names: Iterable[str], most: int = 4) -> str:
     >>> some(["a", "b", "c"], 2)
     'a, b and 1 more'
     """
-    found = list(names)
-    return (", ".join(found[:most]) or "none") + (
-        f" and {len(found) - most} more" if len(found) > most else ""
+    listed = list(names)
+    return (", ".join(listed[:most]) or "none") + (
+        f" and {len(listed) - most} more" if len(listed) > most else ""
     )
 
 

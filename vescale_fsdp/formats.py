@@ -1,8 +1,8 @@
 """The formats of checkpoints that can be read: how each is recognized, and the function that opens it.
 
 `checkpoint.load` and ``vescale-convert`` read this table. A function is imported when a checkpoint of its format is
-opened, so that native loads import no other format. Other packages add formats by entry
-points of the group ``vescale_fsdp.formats``: the entry point has the format's name and loads to a `Format`.
+opened, so that native loads import no other format. Other packages add formats with entry points of the group
+``vescale_fsdp.formats``: the entry point has the format's name and loads to a `Format`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Format(NamedTuple):
             `conversion.Source` after reading metadata only.
         is_file: the checkpoint is the file itself, not the folder around it.
         takes: keyword arguments of the opener: ``file`` (name of the file; empty for a folder) and ``trust_pickle``
-            (whether pickles may import what they name).
+            (whether pickles may import the classes and functions that they name).
     """
 
     file: str
@@ -41,7 +41,7 @@ class Format(NamedTuple):
         return function_named(self.opener)(store, **{name: arguments[name] for name in self.takes})
 
 
-# A folder has the first format that matches: formats whose folders contain files of another format come before it.
+# The first match is a folder's format. If folders of a format also contain files of another, the former comes first.
 FORMATS = {
     "native": Format(r"manifest\.json", f"{_CHECKPOINT}.source:open_native", takes=()),
     "megatron": Format(
@@ -72,8 +72,8 @@ FORMATS = {
         f"{_CHECKPOINT}.huggingface.read:open_bin_folder",
         takes=("trust_pickle",),
     ),
-    # The checkpoint's folder, or the run folder with the file `latest`. After the formats of Hugging Face: a Trainer
-    # saves a gathered model next to DeepSpeed's files, which may be older than the model.
+    # The checkpoint's folder, or the run folder with the file `latest`. This row is below the formats of Hugging Face,
+    # because a Trainer saves a gathered model next to DeepSpeed's files, which may be older than the model.
     "deepspeed": Format(
         r"([^/]+/)?((zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|\w*zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt"
         r"|layer_\d+-model_\d+-model_states\.pt|zero/.+/fp32\.pt)",

@@ -25,11 +25,11 @@ _Named = TypeVar("_Named", bound=Callable[..., Any])
 
 
 class _LazyPackage(ModuleType):
-    """A package with names that are looked up when first asked for."""
+    """A package whose exported names are imported at their first use."""
 
     __exports__: dict[str, str]  # public name -> module that defines it
 
-    def __getattr__(self, name: str) -> Any:  # only reached for names that are not bound yet
+    def __getattr__(self, name: str) -> Any:  # only called for names that are not bound yet
         if name not in self.__exports__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = getattr(import_module(self.__exports__[name]), name)
@@ -37,7 +37,7 @@ class _LazyPackage(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Importing a submodule binds it here: `checkpoint.save`, a module, must not replace the function.
+        # The import system binds submodules to the package; a submodule must not hide the public name that it defines.
         if not (name in self.__exports__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
@@ -48,25 +48,25 @@ class _LazyPackage(ModuleType):
 def lazily_export(
     package: str, names: Mapping[str, str] | None = None, *, unlisted: Mapping[str, str] | None = None
 ) -> None:
-    """Let a package offer names that other modules define, and set its ``__all__``; called by its ``__init__``.
+    """Let a package export names that other modules define, and set its ``__all__``; called by its ``__init__``.
 
     Args:
         package: the package's full name.
         names: full name of a module -> its public names, separated by spaces. None to read them from the package's
             stub, which consists of ``from MODULE import NAME as NAME, ..`` statements.
-        unlisted: likewise, names that stay out of ``__all__``: classes that pickles find in the package.
+        unlisted: in the same form, names that are not in ``__all__``: classes that pickles look up in the package.
     """
     module = sys.modules[package]
     exports = _split(names or {})
     if names is None:
         assert module.__spec__ is not None and module.__file__ is not None
-        # The loader also finds the stub in a zip file. Not parsed by `ast`, whose import takes 5 ms of every start.
+        # The loader can also read the stub in a zip file. `ast` is not used, because its import takes 5 ms per start.
         stub = module.__spec__.loader.get_data(f"{module.__file__}i").decode()  # type: ignore[union-attr]
         for statement in stub.split("\nfrom ")[1:]:  # the first part is the stub's docstring
             source, items = statement.split("\n\n")[0].split(" import ")
             exports |= {item.split()[0]: source for item in items.strip("(\n )").split(",") if item.strip()}
     vars(module).update(__exports__={**exports, **_split(unlisted or {})}, __all__=sorted(exports))
-    module.__class__ = _LazyPackage  # documented: "Customizing module attribute access"
+    module.__class__ = _LazyPackage  # see "Customizing module attribute access" in Python's reference
 
 
 def _split(names: Mapping[str, str]) -> dict[str, str]:
@@ -74,7 +74,7 @@ def _split(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def set_module(package: str) -> Callable[[_Named], _Named]:
-    """Give a class or function the path of the package that exports it, so that pickles stay valid when it moves."""
+    """Set the module of a class or function to the package that exports it, so that pickles survive its moves."""
 
     def apply(value: _Named) -> _Named:
         value.__module__ = package
@@ -84,7 +84,7 @@ def set_module(package: str) -> Callable[[_Named], _Named]:
 
 
 def lazy_function(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that is imported when the function is called."""
+    """A function that imports a module and calls its function of this name."""
     return lambda *args, **kwargs: getattr(import_module(module), name)(*args, **kwargs)
 
 

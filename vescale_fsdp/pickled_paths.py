@@ -3,7 +3,7 @@
 ``torch.save`` and ``dcp.save`` pickle a value of this package by the path of its class. That path is a public package,
 as in ``vescale_fsdp.RaggedShard``: `lazy.set_module` gives it to each class. Older pickles name modules, as in
 ``vescale_fsdp.placement.RaggedShard``. `install`, called by the package's ``__init__``, puts a finder into
-``sys.meta_path`` that makes these modules, with the classes of `CLASSES` and nothing else.
+``sys.meta_path`` that creates these modules, with the classes of `CLASSES` and nothing else.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from vescale_fsdp.lazy import lazily_export
 if TYPE_CHECKING:
     from importlib.abc import Loader
 else:
-    Loader = object  # importlib.abc brings tempfile and shutil: 10 ms of every start
+    Loader = object  # importlib.abc imports tempfile and shutil, which takes 10 ms per start
 
 # Old module -> {package that has the classes now: classes that pickles may name}. The packages do not change when a
 # class moves inside them (`lazy.set_module`).
 CLASSES = {
     "vescale_fsdp.checkpoint.per_rank": {"vescale_fsdp.checkpoint": "PerRank"},
     "vescale_fsdp.granularity": {"vescale_fsdp": "Element Flat Granularity Rows Tiles Whole"},
-    "vescale_fsdp.layout.report": {},  # the package of the next
+    "vescale_fsdp.layout.report": {},  # the parent package of the next entry
     "vescale_fsdp.layout.report.plan_report": {
         "vescale_fsdp": "PlanReport",
         "vescale_fsdp.layout": "PlanRow PlannedGroup PlannedParam",
@@ -47,7 +47,7 @@ CLASSES = {
 
 
 class _OldPaths(Loader):
-    """Makes a module of `CLASSES` when something asks for it."""
+    """An import finder that creates the modules of `CLASSES`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -56,14 +56,14 @@ class _OldPaths(Loader):
         return ModuleSpec(fullname, self, is_package=True) if fullname in CLASSES else None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """None asks for a plain module."""
+        """Return None, so that the import system creates a plain module."""
 
     def exec_module(self, module: ModuleType) -> None:
         lazily_export(module.__name__, CLASSES[module.__name__])
 
 
 def install() -> None:
-    """Let imports find the old modules; a second call does nothing."""
+    """Make the old modules importable; a second call does nothing."""
     if not any(isinstance(finder, _OldPaths) for finder in sys.meta_path):
-        # First: an old file that an upgrade left behind would define each class a second time.
+        # First in the list: an old file that an upgrade left behind would define each class a second time.
         sys.meta_path.insert(0, _OldPaths())

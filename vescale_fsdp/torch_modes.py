@@ -59,12 +59,12 @@ def outside_modes() -> AbstractContextManager[Any]:
 
 
 def without_grad() -> AbstractContextManager[Any]:
-    """``torch.no_grad()`` if autograd is recording; entering it costs microseconds, and hooks often run without."""
+    """``torch.no_grad()``; a null context if autograd is not recording, since no_grad costs microseconds."""
     return torch.no_grad() if torch.is_grad_enabled() else NULL_CONTEXT
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """A context without autocast: operators compute in the dtypes of their tensors."""
+    """A context without autocast, in which operators compute in the dtypes of their tensors."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
     stack = ExitStack()
@@ -77,7 +77,7 @@ def without_autocast() -> AbstractContextManager[Any]:
 def plainly(function: Callable[Given, T]) -> Callable[Given, T]:
     """Decorator: run without gradients, and outside the caller's transforms, inference mode and autocast.
 
-    For functions that create tensors which later calls and other threads use, outside the caller's modes.
+    Functions need this if they create tensors that later calls or other threads use outside the caller's modes.
     """
 
     @functools.wraps(function)

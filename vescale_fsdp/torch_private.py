@@ -28,7 +28,7 @@ import torch.distributed.fsdp
 # torch 2.11-2.13: print options for a block of code; the public function sets them for the whole process.
 from torch._tensor_str import printoptions
 
-# torch 2.11-2.13: where torch records which of its parallelisms manages a module; FSDP2 skips those of replicate.
+# torch 2.11-2.13: torch's records of which parallelism manages a module; FSDP2 skips modules that replicate manages.
 from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSABLE_KEY
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATES
 from torch.distributed._composable.contract import RegistryItem
@@ -96,12 +96,12 @@ MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
 
 def newer_class(home: ModuleType, name: str, instead: str) -> Any:
-    """A class that older supported versions of torch lack; there, a class whose constructor raises.
+    """A class of newer torch versions; in older versions, a class whose constructor raises.
 
     Args:
         home: the module of torch that defines it in newer versions.
         name: the class.
-        instead: what the error tells users of older versions to do.
+        instead: the advice in the error for users of older versions.
     """
 
     def refuse(self: object, *args: object, **kwargs: object) -> None:
@@ -138,7 +138,7 @@ foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
 foreach_copy_, foreach_zero_ = torch._foreach_copy_, torch._foreach_zero_
 foreach_norm_of = torch._foreach_norm
 
-# torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
+# torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only the old names.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -180,7 +180,7 @@ def _call_subclass(cls: _Dispatching, func: Any, types: Any, args: Any, kwargs: 
 
 
 def is_asked_by(package: str) -> bool:
-    """Whether the caller's caller is a function of this package."""
+    """Whether the caller's caller is a function of ``package``."""
     return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] == package
 
 
@@ -188,9 +188,9 @@ _COPY_BY_ADDRESS = ("torch.distributed.checkpoint._state_dict_stager", "torch.nn
 
 
 def takes_address_for_memory() -> bool:
-    """Whether the caller's caller takes a nonzero address to mean that the tensor has storage (torch 2.11-2.13)."""
-    # DCP's stager copies the storage of a tensor with an address; else its attributes, and so the piece. RNNs on CUDA
-    # merge weights of different addresses into one storage.
+    """Whether the caller's caller assumes that a tensor with a nonzero address has storage (torch 2.11-2.13)."""
+    # DCP's stager copies the storage of a tensor with an address. Without an address it copies the attributes, and so
+    # the piece. RNNs on CUDA merge weights of different addresses into one storage.
     return sys._getframe(2).f_globals.get("__name__") in _COPY_BY_ADDRESS
 
 
@@ -205,13 +205,14 @@ _TAKERS = {
 def refuse_takers(what: str) -> None:
     """Raise if one of torch's data parallelisms is wrapping a module or parameter of this package (torch 2.11-2.13).
 
-    Called by the first methods of modules and parameters that these wrappers call, before they change anything. Their
-    own errors, if any, would be about mesh axes or operators.
+    The methods of modules and parameters that these wrappers call first call this function, before anything changes.
+    The wrappers' own errors, if any, would be about mesh axes or operators.
 
     Raises:
-        MisuseError: with the wrapper and ``what`` it was to take.
+        MisuseError: with the wrapper, and ``what`` it would have wrapped.
     """
-    frame = sys._getframe(2)  # the caller's caller; FSDP1 asks through a helper
+    # The caller's caller, and its caller: FSDP1 calls through a helper.
+    frame = sys._getframe(2)
     names = [part.f_globals.get("__name__") for part in (frame, frame.f_back) if part is not None]
     taker = next((_TAKERS[name] for name in names if name in _TAKERS), None)
     if taker is not None:
@@ -231,7 +232,7 @@ def autograd_engine_callback(callback: Callable[[], None]) -> None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor, without the autograd node of ``to_local``; a plain tensor itself."""
+    """The local tensor of a DTensor, without the autograd node of ``to_local``; a plain tensor is returned as it is."""
     return local_slot.__get__(tensor) if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
 
 
@@ -242,7 +243,7 @@ def default_store() -> dist.Store:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """The timeout of a group; None if its backend has none (torch 2.11-2.13)."""
-    # Of several backends, the CPU's, because the timeout is for a new gloo group.
+    # If there are several backends, prefer the CPU's, because the timeout is for a new gloo group.
     for device in sorted(group._device_types, key=lambda device: device.type != "cpu"):
         try:
             options = group._get_backend(device).options
@@ -260,7 +261,8 @@ def coalesced(group: dist.ProcessGroup) -> Iterator[None]:
         with _coalescing_manager(group):
             yield
     except BaseException:
-        _world.pg_coalesce_state.pop(group, None)  # else later collectives would be collected and never run
+        # Otherwise later collectives would be collected and never run.
+        _world.pg_coalesce_state.pop(group, None)
         raise
 
 
@@ -268,8 +270,8 @@ def coalesced(group: dist.ProcessGroup) -> Iterator[None]:
 def groups_with_timeout_of(base: dist.ProcessGroup) -> Iterator[None]:
     """A context in which new groups get the timeout of ``base``.
 
-    torch gives a new group its backend's default, whatever `init_process_group` was passed, and has no timeout argument
-    for the groups of a mesh (torch 2.11-2.13).
+    torch ignores the timeout of `init_process_group` for new groups and uses the backend's default, and it has no
+    timeout argument for the groups of a mesh (torch 2.11-2.13).
     """
     before = set(_world.pg_map)
     yield
@@ -287,10 +289,10 @@ def gloo_group(
     Args:
         rank: this process's rank in the new group.
         numbers: rank in the default group -> rank in the new group. Processes outside the default group are listed
-            under numbers that it does not use.
+            under numbers that the default group does not use.
         name: the same on all ranks, and not used before in this process.
-        timeout: of the group's collectives.
-        store: where the ranks meet; default: the default group's store, if it contains all of them.
+        timeout: timeout of the group's collectives.
+        store: rendezvous of the ranks; default: the default group's store, if that group contains all of them.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -310,7 +312,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches, whose keys are meshes (torch 2.11-2.15): an equal mesh may have other groups now."""
+    """Clear DTensor's caches, whose keys are meshes (torch 2.11-2.15), because an equal mesh may have new groups."""
     debug._clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
@@ -327,14 +329,14 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
 
 
 def grad_dtype_of(param: torch.Tensor) -> torch.dtype | None:
-    """The dtype that autograd gives a parameter's gradient; torch 2.11 has no such attribute (2.13-2.15)."""
+    """The dtype that autograd gives a parameter's gradient (an attribute of torch 2.13-2.15)."""
     own = vars(torch._C.TensorBase).get("grad_dtype")
     return param.dtype if own is None else own.__get__(param)  # type: ignore[no-any-return]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that is equal for live tensors that share memory (torch 2.11-2.13)."""
-    return tensor.untyped_storage()._cdata  # not the address: that is 0 for every storage without memory
+    return tensor.untyped_storage()._cdata  # not the address, which is 0 for every storage without memory
 
 
 def spmd_mesh_of(info: FSDPMeshInfo) -> DeviceMesh | None:
@@ -355,7 +357,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The only axis of a mesh split into several (torch 2.11-2.13). A collective call."""
+    """Split the only axis of a mesh into several (torch 2.11-2.13). A collective call."""
     with groups_with_timeout_of(mesh.get_group(0)):
         return mesh._unflatten(0, sizes, names)
 
@@ -387,14 +389,14 @@ def apply_to_tensors(module: torch.nn.Module, change: Callable[[torch.Tensor], t
 
 
 def fqn_of(model: torch.nn.Module, name: str) -> str:
-    """The name in torch's state dicts of the entry ``name`` of a model's own (torch 2.11-2.15)."""
+    """The name in torch's state dicts for the entry ``name`` of ``model.state_dict()`` (torch 2.11-2.15)."""
     return next(iter(_get_fqns(model, name)))
 
 
 def refuse_set_state_dict(what: str) -> None:
     """Raise if the caller's caller shards full tensors for torch's ``set_*_state_dict`` (torch 2.11-2.15).
 
-    torch would copy other ranges than the ragged pieces: an error on some ranks, and the other ranks would wait.
+    torch would copy other ranges than the ragged pieces, so some ranks would raise and the other ranks would hang.
 
     Raises:
         UnsupportedOpError: with the functions to call instead.
@@ -402,11 +404,11 @@ def refuse_set_state_dict(what: str) -> None:
     if sys._getframe(2).f_code is _distribute_tensors.__code__:
         raise UnsupportedOpError(
             "torch's set_*_state_dict cannot shard full tensors for ragged parameters.",
-            expected="set_model_state_dict, set_optimizer_state_dict or set_state_dict of vescale_fsdp.checkpoint",
-            got="the function of that name of torch.distributed.checkpoint.state_dict",
+            expected="the function of the same name in vescale_fsdp.checkpoint.state_dict",
+            got="set_model_state_dict, set_optimizer_state_dict or set_state_dict of torch.distributed.checkpoint",
             where=what,
-            todo="import it from vescale_fsdp.checkpoint; the arguments are the same, including full_state_dict and "
-            "broadcast_from_rank0",
+            todo="import it from vescale_fsdp.checkpoint.state_dict; the arguments are the same, including "
+            "full_state_dict and broadcast_from_rank0",
         )
 
 
@@ -424,7 +426,7 @@ def loads_what_it_is_given(module: torch.nn.Module, *, num_own_hooks: int) -> bo
     """Whether a module's own ``load_state_dict`` copies tensors without changing them (torch 2.11-2.13).
 
     Args:
-        num_own_hooks: number of its hooks that are known not to change tensors.
+        num_own_hooks: number of the module's hooks that are known to leave tensors unchanged.
     """
     loader = type(module)._load_from_state_dict
     hooks = len(module._load_state_dict_pre_hooks)
@@ -442,14 +444,14 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def restore_version(tensor: torch.Tensor, version: int) -> None:
-    """Set a tensor's version counter back (torch 2.11-2.13), after a buffer got the same values that autograd saved."""
+    """Reset a tensor's version counter (torch 2.11-2.13), after a buffer got the same values that autograd saved."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[Any], None]]:
     """Hooks that a user registered with ``register_post_accumulate_grad_hook`` (torch 2.11-2.13).
 
-    Autograd calls hooks only of leaves into which it accumulates. This package sets sharded gradients itself, so it has
-    to call the hooks.
+    Autograd calls these hooks only if it accumulates into a parameter. This package sets sharded gradients itself, so
+    it calls the hooks itself.
     """
     return tuple((param._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]

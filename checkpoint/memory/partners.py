@@ -1,11 +1,11 @@
-"""Plans for the files of a step in memory: which rank keeps, sends or makes each file. No messages are sent here.
+"""Plans for the files of a step in memory: which rank keeps, sends or rebuilds each file. Sends no messages itself.
 
     replicas=1, nodes of 2 ranks     nodes       a: 0 1   b: 2 3   c: 4 5   d: 6 7
                                      cliques     a b | c d
                                      copies      0 -> 2, 1 -> 3, 2 -> 0, 3 -> 1, 4 -> 6, ..
 
 A clique of ``replicas + 1`` nodes loses data only if all of its nodes are lost. Cliques are safer than one long ring:
-of the same number of lost nodes, fewer combinations contain all copies of a part.
+for a given number of lost nodes, fewer combinations of nodes contain all copies of a part.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux
 
 
 def node_name(folder: str | os.PathLike[str]) -> str:
-    """The name of a node: equal for exactly the processes that see the same folder in memory. Makes the folder.
+    """The name of a node, equal for exactly the processes that see the same memory folder. Creates the folder.
 
-    Containers on one machine have different memory file systems, and machines of the same name have different boot ids.
+    Device and inode numbers distinguish the containers of one machine. The boot id distinguishes machines with the same
+    host name.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     status = Path(folder).stat()
@@ -34,10 +35,10 @@ def node_name(folder: str | os.PathLike[str]) -> str:
 
 
 def ranks_by_node(nodes: Sequence[str]) -> list[list[int]]:
-    """Ranks of each node, nodes in the order of their first ranks.
+    """The ranks of each node; nodes are ordered by their first ranks.
 
     Args:
-        nodes: by rank, the name of its node.
+        nodes: node name of each rank.
     """
     ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -46,11 +47,11 @@ def ranks_by_node(nodes: Sequence[str]) -> list[list[int]]:
 
 
 def partners_in_cliques(nodes: Sequence[str], replicas: int) -> list[list[int]]:
-    """By rank, the ranks that keep a copy of its file; remaining nodes join the last clique.
+    """For each rank, the ranks that keep a copy of its file. Remaining nodes join the last clique.
 
     Args:
-        nodes: by rank, the name of its node.
-        replicas: copies of each file on other nodes; at most as many as there are other nodes.
+        nodes: node name of each rank.
+        replicas: copies of each file on other nodes, limited to the number of other nodes.
     """
     by_node = ranks_by_node(nodes)
     size = min(replicas + 1, len(by_node))
@@ -67,12 +68,12 @@ def partners_in_cliques(nodes: Sequence[str], replicas: int) -> list[list[int]]:
 
 
 def partners_in_rings(rings: Sequence[Sequence[int]], nodes: Sequence[str], replicas: int) -> list[list[int]]:
-    """By rank, the ranks that follow it in its ring, which keep a copy of its file.
+    """For each rank, the ranks that keep a copy of its file: those that follow it in its ring.
 
     Args:
-        rings: by rank, the ranks of its ring, in order.
-        nodes: by rank, the name of its node.
-        replicas: copies of each file on other nodes; at most as many as there are other nodes.
+        rings: ring of each rank, as an ordered list of ranks.
+        nodes: node name of each rank.
+        replicas: copies of each file on other nodes, limited to the number of other nodes.
 
     Raises:
         CheckpointError: if a ring is too short, or two copies would be on one node.
@@ -85,8 +86,8 @@ def partners_in_rings(rings: Sequence[Sequence[int]], nodes: Sequence[str], repl
         num_nodes = len({nodes[keeper] for keeper in (rank, *keepers)})
         if num_nodes <= replicas:
             raise CheckpointError(
-                "A mesh does not lead to other nodes.",
-                expected=f"{replicas + 1} ranks on as many nodes next to each other, for replicas={replicas}",
+                "Neighboring ranks of the mesh are on the same node.",
+                expected=f"any {replicas + 1} consecutive ranks on different nodes, for replicas={replicas}",
                 got=f"ranks {list(ring)[:8]}, of which {[rank, *keepers][:8]} are on {num_nodes} nodes",
                 where="RamTier(mesh=..)",
                 todo="pass the mesh dimension that runs across nodes, such as mesh['replicate']",
@@ -103,10 +104,10 @@ def _least_busy(ranks: Iterable[int], load: Counter[int]) -> int:
 
 
 def plan_makers(wanted: Sequence[Sequence[int]], lost: Iterable[int]) -> dict[int, int]:
-    """The rank that makes each lost file: among the ranks that need the file, the one that makes the fewest files.
+    """The rank that rebuilds each lost file: of the ranks that need the file, the one with the fewest files to rebuild.
 
     Args:
-        wanted: by rank, the saved ranks whose files it needs.
+        wanted: for each rank, the saved ranks whose files it needs.
         lost: saved ranks whose files are lost.
     """
     load = Counter[int]()
@@ -119,12 +120,12 @@ def plan_makers(wanted: Sequence[Sequence[int]], lost: Iterable[int]) -> dict[in
 def plan_moves(
     wanted: Sequence[set[str]], present: Sequence[set[str]], nodes: Sequence[str]
 ) -> list[FileMove]:
-    """Moves after which every node has the files that its ranks need.
+    """The moves that bring every node the files that its ranks need.
 
     Args:
-        wanted: by rank, names of the files that it reads; each is on some node.
-        present: by rank, names of the files on its node.
-        nodes: by rank, the name of its node.
+        wanted: for each rank, names of the files that it reads; each file is on some node.
+        present: for each rank, names of the files on its node.
+        nodes: node name of each rank.
     """
     holders: dict[str, list[int]] = {name: [] for names in wanted for name in names}
     for rank, names in enumerate(present):
@@ -142,12 +143,12 @@ def plan_moves(
 def plan_copies(
     names: Sequence[str], present: Sequence[Sequence[str]], nodes: Sequence[str], num_copies: int
 ) -> list[FileMove]:
-    """Moves after which ``num_copies + 1`` nodes have each file that any node has; the emptiest nodes get copies.
+    """The moves that bring each file to ``num_copies + 1`` nodes. Nodes with the fewest files receive copies first.
 
     Args:
-        names: of all files of the step.
-        present: by rank, names of the files on its node.
-        nodes: by rank, the name of its node.
+        names: names of all files of the step; a file that no node has is not moved.
+        present: for each rank, names of the files on its node.
+        nodes: node name of each rank.
     """
     by_node = ranks_by_node(nodes)
     holders = {

@@ -1,11 +1,11 @@
-"""`PeerMemory`: sends the files of a step between the memories of nodes, to the nodes that read them.
+"""`PeerMemory`: sends the files of a step from the nodes that have them in memory to the nodes that read them.
 
     nodes have          a: 0 1 2 3    b: (lost)    c: 4 5 6 7    d: 4 5 6 7      files of the ranks that saved
     nodes need          a: 0 1 2      b: 3 4       c: 5 6        d: 7
     moves               3: a -> b, 4: c -> b
 
 Each file is sent to a node once, by the least busy rank. The disk is read only for files that no node has: if the same
-step is on disk, one of the ranks that need such a file makes it again from the step on disk.
+step is on disk, one of the ranks that need such a file rebuilds it from the step on disk.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _ON_OWN_NODE, _ON_OTHER_NODE, _LOST = range(0, 6, 2)  # even: `PeerMemory.cost` 
 
 
 class StepOnDisk:
-    """The same step on disk, from which lost files of a step in memory are made again.
+    """Rebuilds lost files of a step in memory from the same step on disk.
 
-    A manager gives a step on disk and in memory the same save_id, so equal ids mean equal states. The files differ: in
-    memory every rank stores all of its regions, on disk replicas share the writing. So a file is made from verified
-    pieces of several files on disk.
+    A manager gives a step the same save_id on disk and in memory, so equal ids mean equal states. The files differ: in
+    memory every rank stores all of its regions; on disk, replicas share the writing. A file is therefore assembled from
+    verified pieces of several files on disk.
 
     Args:
-        storage: the folder, which may contain another attempt, or nothing.
+        storage: the step's folder on disk; it may be missing, or contain another attempt.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -49,17 +49,17 @@ class StepOnDisk:
         """Whether the folder contains the same state as a step in memory."""
         try:
             ours = read_manifest(self._storage)
-        except CheckpointError:  # no step, or a damaged one, which the search of steps reports
+        except CheckpointError:  # no step, or a damaged step, which `StepSearch` reports
             return False
         keys = ("save_id", "world_size", "blob_bytes", "entries")
         return all(getattr(ours, key) == getattr(manifest, key) for key in keys)
 
     def make(self, manifest: Manifest, saved_rank: int, memory: Storage) -> None:
-        """Make a rank's file in memory. Its tensors are in memory twice until this returns.
+        """Rebuild a rank's file in memory. The memory in use peaks at twice the size of its tensors.
 
         Raises:
-            CorruptCheckpointError: if the disk's pieces are damaged.
-            OSError: if they cannot be read, or memory is full.
+            CorruptCheckpointError: if the pieces on disk are damaged.
+            OSError: if the disk cannot be read, or memory is full.
         """
         file = RankFile(manifest, saved_rank)
         reader = CheckpointReader(self._storage)
@@ -83,12 +83,12 @@ class LostPartError(CheckpointError):
 
 
 class HeldPart(NamedTuple):
-    """The files of a step in a node's memory.
+    """The files of a step in one node's memory.
 
     Attributes:
-        node: as `node_name` gives it.
-        saved_ranks: the ranks whose complete files it has.
-        world_size: number of ranks that saved; 0 where the node has no manifest of the step, or a damaged one.
+        node: the node's name, see `node_name`.
+        saved_ranks: the saved ranks whose complete files are on the node.
+        world_size: number of ranks that saved; 0 if the step's manifest on the node is missing or damaged.
     """
 
     node: str
@@ -108,11 +108,11 @@ class PeerMemory:
 
     Args:
         storage: the step's folder in this node's memory; it may not exist yet.
-        held: by rank, the files of the step on its node.
+        held: for each rank, the files of the step on its node.
         on_disk: the same step on disk.
 
     Attributes:
-        moves: files that were brought from other nodes or from disk, the same on all ranks.
+        moves: files that were received from other nodes or rebuilt from disk; the same on all ranks.
     """
 
     def __init__(
@@ -124,14 +124,14 @@ class PeerMemory:
         self.moves: tuple[FileMove, ...] = ()
 
     def cost(self, saved_rank: int) -> int:
-        """Sort key of files: on this node, on another node, lost; of equal ones the rank's own file comes first."""
+        """Sort key of files: on this node, on another node, lost. Among equals, the rank's own file comes first."""
         where = _ON_OTHER_NODE if saved_rank in self._anywhere else _LOST
         if saved_rank in self._on_own_node:
             where = _ON_OWN_NODE
         return where + (saved_rank != self._coordinator.rank)
 
     def bring_manifest(self) -> None:
-        """Bring the manifest to every node; a collective.
+        """Send the manifest to every node that has no good one; a collective.
 
         Raises:
             CorruptCheckpointError: on all ranks, if no node can read its manifest.
@@ -140,7 +140,7 @@ class PeerMemory:
             raise CorruptCheckpointError(
                 "No node can read the manifest of this step.",
                 expected=f"one good {MANIFEST_NAME} in some node's memory",
-                got="damaged ones",
+                got="damaged manifests",
                 where=self._storage.where,
                 todo="restore an older step",
             )
@@ -148,10 +148,10 @@ class PeerMemory:
         self._move([{MANIFEST_NAME} for _ in self._held], by_rank)
 
     def fetch(self, manifest: Manifest, saved_ranks: set[int]) -> None:
-        """Bring the files that this rank reads to its node; a collective.
+        """Move the files that this rank reads to its node; a collective.
 
         Raises:
-            LostPartError: on all ranks, if one of them reads a file that neither a node nor the disk has.
+            LostPartError: on all ranks, if any rank reads a file that neither a node nor the disk has.
         """
         wanted = self._coordinator.everyone(sorted(saved_ranks - self._on_own_node))
         lost = {
@@ -175,7 +175,7 @@ class PeerMemory:
         )
 
     def _check_disk(self, manifest: Manifest, lost: Mapping[int, int]) -> None:
-        """Raise on all ranks unless all of them see the same step on disk."""
+        """Raise on all ranks unless every rank sees the same step on disk."""
         has_step = False
         with self._coordinator.together(
             "looking on disk for files that are lost in memory", "nothing was overwritten"
@@ -185,14 +185,15 @@ class PeerMemory:
             raise LostPartError(
                 "A part of this step is in no node's memory.",
                 expected="the file of each rank that saved, a copy of it, or the same step on disk",
-                got=f"none of rank {', '.join(map(str, sorted(lost)[:8]))}, wanted by rank {min(lost.values())}",
+                got=f"no file of saved rank {', '.join(map(str, sorted(lost)[:8]))}, which rank "
+                f"{min(lost.values())} reads",
                 where=self._storage.where,
-                todo="an older step or the disk has it; RamTier(replicas=1) survives the loss of a node",
+                todo="restore an older step, or a step on disk; RamTier(replicas=1) survives the loss of a node",
             )
 
     def _make(self, manifest: Manifest, makers: Mapping[int, int]) -> None:
-        """Make lost files again, each on one rank."""
-        doing = f"making lost files of {self._storage.where} from disk"
+        """Rebuild lost files from disk, each on one rank; a collective."""
+        doing = f"rebuilding lost files of {self._storage.where} from disk"
         with self._coordinator.together(doing, "nothing was overwritten"):
             for number, maker in makers.items():
                 if maker == self._coordinator.rank:
@@ -203,6 +204,6 @@ class PeerMemory:
 
     def _move(self, wanted: Sequence[set[str]], present: Sequence[set[str]]) -> None:
         moves = plan_moves(wanted, present, [part.node for part in self._held])
-        doing = f"bringing {self._storage.where} from other nodes' memory"
+        doing = f"receiving {self._storage.where} from other nodes' memory"
         move_files(self._coordinator, self._storage, moves, doing)
         self.moves += tuple(moves)

@@ -1,20 +1,20 @@
 """`RamTier`: the newest steps in the nodes' shared memory, which survives a killed worker.
 
-The format and the checks are those of the disk, on a memory file system (``/dev/shm``): a save is one copy, and a
-restart reads it at memory speed. Every rank stores everything that it has, and every node has its own manifest, so on
-the same nodes no rank needs another node's memory. A step's save_id begins with the id of the run's branch (see
-`run_file`): steps of another run, or of a branch that a rollback has ended, are never restored, and the next save
+Format and checks are the same as on disk, but on a memory file system (``/dev/shm``): a save is one copy, and a restart
+reads it at memory speed. Every rank stores its complete local state, and every node has its own manifest. After a
+restart on the same nodes, no rank needs another node's memory. A step's save_id begins with the id of the run's branch
+(see `run_file`): steps of another run, or of a branch that a rollback has ended, are never restored, and the next save
 removes them.
 
-    replicas=0      a lost node loses its part; parameters that are replicated across nodes survive
-    replicas=1      a partner node has a copy of each file, sent in the background from the memory that has the step
-                    anyway. After the loss of one node no disk is read
+    replicas=0      the loss of a node loses its part; parameters that are replicated across nodes survive
+    replicas=1      a partner node has a copy of each file, sent in the background from the memory that stores the step.
+                    A restore after the loss of one node reads no disk
 
-On other nodes, or on another number of them, a rank gets files from the nodes that have them (see `peer_memory`), or
-from disk, if the same step was saved there; else the step is skipped. A damaged file is deleted and counts as lost.
+On different nodes, or another number of nodes, a rank gets files from the nodes that have them (see `peer_memory`), or
+from disk if the same step was saved there; otherwise the step is skipped. A damaged file is deleted and counts as lost.
 After a restore, missing copies are made again.
 
-If memory cannot take a step or a copy, that is a warning: it never stops a save to disk.
+If a node's memory has no room for a step or a copy, the tier warns; a save to disk is not affected.
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
-_NO_COPIES = "copies of a step in memory could not be made; the loss of a node may lose it"
+_NO_COPIES = "a step in memory could not be copied to other nodes, so the loss of a node may lose the step"
 
 
 class RamTier:
     """Recent steps in shared memory.
 
     Args:
-        name: of the run; the same in all restarts of a run, and another for each run on these nodes. Steps of a run
-            with another root are never restored, whatever the name.
-        interval: steps between two saves to memory.
-        keep_last: steps to keep, at least 1. One more step is in memory while a step is written or copied.
+        name: the run's name: the same in all restarts of a run, and different for each run on these nodes. Steps of a
+            run with another root are never restored, even under the same name.
+        interval: save the steps that this number divides.
+        keep_last: number of steps to keep, at least 1. Memory holds one more step while a step is written or copied.
         replicas: number of other nodes that keep a copy of each node's part, sent in the background. Nodes are
             distinguished by their memory file systems, and form cliques of ``replicas + 1``. On fewer nodes there are
             fewer copies, with a warning.
-        mesh: one dimension of a mesh whose ranks keep each other's copies instead, such as ``mesh["replicate"]``;
-            its neighbours must be on different nodes.
-        folder: a memory file system. Steps are in a private folder there; a folder that another user may have made is
-            an error.
+        mesh: a 1D mesh whose ranks keep each other's copies instead, such as ``mesh["replicate"]``; neighboring ranks
+            must be on different nodes.
+        folder: a memory file system. Steps are in a private folder below it; a folder that another user may have
+            created is an error.
 
     Raises:
         ValueError: if a limit is too low, the name is not a plain file name, or the mesh has several dimensions.
@@ -106,16 +106,16 @@ class RamTier:
         is_plain = re.fullmatch(r"[\w.-]+", name) and not name.startswith(".")
         if interval < 1 or keep_last < 1 or replicas < 0 or not is_plain:
             raise ArgumentError(
-                "A RamTier cannot be made of these arguments.",
+                "A RamTier cannot be created with these arguments.",
                 expected="a plain name, interval >= 1, keep_last >= 1 and replicas >= 0",
                 got=f"{name!r}, {interval}, {keep_last}, {replicas}",
             )
         if mesh is not None and (mesh.ndim != 1 or not replicas):
             raise ArgumentError(
-                "The mesh of a RamTier selects the ranks that keep each other's copies.",
-                expected="replicas >= 1 and a mesh of one axis",
-                got=f"replicas={replicas} and {mesh.ndim} axes",
-                todo="pass one axis of the mesh, such as mesh['replicate']",
+                "The mesh of a RamTier must be 1D, and needs replicas.",
+                expected="replicas >= 1 and a mesh of one dimension",
+                got=f"replicas={replicas} and {mesh.ndim} dimensions",
+                todo="pass one dimension of the mesh, such as mesh['replicate']",
             )
         self.name = name
         self.replicas = replicas
@@ -127,12 +127,12 @@ class RamTier:
         self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False, private=True)
         self._copier = BackgroundThread("checkpoint-copies")
         self._copies: SaveHandle | None = None
-        # The coordinator that the next four attributes belong to.
+        # The next four attributes are computed for this coordinator. Weak: its group must not outlive the job.
         self._seen: weakref.ref[Coordinator] | None = None
         self._nodes: list[str] = []  # by rank
         self._leads_node = False  # whether this rank is the first of its node
         self._partners: list[list[int]] = []  # by rank, the ranks that keep copies of its file
-        self._warns = True  # whether this rank warns of errors of other ranks
+        self._warns = True  # whether this rank also warns about errors of other ranks
         self._copied_step = -1  # the newest step with all copies, as far as this process knows
         self._is_swept = False
 
@@ -141,11 +141,11 @@ class RamTier:
         return step % self._interval == 0
 
     def begin(self, coordinator: Coordinator, run: RunFile) -> tuple[str, bool]:
-        """Begin a save; a collective, which does not wait for copies.
+        """Begin a save; a collective that does not wait for copies.
 
         Returns:
-            The step's save_id, for a save of the same state to disk; and whether copies of an earlier step are in
-            flight.
+            The step's save_id, for a save of the same state to disk; and whether any rank is still copying an earlier
+            step.
         """
         # Rank 0 draws the attempt's number; the same all-reduce sends it to all ranks.
         attempt = secrets.randbits(32) if coordinator.rank == 0 else 0  # a seeded generator would repeat it
@@ -172,13 +172,13 @@ class RamTier:
 
         Args:
             save_id: from `begin`.
-            run: of the step, the same on all ranks.
-            behind: the same ranks as ``coordinator``, with a group that is used for copies only. With replicas, older
-                steps are removed in the background too, after the copies.
+            run: the run file, the same on all ranks.
+            behind: a coordinator of the same ranks, whose group is used for copies only. With replicas, older steps are
+                removed in the background too, after the copies.
             check_replicas: as for `vescale_fsdp.checkpoint.save`.
 
         Returns:
-            Whether the step was saved, the same on all ranks. If not, a warning names the rank and the cause.
+            Whether the step was saved, the same on all ranks. If it was not, a warning names the rank and the cause.
 
         Raises:
             CheckpointError: for an error in the state, which would stop a save to disk as well.
@@ -214,7 +214,7 @@ class RamTier:
         with ExitStack() as locks:
             with coordinator.together(f"locking {storage.where}"):
                 self._sweep()
-                if self._leads_node and coordinator.rank:  # the save itself locks rank 0's
+                if self._leads_node and coordinator.rank:  # `Saver` locks rank 0's folder
                     with lock_errors(storage):
                         locks.enter_context(storage.lock())
             saver = Saver(
@@ -235,22 +235,24 @@ class RamTier:
         self._is_swept = True
 
     def _clear_away(self, step: int, save_id: str) -> None:
-        """Free this node's memory after an attempt that failed on any node."""
+        """Remove this node's files of an attempt that failed on any node."""
         if self._leads_node:
             storage, name = self.step_storage(step), f"data-{save_id}"
-            with suppress(OSError, CheckpointError):  # the warning names the cause
+            with suppress(OSError, CheckpointError):  # the caller warns about the failed save
                 is_committed = storage.exists(MANIFEST_NAME) and read_manifest(storage).save_id == save_id
                 if name in storage.list_folder("") and not is_committed:
                     storage.remove(name)
 
     def _warn(self, coordinator: Coordinator, problem: str, error: BaseException | None) -> None:
-        """Warn on rank 0 and on ranks with an error of their own; where a warning is an error, all ranks raise it."""
+        """Warn on rank 0 and on ranks with an error of their own. If a warning filter raises on one rank, all ranks
+        raise.
+        """
         with coordinator.together(f"warning that {problem}", "steps on disk are not affected"):
             if error is not None and (self._warns or not isinstance(error, CheckpointError)):
                 warnings.warn(f"{problem}: {_text_of(error)}", stacklevel=5)
 
     def _finish_copies(self, coordinator: Coordinator) -> None:
-        """Wait for all copies; a collective, which warns of failed ones."""
+        """Wait for all copies, and warn about failed ones; a collective."""
         error = self._copy_error()
         doing = "waiting for the copies of the previous step"
         (has_failed,) = coordinator.raise_together(None, doing, numbers=[int(error is not None)])
@@ -258,7 +260,7 @@ class RamTier:
             self._warn(coordinator, _NO_COPIES, error)
 
     def _copy_error(self) -> BaseException | None:
-        """Wait for all copies; returns the error of any rank. Ctrl-C is raised, on all ranks."""
+        """Wait for all copies and return their error, if any. Ctrl-C on any rank is raised on all ranks."""
         copies, self._copies = self._copies, None
         error = None if copies is None else copies.exception()
         if error is not None and is_interrupt(error):
@@ -266,7 +268,7 @@ class RamTier:
         return error
 
     def wait(self) -> None:
-        """Return when no copies are in flight; warns of failed ones."""
+        """Wait until no copy is in flight, and warn about failed copies."""
         error = self._copy_error()
         if error is not None and (self._warns or not isinstance(error, CheckpointError)):
             warnings.warn(f"{_NO_COPIES}: {_text_of(error)}", stacklevel=3)
@@ -274,7 +276,9 @@ class RamTier:
     def remove(self, coordinator: Coordinator, step: int) -> None:
         """Remove a step; a collective."""
         self._find_nodes(coordinator)
-        with coordinator.together(f"removing step {step} from {self._root.where}", "see what is left of it"):
+        with coordinator.together(
+            f"removing step {step} from {self._root.where}", "the step may be incomplete"
+        ):
             if self._leads_node:
                 problem = remove_step(self._root, step)
                 if problem is not None:
@@ -291,7 +295,7 @@ class RamTier:
         return [f"{self._root.where}/{name}" for name in sorted(names)]
 
     def abandon(self) -> None:
-        """Return when no copy is in flight, and ignore errors."""
+        """Wait until no copy is in flight, and ignore errors."""
         copies, self._copies = self._copies, None
         if copies is not None:
             copies.exception()
@@ -301,8 +305,10 @@ class RamTier:
         return self._root.child(step_name(step))
 
     def _find_nodes(self, coordinator: Coordinator) -> None:
-        """Find the node and the partners of each rank; a collective. Once for each coordinator: an elastic job gets
-        other nodes."""
+        """Determine the node and the partners of each rank; a collective.
+
+        Repeated for each new coordinator, because an elastic job may continue on other nodes.
+        """
         if self._seen is not None and self._seen() is coordinator:
             return
         node = ""
@@ -320,10 +326,10 @@ class RamTier:
         self._nodes, self._partners = nodes, partners
         self._leads_node, self._warns = nodes.index(node) == coordinator.rank, coordinator.rank == 0
         if self.num_copies < self.replicas:
-            with coordinator.together("warning of too few nodes"):
+            with coordinator.together("warning about too few nodes"):
                 if self._warns:
                     warnings.warn(
-                        f"RamTier(replicas={self.replicas}) keeps {self.num_copies} copies, since there are only "
+                        f"RamTier(replicas={self.replicas}) keeps {self.num_copies} copies, because there are only "
                         f"{len(set(nodes))} nodes with different memory file systems",
                         stacklevel=5,
                     )
@@ -335,7 +341,7 @@ class RamTier:
         return min(self.replicas, len(set(self._nodes)) - 1)
 
     def _copy(self, coordinator: Coordinator, step: int, run: RunFile) -> None:
-        """Send this rank's file to its partners, and receive theirs."""
+        """Send this rank's file to its partners, receive their files, and remove older steps. A collective."""
         storage = self.step_storage(step)
         doing = f"copying {storage.where} to other nodes"
         try:
@@ -350,7 +356,9 @@ class RamTier:
             move_files(coordinator, storage, moves, doing)
             self._copied_step = step
         except Exception as error:
-            if is_of_storage(error):  # the memory of some node is full: only this step has no copies
+            if is_of_storage(
+                error
+            ):  # e.g. a node's memory is full; other errors may be of the ranks' connection
                 self._retire(coordinator, step, run)
             raise
         self._retire(coordinator, step, run)
@@ -392,7 +400,7 @@ class RamTier:
     def _missing_copies(
         self, coordinator: Coordinator, storage: Storage, manifest: Manifest
     ) -> list[FileMove]:
-        """The moves after which each file has as many copies as possible; a collective."""
+        """The moves that give each file `num_copies` copies, as far as possible; a collective."""
         present: list[str] = []
         with coordinator.together(f"looking at {storage.where}"):
             present = [name for name in _files_of(manifest) if storage.exists(name)]
@@ -402,7 +410,7 @@ class RamTier:
         """Verify the files of a step on all nodes, and delete damaged ones; a collective.
 
         Returns:
-            Each deleted file with its problem, the same on all ranks.
+            A line for each deleted file, with its rank and problem; the same on all ranks.
         """
         self._find_nodes(coordinator)
         here = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[coordinator.rank]]
@@ -423,7 +431,7 @@ class RamTier:
                 remove_chosen(self._root, lambda folders: self._surplus_steps(folders, saved, run))
 
     def _surplus_steps(self, folders: Sequence[StepFolder], saved: int, run: RunFile) -> list[int]:
-        """Older steps beyond keep_last, and all steps that do not belong to the run."""
+        """Older steps beyond ``keep_last``, and all steps that do not belong to the run."""
         foreign = [
             step
             for step, is_committed in folders
@@ -431,11 +439,11 @@ class RamTier:
         ]
         own = [folder for folder in folders if folder[0] not in foreign]
         too_many = surplus_steps(own, saved, keep_last=self._keep_last)
-        # Kept: if later copies have failed, the newest step with all copies survives the loss of a node.
+        # The newest step with all copies stays: if later copies have failed, only it survives the loss of a node.
         return [*foreign, *(step for step in too_many if step != self._copied_step)]
 
     def _save_ids(self, step: int) -> list[str]:
-        """The save_ids of attempts at a step with data in this node's memory."""
+        """The save_ids of all attempts to save a step that have data in this node's memory."""
         names = self.step_storage(step).list_folder("")
         return [name.removeprefix("data-") for name in names if name.startswith("data-")]
 
@@ -445,19 +453,19 @@ class RamTier:
         return node_name(self._folder)
 
     def held(self, run: RunFile | None) -> dict[tuple[int, str], HeldPart]:
-        """The files of a run on this node, by the number of the step and the id of the attempt."""
+        """The files of a run on this node, by step number and save_id."""
         node = self.node
         parts: dict[tuple[int, str], HeldPart] = {}
         if run is None:
-            return parts  # the run has saved nothing: all steps here are another run's
+            return parts  # the run has saved nothing, so all steps here belong to another run
         for number in committed_steps(self._root):
             storage = self.step_storage(number)
             try:
                 manifest = read_manifest(storage)
-            except NoCheckpointError:  # removed since the listing
+            except NoCheckpointError:  # removed since it was listed
                 continue
             except CheckpointError:
-                # Damaged: another node may have a good manifest. The folder's name says whose files these are.
+                # A damaged manifest: another node may have a good one. The data folder's name contains the save_id.
                 for save_id in self._save_ids(number):
                     if run.includes(number, save_id):
                         parts[number, save_id] = HeldPart(node, self._saved_ranks(storage, save_id))
@@ -469,17 +477,17 @@ class RamTier:
         return parts
 
     def _saved_ranks(self, storage: Storage, save_id: str) -> tuple[int, ...]:
-        """The ranks whose files are in a step's folder."""
+        """The ranks that have a file in a step's data folder."""
         ranks = map(parse_rank_file_name, storage.list_folder(f"data-{save_id}"))
         return tuple(rank for rank in ranks if rank is not None)
 
     def clear(self) -> None:
-        """Free the memory."""
+        """Remove all steps from this node's memory."""
         self._root.remove("")
 
 
 def _files_of(manifest: Manifest) -> list[str]:
-    """The ranks' files of a step, in the order of ranks."""
+    """The paths of a step's rank files, in the order of ranks."""
     return [manifest.file_name(rank) for rank in range(manifest.world_size)]
 
 
@@ -490,6 +498,6 @@ def _rank_of(name: str) -> int:
 
 
 def _text_of(error: BaseException) -> str:
-    """An error as text for a warning, with its notes, which name the rank."""
+    """An error and its notes, which name the rank, as text for a warning."""
     notes: list[str] = error.__dict__.get("__notes__", [])  # PEP 678
     return "; ".join([f"{type(error).__name__}: {error}", *notes])

@@ -1,7 +1,7 @@
-"""Reading a box of a tensor from wherever its chunks lie.
+"""Read a box of a tensor from the chunks that store it.
 
-The part each chunk holds is read straight into the caller's array where it is one run in the file, and
-through a small covering read where it is not, so that memory stays bounded by what is asked.
+A part that is contiguous in a chunk's file is read directly into the caller's array. Other parts are read through a
+bounded scratch buffer, gaps included.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from vescale_fsdp.layout.geometry import Box, contiguous_strides
 Locate = Callable[[StoredChunk], StoredChunk]
 ReadBytes = Callable[[str, int, memoryview], None]  # (file, offset, buffer to fill)
 
-_GAP_BYTES = 64 * 2**10  # 64 KiB: reading over a gap of this size costs less than asking twice
-_COVER_BYTES = 4 * 2**20  # 4 MiB: largest scratch read for items that are not one run in the file
+_GAP_BYTES = 64 * 2**10  # largest gap that is read over: a second read would cost more
+_COVER_BYTES = 4 * 2**20  # largest scratch read for items that are not contiguous in the file
 
 
 def read_box(tensor: StoredTensor, box: Box, out: np.ndarray, locate: Locate, read: ReadBytes) -> None:
-    """Fill ``out`` (shape ``box.sizes``, raw type of the tensor, any strides).
+    """Read a box of a tensor into ``out``.
 
     Args:
-        tensor: what is read.
-        box: which part of it.
-        out: where to.
-        locate: gives a chunk with the place of its own items.
+        tensor: the stored tensor.
+        box: the part of the tensor to read.
+        out: the destination: shape ``box.sizes``, the tensor's raw dtype, any strides.
+        locate: returns a chunk with the file offset of its items.
         read: fills a buffer from a file.
     """
     for chunk in tensor.chunks:
@@ -52,7 +52,7 @@ def _read_part(chunk: StoredChunk, part: Box, view: np.ndarray, read: ReadBytes)
 
 
 def _flip(view: np.ndarray, signs: int) -> None:
-    """Flip these bits of every item, 64 at a time."""
+    """XOR every item with ``signs``; items of 16 bytes as two halves, since numpy has no integers of that size."""
     if view.dtype.itemsize <= 8:
         view ^= view.dtype.type(signs)
         return
@@ -68,7 +68,7 @@ def _read_strided(
     strides: tuple[int, ...],
     view: np.ndarray,
 ) -> None:
-    """Read items ``offset + sum(i * stride)`` into ``view`` of shape ``sizes``."""
+    """Read items ``offset + sum(index * stride) * itemsize`` of a file into ``view`` of shape ``sizes``."""
     itemsize = view.dtype.itemsize
     is_run = all(n == 1 or s == c for n, s, c in zip(sizes, strides, contiguous_strides(sizes), strict=True))
     if is_run and view.flags.c_contiguous:
@@ -88,7 +88,7 @@ def _read_strided(
         byte_strides = tuple(s * itemsize for s in strides)
         view[...] = np.lib.stride_tricks.as_strided(scratch, sizes, byte_strides, writeable=False)
         return
-    # Cut the dim that spans most of the file, so that few wide reads remain instead of many narrow ones.
+    # Split the dim that spans most of the file, to get few wide reads instead of many narrow ones.
     half = sizes[dim] // 2
     _read_parts(read, offset, dim, [(0, half), (half, sizes[dim])], strides, view)
 
@@ -101,12 +101,12 @@ def _read_parts(
     strides: tuple[int, ...],
     view: np.ndarray,
 ) -> None:
-    """Read ranges of one dim, each by itself."""
+    """Read several ranges of one dim separately."""
     for start, stop in parts:
         part = view[(slice(None),) * dim + (slice(start, stop),)]
         _read_strided(read, offset + start * strides[dim] * view.dtype.itemsize, part.shape, strides, part)
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    """The array's memory, one byte per item."""
+    """The memory of a contiguous array as bytes."""
     return array.reshape(-1).view(np.uint8).data

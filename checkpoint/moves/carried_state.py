@@ -1,14 +1,14 @@
-"""A state by flattened name, as it is carried from a source to a target: tensors, values, the model, its optimizers.
+"""The state that a conversion carries from a source to a target, by flattened name: models, optimizers, other values.
 
 Frameworks nest the model at different depths: at the root (torchtitan), under ``model`` (the DCP tutorials,
 VeOmni), ``pytorch_model_fsdp_0`` (accelerate's file), ``app.model`` (a Stateful wrapper). The path of each
-entry in the saved state distinguishes containers from dots inside a parameter's name; where paths are missing,
-only names can be used.
+entry in the saved state distinguishes containers from dots inside a parameter's name. If paths are missing, only names
+can be used.
 
-A state of several models (``generator`` and ``discriminator``) can be converted to formats that can store them all.
+A state of several models (``generator`` and ``discriminator``) can be converted to formats that store several models.
 Formats for one model require a choice: `ModelNames.require_one`. An optimizer belongs to the model that has its
-parameters, in their shapes. Among equal models the position decides
-(``{"generator": {"model": ..., "optimizer": ...}}``), then the name (``optim_g``). Where neither decides, an error is
+parameters, with the same shapes. If several models match, the position decides
+(``{"generator": {"model": ..., "optimizer": ...}}``), then the name (``optim_g``). If neither decides, an error is
 raised.
 """
 
@@ -29,19 +29,19 @@ from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of, nest, 
 from vescale_fsdp.checkpoint.state.optimizer_state import optimizer_state
 from vescale_fsdp.errors import ConversionError, some
 
-# opt_state: of JAX's train states
+# opt_state: in JAX train states
 _OPTIMIZER = re.compile(r"^((optim|optimizer|optimizers)(_?\d+|_state_dict)?|opt_state)$")
-# params: of JAX; one beside params_ema is one of two models
+# params: in JAX train states; params and params_ema together are two models
 _MODEL = re.compile(r"^(model|model_state_dict|module|state_dict|pytorch_model_fsdp(_\d+)?|params(_\w+)?)$")
 _OPTIMIZER_KEYS = ("state", "param_groups")
-# Entries next to a model at the root that may have tensors, such as torchtitan's train_state.step.
+# Entries next to a model at the root that may contain tensors, such as torchtitan's train_state.step.
 _TRAINING = re.compile(
     r"^(train(er|ing)?(_state)?|progress|data_?loader|sampler|(lr_)?schedulers?|(rng|random)(_states?)?|"
     r"dl_state_dict(_\d+)?|custom_checkpoint_\d+)$"
 )
-# Objects that accelerate saves for the user: a model in them is not the model.
+# Objects that a user registers with accelerate. They may contain a model, which is not the trained one.
 _USERS = re.compile(r"^custom_checkpoint_\d+$")
-_OUTERMOST = "module."  # of DDP
+_OUTERMOST = "module."  # added by DDP
 _PROGRESS = "loops"  # Lightning's counters; some of their names contain "optimizer"
 
 
@@ -50,11 +50,11 @@ class ModelNames:
     """The model's part of a checkpoint.
 
     Args:
-        prefix: what its names begin with in the source, with the trailing dot; empty at the root.
-        names: source name -> name in the model, tensors only.
+        prefix: prefix of the model's names in the source, with the trailing dot; empty at the root.
+        names: name in the source -> name in the model, tensors only.
         optimizer: names of optimizer entries, tensors and values.
-        others: names of everything else (schedulers, counters, random states).
-        candidates: the containers, if there are several models and no choice was made; ``names`` are then the full
+        others: names of all other entries (schedulers, counters, random states).
+        candidates: the models' containers, if there are several and no choice was made; ``names`` then has the full
             names of all their tensors.
     """
 
@@ -65,24 +65,28 @@ class ModelNames:
     candidates: tuple[str, ...] = field(default=())
 
     def require_one(self, reason: str, where: str) -> None:
-        """Refuse several models.
+        """Check that there is only one model.
+
+        Args:
+            reason: why one model is needed.
+            where: the source, for the message.
 
         Raises:
-            ConversionError: if there are several; ``reason`` says why one is needed.
+            ConversionError: if there are several models.
         """
         if self.candidates:
             raise ConversionError(
                 "The source has several models.",
-                expected=f"one model, since {reason}",
+                expected=f"one model, because {reason}",
                 got=some(self.candidates, 8),
                 where=where,
-                todo=f"pick one with --model-prefix {self.candidates[0]}, or say with --model-prefix '' that "
-                "they are one model",
+                todo=f"choose one with --model-prefix {self.candidates[0]}, or treat them as one model with "
+                "--model-prefix ''",
             )
 
 
 def find_model(source: Source, prefix: str | None = None) -> ModelNames:
-    """Split a source's entries; ``prefix`` overrides the detection.
+    """Split a source's entries into model, optimizers and others; ``prefix`` overrides the detection of the model.
 
     Raises:
         ConversionError: if no tensor is left for the model.
@@ -95,12 +99,12 @@ def find_model(source: Source, prefix: str | None = None) -> ModelNames:
 def split_entries(
     paths: Mapping[str, Path], shapes: Mapping[str, Sequence[int]], prefix: str | None, where: str
 ) -> ModelNames:
-    """Split a state's entries.
+    """Split a state's entries into model, optimizers and others.
 
     Args:
-        paths: of all entries, by flattened name.
-        shapes: of the tensors among them.
-        prefix: what the model's names begin with; None to detect it.
+        paths: flattened name -> path, of all entries.
+        shapes: flattened name -> shape, of all tensors.
+        prefix: prefix of the model's names; None to detect it.
         where: the state, for messages.
 
     Raises:
@@ -127,17 +131,18 @@ def split_entries(
             expected=f"tensors whose names begin with {prefix!r}" if prefix else "tensors of a model",
             got=f"{len(shapes)} tensors, such as {some(shapes, 3)}",
             where=where,
-            todo="pass --model-prefix with what the names of the model's weights begin with",
+            todo="pass the prefix of the model's names as --model-prefix",
         )
     others = tuple(name for name in paths if name not in names and name not in optimizer)
     return ModelNames(prefix, names, tuple(optimizer), others, candidates)
 
 
 def container_of(prefix: str, paths: Iterable[Path]) -> Path:
-    """The path of the container whose flattened name, and a dot, is the prefix of a model's names.
+    """The path of the container with the given name prefix.
 
     Args:
-        paths: of the model's tensors.
+        prefix: the container's flattened name and a dot.
+        paths: paths of the model's tensors.
     """
     name = prefix.rstrip(".")
     heads = (path[:depth] for path in paths for depth in range(len(path)))
@@ -145,14 +150,15 @@ def container_of(prefix: str, paths: Iterable[Path]) -> Path:
 
 
 def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: str) -> dict[str, str]:
-    """The same names without the modules that wrappers (torch.compile, DDP, FSDP1, checkpointing) added.
+    """Remove the name parts that wrappers (torch.compile, DDP, FSDP1, activation checkpointing) added.
 
     Args:
         names: name in the source -> name in the model.
-        counters: names in the source of 0-d tensors, such as the ``n_averaged`` of an averaged model.
+        counters: source names of 0-d tensors, such as ``n_averaged`` of an averaged model. DDP's prefix is removed even
+            if they lack it.
 
     Raises:
-        ConversionError: if two names would become one.
+        ConversionError: if two tensors would get the same name.
     """
     unwrapped = {old: without_wrappers(new) for old, new in names.items()}
     weights = [old for old in unwrapped if old not in counters]
@@ -166,18 +172,18 @@ def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: 
                 expected="each weight once",
                 got=f"{other} and {old} become {new}",
                 where=where,
-                todo="say which model is meant with --model-prefix, or save the unwrapped module",
+                todo="choose the model with --model-prefix, or save the unwrapped module",
             )
     return unwrapped
 
 
 def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
-    """Names of optimizer entries: under a container called like an optimizer or with its keys, or so named at the root.
+    """Names of optimizer entries: in containers with an optimizer's name or keys, or with such names at the root.
 
     Args:
-        paths: of all entries of a state, by flattened name.
+        paths: flattened name -> path, of all entries of a state.
     """
-    # Containers with param_groups are optimizers, whatever they are called.
+    # A container with param_groups is an optimizer, whatever its name.
     groups = re.compile(r"param_groups(\.|$)")
     containers = {
         path[:depth]
@@ -187,7 +193,7 @@ def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
     }
 
     def is_optimizer(path: Path) -> bool:
-        if len(path) == 1:  # a flattened name, without known containers
+        if len(path) == 1:  # only a flattened name: the containers are unknown
             return re.match(r"^(optim|optimizer)\.(state|param_groups)\.", str(path[0])) is not None
         if path[0] == _PROGRESS:
             return False
@@ -205,9 +211,9 @@ def _is_training(path: Sequence[str | int]) -> bool:
 
 
 def _find_models(paths: Mapping[str, Path], counters: Collection[str]) -> list[Path]:
-    """Containers of models: the outermost containers that are named like a model, else the outermost of all.
+    """Containers of models: the outermost containers with a model's name; if there are none, the outermost containers.
 
-    The root is no model if it has only counters next to several containers.
+    The root is not a model if it contains only counters and several containers.
     """
     containers = list(dict.fromkeys(path[:-1] for path in paths.values()))
     if named := [c for c in containers if c and _MODEL.match(str(c[-1])) and not _USERS.match(str(c[0]))]:
@@ -232,12 +238,11 @@ class CarriedState:
     Args:
         views: the tensors.
         values: all other entries.
-        paths: the path of each name in the nested state; absent names are at the root.
-        model: how the source's entries are split into model, optimizer and others; ``model.names`` has the model's
-            names in this state.
+        paths: path of each name in the nested state; names without a path are at the root.
+        model: the split of the entries into model, optimizer and others, by their names in this state.
         is_model: names in this state that belong to the model.
-        left_out: names of the source that are not in this state.
-        warnings: for people, about changes of the state.
+        left_out: names in the source that are not in this state.
+        warnings: messages to the user about changes of the state.
         file_metadata: ``__metadata__`` of the source's safetensors files.
     """
 
@@ -251,20 +256,20 @@ class CarriedState:
     file_metadata: Mapping[str, str] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
-        """Where the entry sits in the nested state."""
+        """The path of an entry in the nested state."""
         return self.paths.get(name, (name,))
 
     @cached_property
     def container(self) -> Path:
-        """Where the one model sits in the nested state; key rules leave it there."""
+        """The path of the only model in the nested state. Renaming rules do not change it."""
         name, fqn = next(iter(self.model.names.items()))
         return container_of(name.removesuffix(fqn), map(self.path, self.model.names))
 
     def filtered(self, include: Sequence[str], exclude: Sequence[str]) -> CarriedState:
-        """Only names that match an ``include`` pattern (if any are given) and no ``exclude`` pattern.
+        """The state with only the names that match an ``include`` pattern, if any, and no ``exclude`` pattern.
 
         Raises:
-            ConversionError: for a pattern that matches nothing, or if nothing is left.
+            ConversionError: for a pattern that matches no name, or if no tensor is left.
         """
         if not include and not exclude:
             return self
@@ -278,7 +283,7 @@ class CarriedState:
         return self.restricted_to(kept)
 
     def restricted_to(self, kept: Set[str]) -> CarriedState:
-        """Only these entries; the others are left out."""
+        """The state with only these entries; the other names are added to ``left_out``."""
         return replace(
             self,
             views={name: view for name, view in self.views.items() if name in kept},
@@ -287,7 +292,7 @@ class CarriedState:
         )
 
     def without(self, names: Iterable[str]) -> CarriedState:
-        """All but these tensors, which do not count as left out."""
+        """The state without these tensors; they are not added to ``left_out``."""
         dropped = set(names)
         if not dropped:
             return self
@@ -299,8 +304,9 @@ class CarriedState:
         """The state with some of the model's tensors replaced.
 
         Args:
-            made: new name -> (tensor, the name of one that it replaces).
+            made: new name -> (new tensor, name of one of the tensors that it replaces).
             gone: names of all replaced tensors.
+            warnings: messages to the user about the change.
         """
         views = {name: view for name, view in self.views.items() if name not in gone or name in made}
         views |= {name: view for name, (view, _) in made.items()}
@@ -320,10 +326,10 @@ class CarriedState:
         )
 
     def with_aliases(self, aliases: Mapping[str, str]) -> CarriedState:
-        """The state with further names for tensors of its model.
+        """The state with additional names for tensors of its model.
 
         Args:
-            aliases: new name -> a name that the tensor has.
+            aliases: new name -> existing name of the tensor.
         """
         if not aliases:
             return self
@@ -339,7 +345,7 @@ class CarriedState:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Further names of tensors -> the first name of the same tensor."""
+        """Additional name -> first name, for tensors with several names."""
         first: dict[object, str] = {}
         aliases = {}
         for name, view in self.views.items():
@@ -348,14 +354,14 @@ class CarriedState:
         return aliases
 
     def with_model_views(self, change: Callable[[list[TensorView]], Iterable[TensorView]]) -> CarriedState:
-        """The state with its model's tensors changed one by one; ``change`` keeps their names."""
+        """The state with each of the model's tensors replaced by the one of the same name that ``change`` returns."""
         old = [view for name, view in self.views.items() if name in self.is_model]
         changed = {view.info.name: view for view in change(old)}
         return replace(self, views={name: changed.get(name, view) for name, view in self.views.items()})
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    """A text with the end that differs between two names exchanged; the text ends as the old name does."""
+    """Replace the end of a text by the part of ``new`` that differs from ``old``; the text ends like ``old``."""
     differ = (at for at, letters in enumerate(zip(old, new, strict=False)) if letters[0] != letters[1])
     same = next(differ, min(len(old), len(new)))
     return text.removesuffix(old[same:]) + new[same:]
@@ -367,7 +373,7 @@ def _matches(name: str, patterns: Sequence[str], *, default: bool = False) -> bo
 
 def _no_match(pattern: str, names: Sequence[str]) -> ConversionError:
     return ConversionError(
-        "A name pattern matches nothing that could be converted.",
+        "A name pattern selects no tensor to convert.",
         expected=f"patterns that match names such as {', '.join(names[:3])}",
         got=pattern,
         todo="list the names with: vescale-convert inspect SRC",
@@ -375,15 +381,15 @@ def _no_match(pattern: str, names: Sequence[str]) -> ConversionError:
 
 
 def model_state(source: Source, prefix: str | None = None) -> CarriedState:
-    """The model alone, under its own names, without the parts that wrappers add (``_orig_mod``)."""
+    """The state of only the model, under the model's names, without the parts that wrappers add (``_orig_mod``)."""
     model = find_model(source, prefix)
     model.require_one("a Hugging Face repository has only one", source.url)
     counters = {name for name in model.names if not source.info(name).shape}
     names = unwrapped_names(model.names, counters, source.url)
     views = {new: SourceView(source, old, new) for old, new in names.items()}
-    renamed = [f"{old} is {new}" for old, new in names.items() if new != model.names[old]]
+    renamed = [f"{old} becomes {new}" for old, new in names.items() if new != model.names[old]]
     warnings = (
-        (f"names of wrappers (torch.compile, DDP, FSDP1) are left out: {some(renamed, 1)}",)
+        (f"name parts of wrappers (torch.compile, DDP, FSDP1) are removed: {some(renamed, 1)}",)
         if renamed
         else ()
     )
@@ -393,10 +399,10 @@ def model_state(source: Source, prefix: str | None = None) -> CarriedState:
 
 
 def whole_state(source: Source, prefix: str | None = None, new_prefix: str | None = None) -> CarriedState:
-    """All entries of the source; the model's container renamed to ``new_prefix`` if that is given."""
+    """The state of all entries of the source; the model's container is renamed to ``new_prefix``, unless it is None."""
     model = find_model(source, prefix)
     if new_prefix is not None:
-        model.require_one("--prefix moves only one", source.url)
+        model.require_one("--prefix renames only one", source.url)
     if new_prefix is not None and new_prefix and not new_prefix.endswith("."):
         new_prefix += "."
     names: dict[str, str] = {}
@@ -443,7 +449,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def optimizer_container(path: Path) -> Path | None:
-    """The container of an optimizer's entry: the part of its path before ``state`` or ``param_groups``."""
+    """The container of an optimizer entry: its path before ``state`` or ``param_groups``; None if it has neither."""
     for depth, part in enumerate(path):
         if str(part).split(".", 1)[0] in _OPTIMIZER_KEYS:
             return path[:depth]
@@ -451,7 +457,7 @@ def optimizer_container(path: Path) -> Path | None:
 
 
 def optimizers_of(state: CarriedState) -> dict[Path, list[str]]:
-    """Names of optimizer entries, by the container that they are in."""
+    """Container -> names of the optimizer entries in it."""
     entries = {name: state.path(name) for name in (*state.views, *state.values) if name not in state.is_model}
     by_container: dict[Path, list[str]] = {}
     for name in optimizer_names(entries):
@@ -462,23 +468,23 @@ def optimizers_of(state: CarriedState) -> dict[Path, list[str]]:
 
 
 class _Entry(NamedTuple):
-    """A leaf of an optimizer's tree: the carried entry of this name."""
+    """A leaf of an optimizer's nested state: a reference to the carried entry of this name."""
 
     name: str
 
 
 def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
-    """The same state with its optimizers' entries in another of torch's forms, or without them.
+    """The state with its optimizers converted to another of torch's forms, or without optimizers.
 
     Args:
         form: ``"keep"``, ``"drop"``, ``"nested"`` or ``"flattened"`` (see `optimizer_state`).
 
     Raises:
-        ConversionError: if the optimizer's entries have neither form, or one belongs to no parameter.
+        ConversionError: if an optimizer has neither form, or an entry belongs to no parameter.
     """
     if form == "keep":
         return state
-    if form == "drop":  # by name, since an optimizer's entries may have none of torch's forms
+    if form == "drop":  # by name: the optimizer need not have one of torch's forms
         return state.restricted_to({*state.views, *state.values}.difference(state.model.optimizer))
     params = frozenset(str(state.path(name)[-1]) for name in state.is_model)
     for container, names in optimizers_of(state).items():
@@ -492,11 +498,12 @@ def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
 def _with_form(
     state: CarriedState, container: Path, names: list[str], form: str, params: frozenset[str]
 ) -> CarriedState:
-    """The state with one optimizer's entries in the other form."""
+    """The state with one optimizer converted to ``form``."""
     leaves: dict[Path, Any] = {}
     for name in names:
         path = state.path(name)[len(container) :]
-        is_option = str(path[0]).split(".", 1)[0] == "param_groups"  # groups are compared by their values
+        # Options are read here, because `optimizer_state` compares groups by their values.
+        is_option = str(path[0]).split(".", 1)[0] == "param_groups"
         leaves[path] = state.values[name]() if is_option and name in state.values else _Entry(name)
     optimizer = optimizer_state(nest(leaves), params)
     unknown = sorted(set(optimizer.names) - params) if optimizer is not None and form == "nested" else []
@@ -543,7 +550,7 @@ def own_optimizer(state: CarriedState, container: Path, params: Shapes) -> froze
         if not owners or (len(owners) > 1 and container in owners):
             candidates = [name_of(owner) or "the root" for owner in owners or models][:4]
             raise ConversionError(
-                "It is not clear which model an optimizer belongs to.",
+                "An optimizer may belong to several models.",
                 expected="an optimizer with the parameters of one model, next to it, or named after it",
                 got=f"{name_of(optimizer) or 'an optimizer at the root'}, which may belong to "
                 + " or ".join(candidates),
@@ -562,14 +569,14 @@ def other_models(state: CarriedState) -> dict[Path, Shapes]:
         path = state.path(name)
         if name not in known and len(path) > 1:
             shapes[path[:-1]][str(path[-1])] = view.info.shape
-    # A container of numbers alone has counters.
+    # A container with only 0-d tensors contains counters, not a model.
     return {container: own for container, own in shapes.items() if any(own.values())}
 
 
 def _owners(
     state: CarriedState, optimizer: Path, names: Iterable[str], models: Mapping[Path, Shapes]
 ) -> list[Path]:
-    """Models that the optimizer may belong to; one, if its parameters, its position or its name decide."""
+    """Models that the optimizer may belong to: only one if its parameters, its position or its name decide."""
     entries = [
         (key, state.views[name].info.shape)
         for name in names
@@ -577,7 +584,7 @@ def _owners(
     ]
 
     def parameter(key: str, params: Shapes) -> str | None:
-        """The longest name of a parameter that a key is, or begins with."""
+        """The parameter of an entry's key: the longest parameter name that equals the key or is a prefix of it."""
         while key not in params and "." in key:
             key = key.rpartition(".")[0]
         return key if key in params else None
@@ -605,7 +612,7 @@ def _owners(
 
 
 def parameter_key(path: Path, container: Path) -> str | None:
-    """The part of an optimizer entry's path that begins with the parameter's name; None for an option."""
+    """The part of an optimizer entry's path that starts with the parameter's name; None for an option."""
     kind, *rest = path[len(container) :]
     if kind == "state" and rest:
         return str(rest[0])
@@ -613,7 +620,7 @@ def parameter_key(path: Path, container: Path) -> str | None:
 
 
 def _num_shared(*paths: Path) -> int:
-    """Number of parts that all paths begin with."""
+    """The length of the paths' common prefix."""
     return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 

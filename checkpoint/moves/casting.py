@@ -1,8 +1,8 @@
-"""Changing the type of ordinary floats while they stream. Everything else keeps its type, always.
+"""Cast float tensors to another dtype during a conversion. Only float16, bfloat16, float32 and float64 are cast.
 
-Router biases or state-space parameters may have to stay float32, so besides one type for all there are
-patterns with a type of their own, and those win. Integers, booleans, complex and 8-bit or smaller floats
-are never cast; the scales of quantised weights only by a pattern that names them.
+Besides one dtype for all tensors, name patterns can have their own dtype, which takes precedence: router biases or
+state-space parameters may have to stay float32. Integers, booleans, complex numbers and floats of 8 bits or less are
+never cast. Scales of quantized weights are cast only by a pattern that matches their names.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CastRules:
-    """Which tensor gets which type.
+    """The dtype that each tensor is cast to.
 
     Args:
-        default: for every ordinary float; None to keep the source's types.
-        patterns: name pattern (``*``, ``?``) -> type; the first that matches wins over the default.
+        default: dtype for all float tensors; None keeps the source's dtypes.
+        patterns: name pattern (``*``, ``?``) -> dtype. The first matching pattern overrides the default.
     """
 
     default: DType | None = None
@@ -36,10 +36,11 @@ class CastRules:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> CastRules:
-        """From texts such as ``bfloat16`` or ``*.gate.bias=float32``.
+        """Parse ``--dtype`` options such as ``bfloat16`` or ``*.gate.bias=float32``.
 
         Raises:
-            ConversionError: for a type that is no ordinary float.
+            ConversionError: for a dtype other than float16, bfloat16, float32 and float64, or two options for the same
+                names.
         """
         default: DType | None = None
         patterns: dict[str, DType] = {}
@@ -47,7 +48,7 @@ class CastRules:
             pattern, _, name = text.rpartition("=")
             if text.startswith("="):
                 raise ConversionError(
-                    "A cast has no pattern of names.",
+                    "A --dtype option has an empty name pattern.",
                     expected="TYPE, or PATTERN=TYPE",
                     got=text,
                     todo="write --dtype bf16, or --dtype '*.bias=float32'",
@@ -60,13 +61,16 @@ class CastRules:
         return cls(default, patterns)
 
     def apply(self, views: Sequence[TensorView], kept: Collection[str] = ()) -> list[TensorView]:
-        """The same tensors, cast where a rule says so; those ``kept`` only where a pattern does.
+        """The tensors, cast by the rules.
+
+        Args:
+            kept: names of tensors that only a pattern casts, not the default.
 
         Raises:
-            ConversionError: for a pattern that matches no tensor, or one that must not be cast.
+            ConversionError: for a pattern that matches no tensor, or a tensor that must not be cast.
         """
         unused = set(self.patterns)
-        found: list[TensorView] = []
+        cast_views: list[TensorView] = []
         for view in views:
             info = view.info
             pattern = next((p for p in self.patterns if fnmatchcase(info.name, p)), None)
@@ -74,40 +78,39 @@ class CastRules:
             default = None if info.name in kept else self.default
             dtype = self.patterns[pattern] if pattern is not None else default
             if dtype is None or dtype == info.dtype or (pattern is None and info.dtype.kind != "float"):
-                found.append(view)
+                cast_views.append(view)
                 continue
             if info.dtype.kind != "float":
                 raise _bad(f"a float tensor for {pattern}", f"{info.name} of {info.dtype.name}")
-            found.append(CastView(view, dtype))
+            cast_views.append(CastView(view, dtype))
         if unused:
             raise _bad("patterns that match a tensor", ", ".join(sorted(unused)))
-        return found
+        return cast_views
 
 
 def require_one_rule_each(option: str, texts: Sequence[str]) -> None:
-    """Refuse texts such as ``bf16`` and ``*.bias=fp16`` of which two differ in what the same names get: none is the
-    last word.
+    """Check that no two options, such as ``*.bias=bf16`` and ``*.bias=fp16``, give one pattern different values.
 
     Raises:
-        ConversionError: naming them.
+        ConversionError: if there are two; names them.
     """
     given: dict[str, str] = {}
     for text in texts:
         pattern = text.rpartition("=")[0]
         if (other := given.setdefault(pattern, text)) != text:
             raise ConversionError(
-                f"Two {option} are given for the same tensors.",
-                expected="one for all, and one for each pattern of names",
+                f"Two {option} options apply to the same tensors.",
+                expected="at most one without a pattern, and one for each name pattern",
                 got=f"{other} and {text}",
-                todo="leave one out, or give it a pattern of its own",
+                todo="remove one of them, or change its pattern",
             )
 
 
 def float_type(name: str) -> DType:
-    """The ordinary float type of a name such as ``bfloat16`` or ``bf16``.
+    """The dtype for a name such as ``bfloat16`` or ``bf16``.
 
     Raises:
-        ConversionError: if it is none.
+        ConversionError: if it is not float16, bfloat16, float32 or float64.
     """
     try:
         dtype = dtype_from_torch(_SHORT.get(name, name))
@@ -118,7 +121,7 @@ def float_type(name: str) -> DType:
             "Weights cannot be cast to this type.",
             expected="float16, bfloat16, float32 or float64",
             got=name,
-            todo="name one of these; quantise with a tool that chooses scales: casting alone loses values",
+            todo="use one of these; to quantize, use a tool that chooses scales: a cast alone loses values",
         )
     return dtype
 
@@ -131,16 +134,17 @@ def _bad(expected: str, got: str) -> ConversionError:
         "A --dtype pattern cannot be applied.",
         expected=expected,
         got=got,
-        todo="correct the pattern; names are listed by: vescale-convert inspect SRC",
+        todo="correct the pattern; list the names with: vescale-convert inspect SRC",
     )
 
 
 @dataclass(frozen=True)
 class CastView(WrapperView):
-    """A float tensor in another float type.
+    """A float tensor cast to another float dtype.
 
     Args:
-        lost: gets, by box, how many finite values of a box that was read became infinite.
+        dtype: the dtype to cast to.
+        lost: filled by reads: box -> number of finite values in it that became infinite.
     """
 
     dtype: DType
@@ -148,8 +152,8 @@ class CastView(WrapperView):
 
     @property
     def info(self) -> TensorInfo:
-        found = self.inner.info
-        return TensorInfo(found.name, found.shape, self.dtype)
+        inner = self.inner.info
+        return TensorInfo(inner.name, inner.shape, self.dtype)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         import numpy as np

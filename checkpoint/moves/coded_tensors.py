@@ -1,11 +1,11 @@
-"""Tensors behind codes and scales, and codes and scales of tensors, block by block while they stream.
+"""Views that dequantize codes and scales, or quantize tensors, block by block while they are streamed.
 
     fp8        weight [n, k]          ScaledView(DecodedView(codes), scales, blocks of 128 x 128)
-    mxfp4      blocks [e, n, k/32, 16]   the same of [e, n, k/2] bytes, two values each; scales for 32 in a row
-    bnb nf4    bytes [n * k / 2]      the same, flat; tables and scales of its own
+    mxfp4      blocks [e, n, k/32, 16]   the same with [e, n, k/2] bytes of two values, and a scale per 32 values
+    bnb nf4    bytes [n * k / 2]      the same with flat bytes, and bitsandbytes' own tables and scales
 
-Whatever is asked for is worked through in tiles of 2^18 values, so that memory stays at some MiB, and codes are made of
-whole blocks: where a box begins inside one, all of it is read.
+A requested box is processed in tiles of 2^18 values, so that memory use stays at a few MiB. Codes are computed from
+complete blocks: if a box begins inside a block, the complete block is read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _U8 = dtype_from_torch("uint8")
 
 
 class _ComputedView(TensorView):
-    """A tensor whose values are computed of others': nothing of it lies anywhere as it is."""
+    """A tensor with values computed from other views: none of its bytes are stored."""
 
     inputs: tuple[TensorView, ...]
 
@@ -43,10 +43,10 @@ class _ComputedView(TensorView):
 
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
         raise ConversionError(
-            "Quantised weights cannot be put together from the memory of several ranks.",
-            expected="a checkpoint of them",
+            "Quantized weights cannot be assembled from the memory of several ranks.",
+            expected="a saved checkpoint of the weights",
             got=self.info.name,
-            todo="save first, and convert what was saved",
+            todo="save a checkpoint first, and convert it",
         )
 
     @property
@@ -56,7 +56,7 @@ class _ComputedView(TensorView):
 
 @dataclass(frozen=True, eq=False)
 class RawBytesView(_ComputedView):
-    """The bytes of a one-dimensional tensor, as uint8 [numel * itemsize]: codes that are stored under another dtype."""
+    """The bytes of a 1D tensor, as uint8 [numel * itemsize]: for codes that are stored with another dtype."""
 
     items: TensorView
 
@@ -78,7 +78,7 @@ class RawBytesView(_ComputedView):
         out[...] = raw.view(np.uint8)[skipped : skipped + box.sizes[0]]
 
     def _items_of(self, box: Box) -> Box:
-        """The items that hold some bytes."""
+        """The items that contain a box of bytes."""
         each = self.items.info.dtype.itemsize
         first, stop = box.offsets[0] // each, -(-(box.offsets[0] + box.sizes[0]) // each)
         return Box((first,), (stop - first,))
@@ -92,12 +92,12 @@ class RawBytesView(_ComputedView):
 
 @dataclass(frozen=True, eq=False)
 class DecodedView(_ComputedView):
-    """What bytes stand for, as float32.
+    """Codes decoded by a table, as float32.
 
     Args:
-        codes: of one byte per item.
-        table: [256, n] what a byte stands for: n neighbours in the last dim.
-        kind: of the table, for its identity.
+        codes: a tensor with one byte per item.
+        table: [256, n]: the n values, adjacent in the last dim, that each byte encodes.
+        kind: name of the table, for `identity`.
     """
 
     codes: TensorView
@@ -110,9 +110,9 @@ class DecodedView(_ComputedView):
 
     @cached_property
     def info(self) -> TensorInfo:
-        found = self.codes.info
-        shape = (*found.shape[:-1], found.shape[-1] * self.table.shape[1]) if found.shape else ()
-        return TensorInfo(found.name, shape, _F32)
+        codes = self.codes.info
+        shape = (*codes.shape[:-1], codes.shape[-1] * self.table.shape[1]) if codes.shape else ()
+        return TensorInfo(codes.name, shape, _F32)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         import numpy as np
@@ -126,7 +126,7 @@ class DecodedView(_ComputedView):
         out[...] = values.view(out.dtype).reshape(box.sizes)
 
     def _bytes_of(self, box: Box) -> tuple[Box, int]:
-        """The bytes that hold a box, and how many values of the first come before it."""
+        """The bytes that encode a box, and the number of leading values in the first byte that are not in the box."""
         each = self.table.shape[1]
         if not box.sizes or each == 1:
             return box, 0
@@ -143,15 +143,15 @@ class DecodedView(_ComputedView):
 
 @dataclass(frozen=True, eq=False)
 class ScaledView(_ComputedView):
-    """Values times the scale of their block, and perhaps times and plus a number of all.
+    """Values multiplied by the scale of their block: ``values * scales * factor + offset``.
 
     Args:
         values: float32.
-        scales: float32, one per block; as many dims.
-        block: its size in each dim; the last ones may be short.
-        dtype: of the result.
-        factor, offset: for all.
-        lost: gets, by tile, how many finite values became infinite in the result's type.
+        scales: float32, one per block, with as many dims as the values.
+        block: size of a block in each dim; the last block of a dim may be smaller.
+        dtype: dtype of the result.
+        factor, offset: numbers for all values; None for no multiplication or addition.
+        lost: filled by reads: tile -> number of finite values that became infinite in the result's dtype.
     """
 
     values: TensorView
@@ -168,8 +168,8 @@ class ScaledView(_ComputedView):
 
     @cached_property
     def info(self) -> TensorInfo:
-        found = self.values.info
-        return TensorInfo(found.name, found.shape, self.dtype)
+        values = self.values.info
+        return TensorInfo(values.name, values.shape, self.dtype)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         import numpy as np
@@ -183,11 +183,9 @@ class ScaledView(_ComputedView):
                 values *= np.float32(self.factor)
             if self.offset is not None:
                 values += np.float32(self.offset)
-            place: tuple[Any, ...] = (
-                *tile.slices(box.offsets),
-                ...,
-            )  # the ellipsis keeps a 0-d tensor an array
-            if lost := cast_into(values.view(np.uint32), _F32, out[place], self.dtype):
+            # The ellipsis keeps a 0-d tensor an array.
+            index: tuple[Any, ...] = (*tile.slices(box.offsets), ...)
+            if lost := cast_into(values.view(np.uint32), _F32, out[index], self.dtype):
                 self.lost[tile] = lost
 
     @property
@@ -195,7 +193,7 @@ class ScaledView(_ComputedView):
         return sum(self.lost.values()) + super().overflows
 
     def _scales_of(self, tile: Box) -> np.ndarray:
-        """Of each value, or broadcast over a dim of one scale."""
+        """The scale of each value in a tile; in dims with only one scale, an array that broadcasts."""
         import numpy as np
 
         part = _blocks_of(tile, self.block)
@@ -219,13 +217,13 @@ class ScaledView(_ComputedView):
 
 @dataclass(frozen=True, eq=False)
 class EncodedView(_ComputedView):
-    """Codes, or scales, of a tensor whose last two dims are cut into whole blocks.
+    """The codes or the scales of a quantized tensor; its last two dims must be divisible by the block size.
 
     Args:
-        values: float32.
-        encoding: how.
-        name: of the result.
-        wants_scales: whether these are the scales.
+        values: the float32 tensor.
+        encoding: the quantization.
+        name: name of the result.
+        wants_scales: whether the view is the scales; otherwise the codes.
     """
 
     values: TensorView
@@ -239,7 +237,7 @@ class EncodedView(_ComputedView):
 
     @property
     def _cell(self) -> tuple[int, ...]:
-        """Values that become one item of the result, by dim."""
+        """Number of values in each dim that become one item of the result."""
         lead = (1,) * (len(self.values.info.shape) - 2)
         each = self.encoding
         return (*lead, each.rows, each.cols) if self.wants_scales else (*lead, 1, each.values_per_byte)
@@ -257,15 +255,15 @@ class EncodedView(_ComputedView):
         return (*(1,) * (len(self._cell) - 2), self.encoding.rows, self.encoding.cols)
 
     def _whole_blocks(self, box: Box) -> Box:
-        """The values that a box of the result is made of."""
+        """The complete blocks of values that a box of the result is computed from."""
         return _times(_blocks_of(_times(box, self._cell), self._block), self._block)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
 
         for tile in _tiles(self._whole_blocks(box), self._block):
-            made, place = self._encoded(_floats(self.values, tile)), _blocks_of(tile, self._cell)
-            if (wanted := place.intersect(box)) is not None:
-                out[wanted.slices(box.offsets)] = made[wanted.slices(place.offsets)].view(out.dtype)
+            encoded, result_box = self._encoded(_floats(self.values, tile)), _blocks_of(tile, self._cell)
+            if (wanted := result_box.intersect(box)) is not None:
+                out[wanted.slices(box.offsets)] = encoded[wanted.slices(result_box.offsets)].view(out.dtype)
 
     def _encoded(self, values: np.ndarray) -> np.ndarray:
         import numpy as np
@@ -283,7 +281,7 @@ class EncodedView(_ComputedView):
             return each.codes(values)
 
     def _refusal(self) -> ConversionError:
-        """One scale stands for a block: an infinity or NaN would take all of its values along."""
+        """The error for infinities or NaNs: one of them would spoil all values of its block, which share a scale."""
         import numpy as np
 
         shape = self.values.info.shape
@@ -291,11 +289,11 @@ class EncodedView(_ComputedView):
         counts = (int(np.count_nonzero(~np.isfinite(_floats(self.values, tile)))) for tile in tiles)
         name = self.values.info.name
         return ConversionError(
-            "A weight with infinities or NaNs cannot be quantised in blocks.",
+            "A weight with infinities or NaNs cannot be quantized in blocks.",
             expected="finite values",
-            got=f"{sum(counts)} of {self.values.info.numel} that are not",
+            got=f"{sum(counts)} of {self.values.info.numel} values that are not finite",
             where=f"tensor {name}",
-            todo=f"leave it as it is: --quantize '{name}=keep' before other patterns; or mend the source",
+            todo=f"keep this tensor with --quantize '{name}=keep' before other patterns, or repair the source",
         )
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
@@ -308,29 +306,29 @@ class EncodedView(_ComputedView):
 
 
 def _floats(view: TensorView, box: Box) -> np.ndarray:
-    """A box of a float32 tensor."""
+    """Read a box of a float32 tensor."""
     import numpy as np
 
-    raw = np.empty(box.sizes, dtype=_F32.raw)  # views speak of bits
+    raw = np.empty(box.sizes, dtype=_F32.raw)  # views read raw bits
     view.read_into(box, raw)
     return raw.view(np.float32)
 
 
 def _blocks_of(box: Box, block: tuple[int, ...]) -> Box:
-    """The blocks that a box touches, by number in each dim."""
+    """The box of block numbers that a box of items overlaps."""
     first = tuple(o // b for o, b in zip(box.offsets, block, strict=True))
     stop = tuple(-(-(o + n) // b) for o, n, b in zip(box.offsets, box.sizes, block, strict=True))
     return Box(first, tuple(b - a for a, b in zip(first, stop, strict=True)))
 
 
 def _times(box: Box, block: tuple[int, ...]) -> Box:
-    """All of some blocks, in their items."""
+    """The box of all items in a box of block numbers."""
     offsets = tuple(o * b for o, b in zip(box.offsets, block, strict=True))
     return Box(offsets, tuple(n * b for n, b in zip(box.sizes, block, strict=True)))
 
 
 def _tiles(box: Box, block: Sequence[int]) -> Iterator[Box]:
-    """A box in tiles of at most some items, cut between blocks; it begins with one."""
+    """Split a box into tiles of at most `_TILE_NUMEL` items, between blocks. The box must begin at a block."""
     if box.numel <= _TILE_NUMEL:
         if box.numel:
             yield box

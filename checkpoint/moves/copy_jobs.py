@@ -1,22 +1,22 @@
-"""The pieces of work that fill an output file: which bytes to read, in which order, and where they go.
+"""The jobs that fill an output file: which bytes to read, in which order, and the output offset of each.
 
-Most conversions change no byte of a tensor: runs of bytes move from files of the source to places in the output.
-These are read in the order of the *source*, so that a disk reads forward, small tensors come many at a time,
-and each stripe of a file with checksums is read and hashed once, whichever tensors are in it, several to a job:
+Most conversions change no byte of a tensor: runs of bytes are copied from source files to offsets in the output. Jobs
+follow the order of the *source*: the disk reads forward, many small tensors share a read, and each stripe of a file
+with checksums is read and hashed once, whichever tensors are in it:
 
     source file   |  q  |  k  | v |     o     |  gap  | up ...       one Move per run of bytes
                   '---- cell 0 ----'---- cell 1 ----'- ...           one job per cell: moves are cut at its ends
     output        | header |  k  |     o     |  q  | ...
 
-What a view computes (casts, joins, strided boxes) is instead cut into *segments*, runs of the items of the
-result. A file that stores checksums of its own stripes is cut into *stretches*: runs of its bytes, each put together,
-hashed and written from front to back by one thread; the checksums come last. Where the source has the same order, as it
-mostly has, it is read forward too.
+Computed tensors (casts, concatenations, strided boxes) are instead split into *segments*: runs of items of the result.
+An output file that stores checksums of its own stripes is split into *stretches*: byte ranges of the output that one
+thread each assembles, hashes and writes front to back; the table of checksums comes last. If the source has the same
+order, as is usual, it is read forward too.
 
     file         | header |   a   |       b       |    c    | table |
     stretches    |------ 0 -------|------ 1 -------|-- 2 ---|           ends at multiples of `FilePlan.stretch_bytes`
 
-Everything here follows from the plan and the buffer size alone: a resumed run cuts as the first one did.
+All jobs depend only on the plan and the buffer size, so a resumed conversion gets the same jobs.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from vescale_fsdp.checkpoint.moves.verified_reads import Begun, VerifiedReads
 from vescale_fsdp.checkpoint.storage.base import reading_source
 from vescale_fsdp.layout.geometry import round_up
 
-_CELL_BYTES = 4 * 2**20  # 4 MiB of a source file per job
-_STEP_BYTES = 2**20  # 1 MiB is read, hashed and written while it is in the cache
-_MAX_GAP_BYTES = 64 * 2**10  # 64 KiB: reading over less costs less than another read
+_CELL_BYTES = 4 * 2**20  # bytes of a source file per job
+_STEP_BYTES = 2**20  # bytes that are read, hashed and written while they are in the cache
+_MAX_GAP_BYTES = 64 * 2**10  # largest gap that is read over: another read would cost more
 
 
 class Segment(NamedTuple):
-    """Items [start, stop) of the tensor that is content number ``content``."""
+    """Items [start, stop) of the tensor in content number ``content`` of a file."""
 
     content: int
     start: int
     stop: int
 
     def place(self, plan: FilePlan) -> tuple[int, int]:
-        """(byte offset in the output, bytes)."""
+        """The byte offset in the output, and the size in bytes."""
         items = plan.tensor(self.content)
         itemsize = items.view.info.dtype.itemsize
         offset = plan.offsets[self.content] + (self.start - items.start) * itemsize
@@ -54,19 +54,19 @@ class Segment(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A run of bytes that goes as it is from a source file to the output; of content number ``content``."""
+    """A run of bytes of content number ``content`` that is copied unchanged from a source file to the output."""
 
-    offset: int  # in the source file
-    target: int  # in the output
+    offset: int  # byte offset in the source file
+    target: int  # byte offset in the output
     nbytes: int
     content: int
 
 
 class MoveJob(NamedTuple):
-    """Bytes [start, stop) of a source file and what of them goes where.
+    """Bytes [start, stop) of a source file, and the moves that copy them to the output.
 
     Attributes:
-        moves: by offset; they may overlap, and there may be gaps between them.
+        moves: sorted by offset; they may overlap or have gaps between them.
     """
 
     source: Source
@@ -80,13 +80,13 @@ Job = Segment | MoveJob
 
 
 def jobs_in_order(plan: FilePlan, buffer_bytes: int) -> Iterator[Segment]:
-    """All of a file, front to back, for outputs that are streams."""
+    """The jobs of a file, front to back, for outputs that are streams."""
     for index, items in plan.tensors:
         yield from _segments(index, items, buffer_bytes)
 
 
 def jobs_by_source(plan: FilePlan, buffer_bytes: int) -> Iterator[Job]:
-    """All of a file, in the order that suits the source."""
+    """The jobs of a file, in the order of the source."""
     sources: dict[tuple[int, str], Source] = {}
     moves: dict[tuple[int, str], list[Move]] = {}
     computed: list[tuple[int, TensorItems]] = []
@@ -100,8 +100,8 @@ def jobs_by_source(plan: FilePlan, buffer_bytes: int) -> Iterator[Job]:
             sources[id(source), file] = source
             moves.setdefault((id(source), file), []).append(Move(offset, target, nbytes, index))
             target += nbytes
-    for key, found in moves.items():
-        yield from _move_jobs(sources[key], key[1], sorted(found), min(_CELL_BYTES, buffer_bytes))
+    for key, file_moves in moves.items():
+        yield from _move_jobs(sources[key], key[1], sorted(file_moves), min(_CELL_BYTES, buffer_bytes))
     for index, items in computed:
         yield from _segments(index, items, buffer_bytes)
 
@@ -129,7 +129,7 @@ def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) ->
 
 
 def _cut(move: Move, size: int) -> Iterator[Move]:
-    """A move in pieces that do not cross multiples of ``size`` in the source file."""
+    """Split a move at multiples of ``size`` in the source file."""
     offset, stop = move.offset, move.offset + move.nbytes
     while offset < stop:
         end = min(stop, (offset // size + 1) * size)
@@ -138,7 +138,10 @@ def _cut(move: Move, size: int) -> Iterator[Move]:
 
 
 def _groups(moves: list[Move], unit: int, end: int, max_gap: int) -> Iterator[tuple[int, int, list[Move]]]:
-    """(first byte, end, moves) of groups with no larger gap inside, rounded out to units of a file's first bytes."""
+    """Group moves without a gap of more than ``max_gap`` bytes; returns (first byte, end, moves) of each group.
+
+    First byte and end are rounded outward to multiples of ``unit``, the end to at most ``end``.
+    """
     group: list[Move] = []
     first = last = 0
     for move in sorted(moves):
@@ -153,12 +156,12 @@ def _groups(moves: list[Move], unit: int, end: int, max_gap: int) -> Iterator[tu
 
 
 def steps(job: MoveJob, buffer_bytes: int) -> Iterator[tuple[int, int, list[Move]]]:
-    """(first byte, end, moves cut to it) of each read of a job; together they cover all its bytes."""
+    """The reads of a job: first byte, end, and the moves clipped to this range. Together they cover the job's bytes."""
     size = min(_STEP_BYTES, buffer_bytes)
     first = 0
     for start in range(job.start, job.stop, size):
         stop = min(start + size, job.stop)
-        found = []
+        clipped = []
         while first < len(job.moves) and job.moves[first].offset + job.moves[first].nbytes <= start:
             first += 1
         for move in job.moves[first:]:
@@ -166,20 +169,20 @@ def steps(job: MoveJob, buffer_bytes: int) -> Iterator[tuple[int, int, list[Move
                 break
             low, high = max(start, move.offset), min(stop, move.offset + move.nbytes)
             if low < high:
-                found.append(Move(low, move.target + low - move.offset, high - low, move.content))
-        yield start, stop, found
+                clipped.append(Move(low, move.target + low - move.offset, high - low, move.content))
+        yield start, stop, clipped
 
 
 def writes(plan: FilePlan, jobs: Iterator[Job], buffer_bytes: int) -> list[tuple[int, int]]:
-    """(byte offset in the output, bytes) of every write that the jobs make, in file order."""
-    found: list[tuple[int, int]] = []
+    """Byte offset in the output and size of every write of the jobs, in file order."""
+    written: list[tuple[int, int]] = []
     for job in jobs:
         if isinstance(job, Segment):
-            found.append(job.place(plan))
+            written.append(job.place(plan))
         else:
             for _, _, moves in steps(job, buffer_bytes):
-                found += [(move.target, move.nbytes) for move in moves]
-    return sorted(found)
+                written += [(move.target, move.nbytes) for move in moves]
+    return sorted(written)
 
 
 class Stretch(NamedTuple):
@@ -190,24 +193,26 @@ class Stretch(NamedTuple):
 
 
 def stretches(plan: FilePlan) -> Iterator[Stretch]:
-    """All of a file but its last content, which is computed from the others."""
+    """The stretches of a file, without its last content: the table that is computed from the stretches."""
     end = plan.offsets[-1]
     for start in range(0, end, plan.stretch_bytes):
         yield Stretch(start, min(start + plan.stretch_bytes, end))
 
 
 def stretch_steps(plan: FilePlan, stretch: Stretch, buffer_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first byte, end) of each write. Computed tensors want large ones: much may be read for the sake of few items."""
+    """First byte and end of each write of a stretch. With computed tensors writes are large: a small one may have to
+    read many source bytes for a few items.
+    """
     step = _STEP_BYTES if plan.is_moved else buffer_bytes
     for start in range(stretch.start, stretch.stop, step):
         yield start, min(start + step, stretch.stop)
 
 
 class StretchFiller:
-    """Puts the bytes of one stretch together.
+    """Assembles the bytes of one stretch.
 
     Args:
-        plan: the file.
+        plan: the file's plan.
     """
 
     def __init__(self, plan: FilePlan) -> None:
@@ -215,9 +220,9 @@ class StretchFiller:
         self._begun: dict[VerifiedReads, Begun] = {}
 
     def fill(self, start: int, data: memoryview) -> int:
-        """Fill ``data`` with the file's bytes from ``start`` on; returns how many of them are of tensors."""
+        """Fill ``data`` with the file's bytes from ``start`` on; returns the number of tensor bytes among them."""
         plan, stop, nbytes = self._plan, start + len(data), 0
-        runs: list[tuple[int, ByteRange]] = []  # what is read, by its place in the data
+        runs: list[tuple[int, ByteRange]] = []  # offset in `data`, and the source bytes to read there
         for index in range(bisect_right(plan.offsets, start) - 1, len(plan.contents)):
             content, offset = plan.contents[index], plan.offsets[index]
             if offset >= stop:
@@ -229,23 +234,23 @@ class StretchFiller:
                 data[low - start : high - start] = content.data[low - offset : high - offset]
                 continue
             assert isinstance(content, TensorItems), f"{plan.name}: content {index} is computed"
-            itemsize, place = content.view.info.dtype.itemsize, low - start
+            itemsize, position = content.view.info.dtype.itemsize, low - start
             first, end = (content.start + (at - offset) // itemsize for at in (low, high))
             ranges = content.view.byte_ranges(first, end)
             if ranges is None:
-                compute_items(content.view, first, end, data[place : high - start])
+                compute_items(content.view, first, end, data[position : high - start])
             for piece in ranges or ():
-                _append(runs, place, piece)
-                place += piece.nbytes
+                _append(runs, position, piece)
+                position += piece.nbytes
             nbytes += high - low
         with reading_source():
-            for place, run in runs:
-                reads, part = run.source.reads, data[place : place + run.nbytes]
+            for position, run in runs:
+                reads, part = run.source.reads, data[position : position + run.nbytes]
                 reads.read(run.file, run.offset, part, self._begun.setdefault(reads, {}))
         return nbytes
 
     def finish(self) -> None:
-        """Verify what was read."""
+        """Verify the checksums of all bytes read."""
         with reading_source():
             for reads, begun in self._begun.items():
                 reads.finish(begun)
@@ -253,23 +258,24 @@ class StretchFiller:
 
 def compute_items(view: TensorView, first: int, stop: int, data: memoryview) -> None:
     """Fill ``data`` with items [first, stop) of a view that changes its tensor."""
-    import numpy as np  # only such views need it
+    import numpy as np  # imported late: most conversions compute nothing
 
     with reading_source():
         read_range(view, first, stop, np.frombuffer(data, dtype=np.uint8))
 
 
-def _append(runs: list[tuple[int, ByteRange]], place: int, piece: ByteRange) -> None:
-    """Add bytes that go to ``place``. They join the last run where they follow it on both sides: small tensors are one
-    read."""
+def _append(runs: list[tuple[int, ByteRange]], position: int, piece: ByteRange) -> None:
+    """Add bytes to read into ``position``. If they continue the last run in the source and in the output, they are
+    merged into it: adjacent small tensors are one read.
+    """
     if runs:
         at, last = runs[-1]
         follows = (last.file, last.offset + last.nbytes, at + last.nbytes) == (
             piece.file,
             piece.offset,
-            place,
+            position,
         )
         if follows and last.source is piece.source:
             runs[-1] = at, last._replace(nbytes=last.nbytes + piece.nbytes)
             return
-    runs.append((place, piece))
+    runs.append((position, piece))

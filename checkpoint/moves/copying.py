@@ -1,19 +1,20 @@
-"""Moving bytes: the jobs of many files, by a few threads with one fixed buffer each.
+"""Write the files of a conversion by a few threads, each with one fixed buffer.
 
-A thread takes a job (see `copy_jobs`), reads or computes its bytes into its buffer and writes them to the place in the
-plan. So memory is the buffers, whatever the size of the model or of its largest tensor.
+A thread takes a job (see `copy_jobs`), reads or computes its bytes into its buffer, and writes them to their planned
+offset. Memory use is bounded by the buffers, whatever the size of the model or of its largest tensor.
 
     512 MiB budget, 4 threads -> 4 buffers of 8 MiB      64 MiB budget, 8 threads -> 8 buffers of 2 MiB
 
-Files that accept writes in any order share all threads; files that are streams take one thread each. Every
-byte passes through memory, where it is compared with the source's checksums, if there are any, and hashed for
-the journal: hashing a buffer in the cache takes a tenth of the time that writing it takes.
+Files that accept writes in any order are shared by all threads; files that are streams are written by one thread each.
+Every buffer is compared with the source's checksums, if there are any, and hashed for the journal: hashing data in the
+cache takes a tenth of the time of writing it.
 
-A file is finished when the checksums of all bytes that it was made from have been compared. Reads compare checksums as
-they go (see `verified_reads`). The other bytes of a checksum's range are read at the end: the rest of a storage that is
-larger than its tensor, or of a record that is cut into several files. A tensor that is whole in a file is verified
-before that file is finished. A tensor that is cut into several files is verified by the process that writes its first
-item, when its files are complete. So no process waits for another, and together they read no byte more than twice.
+A file is finished when the checksums of all bytes that it was made from have been verified. Reads verify them as they
+go (see `verified_reads`). Bytes that share a checksum but belong to no tensor of the file are read at the end: the rest
+of a storage larger than its tensor, or of a record that is split across files. A tensor that is complete in a file is
+verified before that file is finished. A tensor that is split across files is verified by the process that writes its
+first item, after that process's files are complete. No process therefore waits for another, and together they read each
+byte at most twice.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ Progress = Callable[[int], None]  # called with bytes of tensors done since the 
 
 
 def no_progress(nbytes: int) -> None:
-    """The default where progress can be reported."""
+    """The default for `Progress` arguments."""
 
 
-_MAX_THREADS = 1024  # more would wait for each other
-_MAX_BUFFER_BYTES = 8 * 2**20  # 8 MiB: larger ones read no faster
+_MAX_THREADS = 1024  # more threads only wait for each other
+_MAX_BUFFER_BYTES = 8 * 2**20  # larger buffers read no faster
 _MIN_BUFFER_BYTES = 2**20
 # A view that changes its tensor needs scratch as large as the buffer, up to three times (read, work, result).
 _BUFFERS_PER_THREAD = 4
@@ -62,12 +63,12 @@ _BUFFERS_PER_THREAD = 4
 
 @dataclass(frozen=True)
 class CopyLimits:
-    """How much memory and how many threads a conversion may use.
+    """Limits for the memory and the threads of a conversion.
 
     Args:
-        memory_budget_bytes: for all working buffers together.
-        threads: readers and writers at work at once.
-        decoded_bytes: memory per thread for a chunk that is decoded whole.
+        memory_budget_bytes: size of all working buffers together.
+        threads: number of threads that read and write at the same time.
+        decoded_bytes: extra memory per thread, for sources that must decode a complete chunk.
 
     Examples:
         >>> CopyLimits(memory_budget_bytes=64 << 20, threads=8).usable_threads
@@ -82,7 +83,7 @@ class CopyLimits:
         least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
         if self.memory_budget_bytes < least or self.threads < 1:
             raise ConversionError(
-                "The memory budget is too small to work in.",
+                "The memory budget is too small.",
                 expected=f"at least {least} bytes and one thread",
                 got=f"{self.memory_budget_bytes} bytes, {self.threads} threads",
                 todo="pass a --memory-budget of 64MB or more",
@@ -90,24 +91,20 @@ class CopyLimits:
 
     @property
     def usable_threads(self) -> int:
-        """The number of threads; fewer if the budget has no buffers for all."""
+        """The number of threads that the budget has buffers for."""
         least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
         return min(self.threads, _MAX_THREADS, self.memory_budget_bytes // least)
 
     def decoding(self, name: str, nbytes: int) -> CopyLimits:
-        """The limits of a source whose chunks are decoded whole.
-
-        Args:
-            name: the tensor with the largest chunks.
-            nbytes: memory for one of them.
+        """Limits for a source with compressed chunks, of which the largest takes ``nbytes`` (in tensor ``name``).
 
         Raises:
-            ConversionError: if the budget has no room for one chunk.
+            ConversionError: if the budget is too small for this chunk.
         """
         needed = nbytes + _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD
         if needed > self.memory_budget_bytes:
             raise ConversionError(
-                "The memory budget is too small for a compressed chunk, which is decoded whole.",
+                "The memory budget is too small to decode a compressed chunk.",
                 expected=f"at least {needed} bytes",
                 got=f"{self.memory_budget_bytes} bytes",
                 where=f"tensor {name}",
@@ -117,30 +114,30 @@ class CopyLimits:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of one thread's buffer, a whole number of items of every type."""
+        """Size of one thread's buffer, a multiple of every dtype's item size."""
         share = self.memory_budget_bytes // self.usable_threads - self.decoded_bytes
         return min(_MAX_BUFFER_BYTES, share // _BUFFERS_PER_THREAD) // 16 * 16
 
 
 class _WorkingFile:
-    """A file being written: the number of jobs left, and the checksums so far."""
+    """A file being written: its number of open jobs, and the checksums so far."""
 
     def __init__(self, plan: FilePlan, out: FileWriter, num_jobs: int) -> None:
         self.plan, self.out = plan, out
         self._left = num_jobs
         self._lock = threading.Lock()  # for what follows, and the number of jobs left
         self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # content -> (byte offset, crc, bytes)
-        self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3 of what was written there)
+        self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3) of each write
 
     def do(self, job: Job | Stretch, buffer: memoryview) -> tuple[int, bool]:
-        """Do one job; returns its bytes of tensors and whether it was the last of the file."""
+        """Do one job; returns its number of tensor bytes, and whether it was the file's last job."""
         nbytes = 0
         if isinstance(job, Segment):
             nbytes = self._compute(job, buffer)
         elif isinstance(job, Stretch):
             nbytes = self._put_together(job, buffer)
         else:
-            begun: Begun = {}  # stays empty after the job, whose bytes are whole stripes
+            begun: Begun = {}  # empty again after the job: jobs cover complete stripes
             for start, stop, moves in steps(job, len(buffer)):
                 data = buffer[: stop - start]
                 job.source.reads.read(job.file, start, data, begun)
@@ -169,7 +166,7 @@ class _WorkingFile:
         return nbytes
 
     def _write(self, offset: int, data: memoryview, content: int | None = None) -> None:
-        """Write bytes of one content, or of several contents without CRCs."""
+        """Write bytes and update the checksums; ``content`` is None for bytes without CRCs, of one or more contents."""
         self.out.write_at(offset, [data])
         digest = checksum_of(data)
         kind = None if content is None else self.plan.tensor(content).crc
@@ -180,7 +177,7 @@ class _WorkingFile:
                 self._crcs.setdefault(content, []).append((offset, crc, len(data)))
 
     def write_known(self, first: int, stop: int) -> None:
-        """Write fixed and computed bytes among contents [first, stop)."""
+        """Write the fixed and computed bytes of contents [first, stop)."""
         for offset, content in zip(
             self.plan.offsets[first:stop], self.plan.contents[first:stop], strict=True
         ):
@@ -211,7 +208,12 @@ def _join_digests(digests: Iterable[int]) -> str:
 def written_digest(
     plan: FilePlan, read: Callable[[int, int], bytes], buffer_bytes: int, *, in_order: bool
 ) -> str:
-    """The checksum of a finished file as it is now, which is equal to the recorded one if the file is intact."""
+    """Recompute `_WorkingFile.digest` from a finished file, to compare it with the recorded one.
+
+    Args:
+        read: returns bytes of the file, by offset and size.
+        in_order: whether the file was written front to back.
+    """
     if plan.stretch_bytes and not in_order:
         bounds = (step for each in stretches(plan) for step in stretch_steps(plan, each, buffer_bytes))
         written = [(start, stop - start) for start, stop in bounds]
@@ -223,14 +225,14 @@ def written_digest(
 
 @dataclass
 class Copier:
-    """Writes the files of one conversion, in several threads.
+    """Writes the files of one conversion with several threads.
 
     Args:
-        limits: memory and threads.
-        create: opens an output; called when its first byte is about to be written.
-        retrying: repeats failed work on a stream, from the start of its file.
-        progress: called with bytes done since the last call, from several threads.
-        on_finished: called with each finished (not published) file and its digest, by one thread at a time.
+        limits: limits for memory and threads.
+        create: opens an output file; called just before its first byte is written.
+        retrying: calls the given function, again if it fails: it writes one file front to back, from its start.
+        progress: called with the tensor bytes done since the last call, from several threads.
+        on_finished: called with each finished (not yet published) file and its digest, by one thread at a time.
     """
 
     limits: CopyLimits
@@ -241,21 +243,21 @@ class Copier:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def copy(self, plans: Sequence[FilePlan], *, in_order: bool) -> None:
-        """Write all files, each from front to back if ``in_order``.
+        """Write all files, each front to back if ``in_order``.
 
         Raises:
-            Exception: the first error of any thread; the other threads stop. Outputs are not aborted.
+            Exception: the first error of any thread; the other threads stop. Output files are not aborted.
         """
         if in_order:
             in_threads(self.limits.usable_threads, self._stream, plans)
         else:
-            try:  # disks are not retried, so this is the place that unpacks the errors of the source
+            try:  # `retrying` unwraps a SourceError; it is not called for outputs on disk
                 in_threads(self.limits.usable_threads, self._work, self._jobs(plans))
             except SourceError as carried:
                 raise carried.error from carried.error.__cause__  # `from` keeps the first cause
 
     def _finish(self, file: _WorkingFile, known: int = 0) -> None:
-        """Write fixed and computed bytes from content ``known`` on, verify the tensors of the file, and close it."""
+        """Write the fixed and computed bytes from content ``known`` on, verify the file's tensors, and close it."""
         file.write_known(known, len(file.plan.contents))
         with reading_source():
             for source, name in tensors_to_verify(file.plan, whole=True):
@@ -265,7 +267,7 @@ class Copier:
             self.on_finished(file.plan, file.digest)
 
     def _jobs(self, plans: Sequence[FilePlan]) -> Iterator[tuple[_WorkingFile, Job | Stretch]]:
-        """The work on files that take it in any order; each file is created when its first job is taken."""
+        """The jobs of files that are written in any order; each file is created when its first job is taken."""
         for plan in plans:
             jobs: list[Job | Stretch] = [
                 *(stretches(plan) if plan.stretch_bytes else jobs_by_source(plan, self.limits.buffer_bytes))
@@ -277,8 +279,8 @@ class Copier:
                 yield file, job
 
     def _work(self, jobs: Shared[tuple[_WorkingFile, Job | Stretch]]) -> None:
-        """Do jobs until none is left."""
-        # An anonymous map, since its pages cost no memory until they are used.
+        """Do jobs until there are none."""
+        # An anonymous map: pages that are never touched take no memory.
         buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))
         for file, job in jobs:
             nbytes, is_last = file.do(job, buffer)
@@ -287,13 +289,13 @@ class Copier:
                 self._finish(file, len(file.plan.contents) - 1 if file.plan.stretch_bytes else 0)
 
     def _stream(self, plans: Shared[FilePlan]) -> None:
-        """Write whole files front to back, one after the other."""
+        """Write files front to back, one after the other."""
         buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))
         for plan in plans:
             self.retrying(partial(self._write_in_order, plan, plans, buffer))
 
     def _write_in_order(self, plan: FilePlan, plans: Shared[FilePlan], buffer: memoryview) -> None:
-        """Write one file front to back."""
+        """Write one file front to back; leave it unfinished if another thread has failed."""
         file, known, done = _WorkingFile(plan, self.create(plan), 0), 0, 0
         try:
             for segment in jobs_in_order(plan, self.limits.buffer_bytes):
@@ -305,33 +307,33 @@ class Copier:
                 self.progress(nbytes)
                 done += nbytes
             self._finish(file, known)
-        except Exception:  # a retry reports the same bytes again
-            self.progress(-done)
+        except Exception:
+            self.progress(-done)  # a retry starts from the beginning of the file
             raise
 
 
 def tensors_to_verify(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, str]]:
-    """The stored tensors that are verified with a file.
+    """The stored tensors that are verified with a file, because it contains their first item.
 
     Args:
-        whole: whether to return the tensors that the file contains whole, or those that are cut into several files and
-            have their first item in this one.
+        whole: select the tensors that are complete in this file; otherwise the tensors that are split across files.
     """
-    numel = Counter[str]()
+    num_items = Counter[str]()
     for _, items in plan.tensors:
-        numel[items.view.info.name] += items.stop - items.start
+        num_items[items.view.info.name] += items.stop - items.start
     for _, items in plan.tensors:
         info = items.view.info
-        if items.start == 0 < items.stop and (numel[info.name] == info.numel) == whole:
+        if items.start == 0 < items.stop and (num_items[info.name] == info.numel) == whole:
             yield from items.view.sources()
 
 
 def verify_rest(plans: Sequence[FilePlan], threads: int) -> None:
-    """After all files are complete: verify tensors that are cut into several files, and check that no file of a source
-    was replaced, which most formats have no checksums for.
+    """After all files are complete, verify the tensors that are split across files, and that no source has changed.
+
+    Most formats have no checksums that would detect a source that changed during the conversion.
 
     Raises:
-        CorruptCheckpointError: if bytes are not those that were saved.
+        CorruptCheckpointError: if a checksum of the source does not match.
         ConversionError: if files of a source were replaced.
     """
 

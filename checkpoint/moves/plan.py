@@ -1,9 +1,9 @@
-"""What a conversion is going to write, whatever the target format: planned from metadata, before a byte moves.
+"""The output plan of a conversion, for any target format. It is made from metadata, before any tensor is read.
 
-A plan is data files (tensors and the bytes around them) and closing files (settings, index, manifest), in the order
-they are published: the file that makes the folder a checkpoint comes last. A data file is a row of contents whose
-sizes are known beforehand: fixed bytes, tensors, and bytes that are computed from checksums of tensors before them
-(zip directories need those). Where every byte goes follows from the sizes, so contents are written in any order.
+A plan consists of data files (tensors and the bytes around them) and closing files (settings, index, manifest), in the
+order in which they are published: the file that makes the folder a checkpoint comes last. A data file is a sequence of
+contents of known sizes: fixed bytes, tensors, and bytes computed from the checksums of tensors before them (for zip
+directories). The sizes determine all offsets, so contents can be written in any order.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.storage.checksums import Crc
 
 Written = Callable[[str, int, int], bytes]
-"""Bytes of a data file of the plan by its name, offset and number, once it is written."""
+"""Returns bytes of a written data file, by file name, offset and number of bytes."""
 
 
 CrcOf = Callable[[int], int]
-"""The CRC of a tensor by its index among the contents of its file."""
+"""Returns the CRC of a tensor, by its index in the contents of its file."""
 
 
-class FixedBytes(NamedTuple):  # these three are made a hundred thousand times
-    """Bytes known beforehand."""
+class FixedBytes(NamedTuple):  # NamedTuples, because a plan may have a hundred thousand contents
+    """Bytes that are known when the plan is made."""
 
     data: bytes
 
@@ -46,7 +46,7 @@ class TensorItems(NamedTuple):
     view: TensorView
     start: int
     stop: int
-    crc: Crc | None = None  # to be known to computed bytes
+    crc: Crc | None = None  # the CRC to compute for `ComputedBytes`
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class TensorItems(NamedTuple):
 
 
 class ComputedBytes(NamedTuple):
-    """Bytes made from the CRCs of tensors before them."""
+    """Bytes computed from the CRCs of tensors before them in the file."""
 
     nbytes: int
     make: Callable[[CrcOf], bytes]
@@ -65,17 +65,19 @@ Content = FixedBytes | TensorItems | ComputedBytes
 
 
 def whole(view: TensorView) -> TensorItems:
-    """All of a tensor."""
+    """All items of a tensor."""
     return TensorItems(view, 0, view.info.numel)
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One data file: its name and its contents, front to back.
+    """One data file.
 
     Args:
-        stretch_bytes: if not 0, the file is written in runs of so many bytes, each from front to back (see
-            `stretches`); its last content alone is computed.
+        name: the file's name.
+        contents: the file's contents, front to back.
+        stretch_bytes: if not 0, the file is written in stretches of this many bytes, each front to back (see
+            `copy_jobs`); only its last content is computed.
     """
 
     name: str
@@ -95,23 +97,23 @@ class FilePlan:
 
     @property
     def tensor_nbytes(self) -> int:
-        """Bytes of tensors in the file."""
+        """Number of tensor bytes in the file."""
         return sum(items.nbytes for _, items in self.tensors)
 
     @property
     def tensors(self) -> Iterator[tuple[int, TensorItems]]:
-        """(index, content) of the contents that are tensors."""
+        """Index and content of each tensor in the file."""
         return ((i, items) for i, items in enumerate(self.contents) if isinstance(items, TensorItems))
 
     @cached_property
     def is_moved(self) -> bool:
-        """Whether all its tensors are bytes of the source as they are."""
+        """Whether all tensors in the file are unchanged bytes of the source."""
         return all(items.view.byte_ranges(items.start, items.stop) is not None for _, items in self.tensors)
 
     def tensor(self, index: int) -> TensorItems:
         """Content number ``index``, which is a tensor."""
         items = self.contents[index]
-        assert isinstance(items, TensorItems), f"content {index} of {self.name} is no tensor"
+        assert isinstance(items, TensorItems), f"content {index} of {self.name} is not a tensor"
         return items
 
 
@@ -125,17 +127,17 @@ class ClosingFile:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """Everything a conversion writes.
+    """All output of a conversion.
 
     Args:
         kind: the target format.
         files: data files.
-        closing: small files, the decisive one last.
-        is_stale: whether an old file in the target must go when this plan is published.
-        wrap: put around each output file.
-        single_file: the target is this one file rather than a folder.
-        when_written: called when all data files are written, in whatever run or process, before the closing files are
-            made.
+        closing: small files; the one that makes the folder a checkpoint comes last.
+        is_stale: returns whether an old file of this name in the target is removed when the plan is published.
+        single_file: whether the target is a single file rather than a folder.
+        wrap: returns the writer to use instead, given an output file's name and writer.
+        when_written: called after all data files are written, by this or other runs and processes, and before the
+            closing files are created.
     """
 
     kind: str
@@ -148,18 +150,18 @@ class OutputPlan:
 
     @cached_property
     def tensor_nbytes(self) -> int:
-        """Bytes of tensor data in all files."""
+        """Number of tensor bytes in all files."""
         return sum(file.tensor_nbytes for file in self.files)
 
     def fingerprint(self) -> str:
-        """Equal for equal plans: names, sizes and contents of all files, as far as metadata tells."""
+        """A digest of the names, sizes and contents of all files, computed from metadata; equal for equal plans."""
         digest = RunningDigest(self.kind.encode())
         for file in self.files:
             digest.update(f"\n{file.name} {file.nbytes}".encode())
             for _, items in file.tensors:
                 info = items.view.info
-                place = f"{info.name} {info.shape} {info.dtype.name} {items.start} {items.stop}"
-                digest.update(f"\n {place} {items.view.identity()}".encode())
+                part = f"{info.name} {info.shape} {info.dtype.name} {items.start} {items.stop}"
+                digest.update(f"\n {part} {items.view.identity()}".encode())
         for closing in self.closing:
             digest.update(f"\n{closing.name}".encode())
         return digest.hexdigest()

@@ -1,14 +1,14 @@
 """Comparison of replicas before a commit: one all-reduce of a few numbers, while files are written.
 
 Each replica of a tensor writes a share of it. If replicas differed, the file would mix their values into a tensor that
-existed on no rank. So every rank computes a digest of its replicas, of a strided sample or of all elements, on the
-tensor's device. The replicas of one region form a ring: each adds a hash of its digest under its own number, and
-subtracts one under the number of the next replica.
+existed on no rank. Every rank therefore computes a digest of its replicas, from a strided sample or from all elements.
+The replicas of one region form a ring: each adds a hash W of its digest d and its own number, and subtracts a hash of
+its digest and the next replica's number.
 
     replica 0 of 2      + W(d0, 0) - W(d0, 1)
-    replica 1 of 2      + W(d1, 1) - W(d1, 0)       the sum over all ranks and places is 0 if d0 == d1
+    replica 1 of 2      + W(d1, 1) - W(d1, 0)       the sum over all ranks and regions is 0 if d0 == d1
 
-So the message has the same size for any number of ranks and tensors. Only if the sum is not 0, ranks exchange more, to
+The all-reduce has the same size for any number of ranks and tensors. Only if the sum is not 0, ranks exchange more, to
 name tensors and ranks. A sample takes 2 us per tensor and 2.5 us per MB: 1.1 ms for 10 tensors of 40 MB, 1.9 ms for
 300 of 2 MB, 2.5 ms for 1,000 of 200 KB, 10 ms for 5,000 of 20 KB (minima of 15 runs on two shared cores).
 """
@@ -44,14 +44,14 @@ _MAX_NAMED = 8  # tensors whose ranks an error names
 
 
 def check_choice(check_replicas: object) -> None:
-    """Check the value of ``check_replicas``.
+    """Check a ``check_replicas`` argument.
 
     Raises:
         ValueError: for any other value than "all", "sample" and False.
     """
     if check_replicas is not False and check_replicas not in ("all", "sample"):
         raise ArgumentError(
-            "There is no such way to compare replicas.",
+            "check_replicas has an unknown value.",
             expected="check_replicas='all', 'sample' or False",
             got=repr(check_replicas),
         )
@@ -61,9 +61,9 @@ class _Replica(NamedTuple):
     """This rank's place in a ring.
 
     Attributes:
-        kind: number of the distribution that the ring's tensors have.
-        coordinates: of the region that the ring's ranks store.
-        number, size: the replica's number in the ring, and the number of replicas.
+        kind: number of the distribution that all tensors of the ring share.
+        coordinates: coordinates of the region that the ring's ranks store.
+        number, size: this replica's number in the ring, and the number of replicas.
     """
 
     kind: int
@@ -73,9 +73,9 @@ class _Replica(NamedTuple):
 
     def words(self, digest: bytes) -> list[int]:
         """The words that this rank adds to the sum over all ranks, modulo 2**32."""
-        place = f"{self.kind} {self.coordinates} ".encode()
+        ring = f"{self.kind} {self.coordinates} ".encode()
         own, following = (
-            struct.unpack("<4I", digest_of(b"%s%d " % (place, number) + digest))
+            struct.unpack("<4I", digest_of(b"%s%d " % (ring, number) + digest))
             for number in (self.number, (self.number + 1) % self.size)
         )
         return [(plus - minus) % _MOD for plus, minus in zip(own, following, strict=True)]
@@ -96,8 +96,9 @@ def begin_comparison(
         left_out: returns the names of tensors that the save does not write.
 
     Returns:
-        A function that waits for the result: a collective, called before the commit. It raises `CheckpointError` on
-        all ranks if replicas differ, with tensors and ranks. A rank that could not read its tensors raises that error.
+        A function that waits for the result; a collective, to be called before the commit. If replicas differ, it
+        raises `CheckpointError` on all ranks, with the names of tensors and ranks. A rank that failed to read its
+        tensors raises its own error.
     """
     if not check_replicas or coordinator.world_size == 1:
         return lambda: None
@@ -111,7 +112,7 @@ def begin_comparison(
                 manifest, locals_by_name, coordinator.rank, check_replicas, left_out(manifest)
             )
             words = replicas.words()
-    except BaseException as caught:  # noqa: BLE001  the other ranks wait for this one's numbers
+    except BaseException as caught:  # noqa: BLE001  raised by `finish`: other ranks wait for this rank's numbers
         error = caught
     arrive = coordinator.begin_sum([int(error is not None), *words])
 
@@ -127,7 +128,7 @@ def begin_comparison(
 
 
 class _Replicas:
-    """The tensors of which a rank has a replica."""
+    """The tensors that this rank has replicas of, and their digests."""
 
     def __init__(
         self,
@@ -138,54 +139,54 @@ class _Replicas:
         left_out: Collection[str],
     ) -> None:
         self._locals_by_name = locals_by_name
-        # Each save samples other elements, so that a small difference is noticed sooner or later.
-        self._phase = int(manifest.save_id, 16) >> 1  # as int64
+        # Each save samples different elements, so that some later save detects a small difference.
+        self._phase = int(manifest.save_id, 16) >> 1  # fits an int64
         self._samples = check_replicas == "sample"
         self.entries: list[Entry] = []  # the same on all ranks
         self._own: list[tuple[_Replica, list[int]]] = []  # this rank's rings, with indices into `entries`
         kinds: dict[tuple[int, int], list[int]] = {}
         skipped = frozenset(left_out)
-        for place, (entry, holders) in enumerate(zip(manifest.entries, manifest.holders, strict=True)):
+        for number, (entry, holders) in enumerate(zip(manifest.entries, manifest.holders, strict=True)):
             if entry.name in skipped or not entry.numel:
                 continue
-            places = kinds.get((holders, entry.axes))
-            if places is None:
-                places = kinds[holders, entry.axes] = []
-                position = manifest.holders_of(place).position(rank)
+            indices = kinds.get((holders, entry.axes))
+            if indices is None:
+                indices = kinds[holders, entry.axes] = []
+                position = manifest.holders_of(number).position(rank)
                 if position is not None and position[2] > 1:
-                    self._own.append((_Replica(len(kinds), *position), places))
-            places.append(len(self.entries))
+                    self._own.append((_Replica(len(kinds), *position), indices))
+            indices.append(len(self.entries))
             self.entries.append(entry)
 
     def words(self) -> list[int]:
         """The words that this rank adds to the sum, which is 0 if all replicas are equal."""
         total = [0] * _NUM_WORDS
-        for replica, places in self._own:
-            own = replica.words(self._digest(places))
+        for replica, indices in self._own:
+            own = replica.words(self._digest(indices))
             total = [(a + b) % _MOD for a, b in zip(total, own, strict=True)]
         return total
 
     def words_by_entry(self) -> list[int]:
-        """As `words`, for each of `entries` alone, one after the other."""
+        """As `words`, but separately for each of `entries`, concatenated."""
         all_words = [0] * (_NUM_WORDS * len(self.entries))
-        for replica, places in self._own:
-            for place in places:
-                words = replica.words(self._digest([place]))
-                all_words[_NUM_WORDS * place : _NUM_WORDS * (place + 1)] = words
+        for replica, indices in self._own:
+            for index in indices:
+                words = replica.words(self._digest([index]))
+                all_words[_NUM_WORDS * index : _NUM_WORDS * (index + 1)] = words
         return all_words
 
-    def digests(self, places: Collection[int]) -> dict[int, tuple[str, str]]:
-        """The ring and the hex digest of this rank's replica, for those of the given entries that it replicates."""
+    def digests(self, wanted: Collection[int]) -> dict[int, tuple[str, str]]:
+        """The ring and the hex digest of each of this rank's replicas among the given entries."""
         return {
-            place: (f"{replica.coordinates}", self._digest([place]).hex())
+            index: (f"{replica.coordinates}", self._digest([index]).hex())
             for replica, own in self._own
-            for place in own
-            if place in places
+            for index in own
+            if index in wanted
         }
 
-    def _digest(self, places: Sequence[int]) -> bytes:
-        """The digest of several tensors of this rank, in their order."""
-        tensors = [self._locals_by_name[self.entries[place].name] for place in places]
+    def _digest(self, indices: Sequence[int]) -> bytes:
+        """One digest of several of this rank's tensors, in the given order."""
+        tensors = [self._locals_by_name[self.entries[index].name] for index in indices]
         hasher = RunningDigest()
         if self._samples:
             dtypes = [tensor.dtype for tensor in tensors]
@@ -199,9 +200,9 @@ class _Replicas:
 
 
 class _Memory(NamedTuple):
-    """A range of this process's memory as numpy's array interface; it keeps no tensor alive."""
+    """A range of this process's memory, as a numpy array interface. It does not keep the memory alive."""
 
-    address: int  # of the first one, in bytes
+    address: int  # address of the first item
     numel: int
     dtype: np.dtype[Any]
 
@@ -213,9 +214,9 @@ class _Memory(NamedTuple):
 
 
 def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]:
-    """The bits of every n-th element of each tensor, in row-major order, 1D. All tensors have one dtype.
+    """The bits of every n-th element of each tensor, in row-major order, as a 1D array. All tensors have one dtype.
 
-    Dense host tensors are read by their addresses, all in one call: making a view of each takes longer than reading.
+    Dense host tensors are read by their addresses, all in one call: a view of each would take longer than the reading.
     """
     itemsize = tensors[0].itemsize
     numels = _of_each(torch.Tensor.numel, tensors, np.int64)
@@ -240,8 +241,8 @@ def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]
         addresses[is_dense], firsts[is_dense], steps[is_dense], counts[is_dense], itemsize
     )
     views = [
-        _strided(tensors[place], int(firsts[place]), int(steps[place]))
-        for place in np.flatnonzero(~is_dense).tolist()
+        _strided(tensors[index], int(firsts[index]), int(steps[index]))
+        for index in np.flatnonzero(~is_dense).tolist()
     ]
     if len({view.device for view in views}) > 1:
         views = [view.cpu() for view in views]
@@ -251,7 +252,7 @@ def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]
 
 
 def _bits(itemsize: int) -> np.dtype[Any]:
-    """A numpy dtype of that size whose items are only copied; numpy has no integers of 16 bytes."""
+    """A numpy dtype of this size, for copies of bits; complex128 for 16 bytes, since numpy has no such integer."""
     return np.dtype(f"u{itemsize}" if itemsize <= 8 else f"c{itemsize}")
 
 
@@ -274,7 +275,7 @@ def _gathered(
     lowest = int(addresses.min())
     starts = (addresses - lowest) // itemsize + firsts
     lasts = starts + (counts - 1) * steps
-    # One running sum over all tensors: each stride leads to the next element, also from a tensor to the next one.
+    # Indices are one running sum over all tensors: each stride leads to the next element, also across tensors.
     strides = np.repeat(steps, counts)
     strides[0] = starts[0]
     strides[np.cumsum(counts)[:-1]] = starts[1:] - lasts[:-1]
@@ -282,13 +283,13 @@ def _gathered(
     return memory[np.cumsum(strides)]
 
 
-# Dtypes whose bits `torch.cat` copies unchanged; others are viewed as integers, at some cost for each tensor.
+# Dtypes that `torch.cat` copies bit by bit. Tensors of other dtypes are viewed as integers, which costs time.
 _COPIED_AS_THEY_ARE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64})
 
 
 def _strided(tensor: torch.Tensor, first: int, step: int) -> torch.Tensor:
-    """Every ``step``-th element from element ``first`` on, in row-major order, on the tensor's device; 1D."""
-    if tensor.dtype not in _COPIED_AS_THEY_ARE:  # torch cannot index and join tensors of some other dtypes
+    """Every ``step``-th element from element ``first`` on, in row-major order, 1D, on the tensor's device."""
+    if tensor.dtype not in _COPIED_AS_THEY_ARE:  # torch cannot index or concatenate some other dtypes
         tensor = tensor.resolve_conj().resolve_neg()
         tensor = tensor.view(carrier_of(tensor.dtype))
     numel = tensor.numel()
@@ -297,13 +298,13 @@ def _strided(tensor: torch.Tensor, first: int, step: int) -> torch.Tensor:
             ((numel - first + step - 1) // step,), (step,), tensor.storage_offset() + first
         )
     else:
-        places = np.unravel_index(np.arange(first, numel, step), tuple(tensor.shape))
-        picked = tensor[tuple(torch.from_numpy(index).to(tensor.device) for index in places)].view(-1)
+        indices = np.unravel_index(np.arange(first, numel, step), tuple(tensor.shape))
+        picked = tensor[tuple(torch.from_numpy(index).to(tensor.device) for index in indices)].view(-1)
     return picked.resolve_neg()
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A whole tensor in contiguous pieces; tensors with gaps are copied some rows at a time."""
+    """All elements of a tensor in contiguous pieces; non-contiguous tensors are copied some rows at a time."""
     if tensor.is_contiguous():
         flat = tensor.view(-1)
         # Host memory is hashed where it is.
@@ -321,17 +322,17 @@ def _raise_difference(replicas: _Replicas, coordinator: Coordinator) -> None:
     with coordinator.together(doing), torch.no_grad():
         words = replicas.words_by_entry()
     total = coordinator.begin_sum(words)()
-    places = [
-        place
-        for place in range(len(replicas.entries))
-        if any(word % _MOD for word in total[_NUM_WORDS * place : _NUM_WORDS * (place + 1)])
+    differing = [
+        index
+        for index in range(len(replicas.entries))
+        if any(word % _MOD for word in total[_NUM_WORDS * index : _NUM_WORDS * (index + 1)])
     ]
-    named = places[:_MAX_NAMED]
+    named = differing[:_MAX_NAMED]
     own: dict[int, tuple[str, str]] = {}
     with coordinator.together(doing), torch.no_grad():
         own = replicas.digests(named)
     everyone = coordinator.everyone(own)
-    names = [replicas.entries[place].label for place in places]
+    names = [replicas.entries[index].label for index in differing]
     differences = map(partial(_format_difference, everyone=everyone), named)
     raise CheckpointError(
         "Replicas of a tensor differ between ranks.",
@@ -345,12 +346,12 @@ def _raise_difference(replicas: _Replicas, coordinator: Coordinator) -> None:
     )
 
 
-def _format_difference(place: int, everyone: Sequence[Mapping[int, tuple[str, str]]]) -> str:
-    """The groups of ranks with equal values, for the first region of a tensor with several groups."""
+def _format_difference(index: int, everyone: Sequence[Mapping[int, tuple[str, str]]]) -> str:
+    """The groups of ranks with equal values, as text, for the first region of a tensor that has several groups."""
     rings: dict[str, dict[str, list[int]]] = {}
-    for rank, of_rank in enumerate(everyone):
-        if place in of_rank:
-            ring, digest = of_rank[place]
+    for rank, digests_of_rank in enumerate(everyone):
+        if index in digests_of_rank:
+            ring, digest = digests_of_rank[index]
             rings.setdefault(ring, {}).setdefault(digest, []).append(rank)
     groups = next((list(digests.values()) for digests in rings.values() if len(digests) > 1), [])
     return " differs from ".join(f"ranks {ranks[:8]}" for ranks in groups[:4])

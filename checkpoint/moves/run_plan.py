@@ -1,6 +1,6 @@
-"""Carry out an output plan: copy what is missing, verify it, and publish the result.
+"""Execute an output plan: write the missing files, verify them, and publish the result.
 
-`vescale_fsdp.checkpoint.storage.output` knows the target: temporary names, the journal, parts and publication.
+`vescale_fsdp.checkpoint.storage.output` handles the target: temporary names, the journal, parts and publication.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ from vescale_fsdp.errors import CorruptCheckpointError
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run did: the files that it wrote, the files that an earlier run had finished, and whether the result is
-    published."""
+    """The outcome of a run.
+
+    Attributes:
+        written: names of the files that this run wrote.
+        kept: names of the files that an earlier run had finished.
+        published: whether the result is published.
+    """
 
     written: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
@@ -53,23 +58,23 @@ def run_plan(
     """Write this process's part of a plan, and publish the result if all other parts are complete.
 
     Args:
-        plan: what is written.
-        source: where it comes from; must not be in the target, nor the target in it.
+        plan: the output plan.
+        source: the source; neither may contain the other, source or target.
         url: the target.
-        limits: memory and threads.
-        overwrite: replace what is in the target.
-        resume: continue an interrupted run of the same plan, or start if there was none.
-        dry_run: check the target, write nothing.
-        part: (index, count) of this process's share.
-        requested: the options that determine the plan, by the command line's names.
-        progress: called with bytes written since the last call, from several threads.
-        announce: called once, before the first byte, with the number of bytes of tensors.
+        limits: limits for memory and threads.
+        overwrite: replace an existing target.
+        resume: continue an interrupted run of the same plan, or start a new one if there was none.
+        dry_run: check the target, but write nothing.
+        part: index and number of shares: this process writes share ``index``.
+        requested: the options that determine the plan, by their command-line names.
+        progress: called with the tensor bytes written since the last call, from several threads.
+        announce: called once, before the first write, with the total number of tensor bytes.
 
     Raises:
-        ConversionError: if the target is refused, or an interrupted run had another plan.
-        CorruptCheckpointError: if the source turns out damaged. After an error nothing of this run is left, except
-            that finished files of a run that ran out of space or was stopped by hand are kept for ``resume`` (under
-            their temporary names).
+        ConversionError: if the target cannot be used, or an interrupted run had another plan.
+        CorruptCheckpointError: if the source is damaged. After an error all files of this run are removed. One
+            exception: if the run ran out of space or was stopped by the user, finished files are kept for ``resume``
+            (under their temporary names).
     """
     result = ResultFiles(
         {file.name: file.nbytes for file in plan.files},
@@ -121,12 +126,13 @@ def _wrapped(plan: OutputPlan, file: FilePlan, writer: FileWriter) -> FileWriter
 
 
 def _is_written(plan: OutputPlan, files: tuple[FilePlan, ...], output: Output, limits: CopyLimits) -> bool:
-    """Whether the target contains this result: the run that made it was stopped after its last step.
+    """Whether the target already contains this result, because an earlier run was stopped after publishing.
 
-    Names and sizes are the same for every step of a training, so the bytes are read, and made again from the source.
+    Names and sizes are the same for every step of a training run, so all bytes are computed again from the source and
+    compared.
 
     Raises:
-        ConversionError: if they differ, and neither an interrupted run nor ``overwrite`` allows to replace them.
+        ConversionError: if bytes differ, and neither an interrupted run nor ``overwrite`` allows to replace them.
     """
     if not output.may_be_complete:
         return False
@@ -151,14 +157,14 @@ def _is_written(plan: OutputPlan, files: tuple[FilePlan, ...], output: Output, l
 def _intact_files(
     files: tuple[FilePlan, ...], output: Output, limits: CopyLimits, finished: Mapping[str, tuple[str, int]]
 ) -> frozenset[str]:
-    """Names of the finished files that still have their digests; reads each."""
+    """Names of the finished files that still match their recorded digests; reads every file."""
     intact: set[str] = set()
 
     def is_intact(file: FilePlan) -> bool:
         digest, buffer_bytes = finished[file.name]
         for name in output.finished_copies(file.name):
             read = partial(output.store.read, name)
-            with suppress(CorruptCheckpointError):  # another part renamed the file just now
+            with suppress(CorruptCheckpointError):  # another process has just renamed the file
                 if written_digest(file, read, buffer_bytes, in_order=output.store.in_order) == digest:
                     return True
         return False

@@ -1,8 +1,8 @@
-"""A checkpoint to read from, whatever its format: its tensors, its other values, and reads of any box.
+"""`Source`: an open checkpoint of any format, with its tensors, its other values, and reads of any box.
 
-A `Source` is mostly data (see `stored_tensor.py`): the readers of each format only find out what lies where. One
-routine then reads boxes of any format (`box_reading.py`), and all reads are compared with the format's checksums
-(`verified_reads.py`).
+A `Source` is mostly data (see `stored_tensor.py`): each format's reader only determines the location of every tensor's
+bytes. One routine then reads boxes of any format (`box_reading.py`), and all reads are verified with the format's
+checksums (`verified_reads.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 BoxReader = Callable[[Box], "np.ndarray"]
 StoredValue = Callable[[], Any]
-"""Gives a value that is not a tensor: numbers, strings, lists and dicts, read only when somebody wants them."""
+"""Returns a value that is not a tensor (number, string, list, dict), which is read only on this call."""
 
 
 class ByteRange(NamedTuple):
-    """Bytes of a file that are items of a tensor as they are, one after the other."""
+    """A range of a file that contains consecutive items of a tensor, unchanged."""
 
     source: Source
     file: str
@@ -40,12 +40,12 @@ class ByteRange(NamedTuple):
 
 
 def constant(value: Any) -> StoredValue:
-    """A value that is already read."""
+    """A `StoredValue` of a value that is already in memory."""
     return lambda: value
 
 
 class _Interval(NamedTuple):
-    """Items [start, stop) of a flattened tensor and where the first of them lies."""
+    """Items [start, stop) of a flattened tensor, and the file and byte offset of the first one."""
 
     start: int
     stop: int
@@ -58,25 +58,25 @@ class Source:
     """One opened checkpoint.
 
     Args:
-        kind: its format, such as ``"dcp"``.
-        store: the folder its files are in.
-        tensors: by flattened name, in the order of the format.
-        values: everything else, by flattened name.
-        paths: where a flattened name sits in the nested state it came from; absent names are at the root.
-        readers: for tensors whose bytes are not plain in their files, how to read a box (raw items).
-        decoded: of tensors whose chunks are decoded whole, how many bytes that holds at a time.
-        aliases: names of tensors that are an earlier one, where their bytes are not in files that would show it -> its
-            name.
-        file: name of the one file that is the whole checkpoint; empty for a folder.
-        omitted: entries that this package cannot carry over (values that differ per rank).
-        layouts: how groups of tensors were sharded, where the format knows.
-        checked: a file's checksums by its name, where the format has them for stripes of whole files; other
-            formats have them for ranges of bytes (see `verified_reads`).
-        facts: lines worth telling people (``inspect`` prints them).
-        file_metadata: ``__metadata__`` of safetensors files, joined; quantised tensors of torchao are described there.
-        warnings: what a conversion from here must tell people, since the format leaves it open.
-        folder_problems: what loaders of the folder would fail on although every file is good, one text each.
-        locate: finds where in its bytes a chunk's items are, where only the file says; None where metadata does.
+        kind: the format, such as ``"dcp"``.
+        store: the folder that contains the files.
+        tensors: flattened name -> tensor, in the order of the format.
+        values: flattened name -> value, for all other entries.
+        paths: flattened name -> path in the nested state; names without a path are at the root.
+        facts: label -> text, for ``inspect`` to print.
+        readers: name -> function that reads a box (raw items), for tensors with encoded bytes, such as compressed
+            chunks.
+        decoded: name -> bytes of memory to decode one chunk, for tensors with chunks that are decoded as a whole.
+        aliases: name -> earlier name of the same tensor, if the tensors' file locations do not show it.
+        file: name of the file, if the checkpoint is a single file; empty for a folder.
+        omitted: entries that this package cannot convert (values that differ per rank).
+        layouts: the sharding of groups of tensors, if the format stores it.
+        checked: returns the stripes and checksums of a file; None if the format has no checksums, or has them for byte
+            ranges instead (see `verified_reads`).
+        file_metadata: ``__metadata__`` of all safetensors files, merged; torchao describes quantized tensors there.
+        warnings: messages for the user of a conversion, about properties that the format does not store.
+        folder_problems: returns the reasons why loaders of this folder would fail although every file is good.
+        locate: determines the location of a chunk's items, if only the file contains it; None if metadata does.
 
     Examples:
         >>> import torch
@@ -113,33 +113,33 @@ class Source:
 
     @property
     def url(self) -> str:
-        """Where the checkpoint is: the folder, or the file if it is one file."""
+        """The URL of the checkpoint's folder, or of its file if it is a single file."""
         return f"{self.store.where}/{self.file}" if self.file else self.store.where
 
     @cached_property
     def ties(self) -> dict[str, str]:
-        """Names of tensors that are the very bytes of an earlier one -> the name of that."""
+        """Name -> earlier name, for tensors stored as the same bytes as an earlier tensor."""
         starts: dict[tuple[str, int], str] = {}
         first: dict[object, str] = {}
-        found = dict(self.aliases)
+        ties = dict(self.aliases)
         for name, tensor in self.tensors.items():
             if tensor.info.numel and name not in self.readers:
                 other = starts.setdefault((tensor.chunks[0].file, tensor.chunks[0].offset), name)
                 if other == name:
-                    continue  # nearly all
+                    continue  # a shortcut for almost all tensors: `places` is slower to compare
                 first.setdefault(self.tensors[other].places, other)
                 if (kept := first.setdefault(tensor.places, name)) != name:
-                    found[name] = kept
-        return found
+                    ties[name] = kept
+        return ties
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Size of all tensors in bytes."""
         return sum(tensor.info.nbytes for tensor in self.tensors.values())
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes when files of the source are replaced: their names, sizes and times of change."""
+        """A digest of the files' names, sizes and modification times: it changes when a file is replaced."""
         chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
         stamps = [
             f"{file} {self.store.required_info(file).stamp}"
@@ -148,10 +148,10 @@ class Source:
         return hex_checksum_of("\n".join([self.url, *stamps]).encode())
 
     def require_unchanged(self) -> None:
-        """Refuse a source whose files were replaced since its `fingerprint` was taken.
+        """Check that no file was replaced since `fingerprint` was computed.
 
         Raises:
-            ConversionError: if they were, or are gone: what was read may be of two checkpoints.
+            ConversionError: if a file was replaced or removed: the data read may be a mixture of two checkpoints.
         """
         before = self.__dict__.pop("fingerprint", None)  # the cached value, if it was ever computed
         try:
@@ -161,17 +161,17 @@ class Source:
         if not is_same:
             raise ConversionError(
                 "The source was changed while it was read.",
-                expected="files of the sizes and times of change that they had at the start",
-                got="others",
+                expected="the same file sizes and modification times as at the start",
+                got="different ones",
                 where=self.url,
-                todo="convert again when nobody writes there",
+                todo="convert again when no job writes to the source",
             )
 
     def info(self, name: str) -> TensorInfo:
-        """Name, shape and type of a tensor.
+        """Name, shape and dtype of a tensor.
 
         Raises:
-            ConversionError: if there is none of that name.
+            ConversionError: if there is no tensor of this name.
         """
         if name not in self.tensors:
             raise ConversionError(
@@ -184,14 +184,14 @@ class Source:
         return self.tensors[name].info
 
     def path(self, name: str) -> tuple[str | int, ...]:
-        """Where the entry sits in the nested state."""
+        """The path of an entry in the nested state."""
         return self.paths.get(name, (name,))
 
     def read_into(self, name: str, box: Box, out: np.ndarray) -> None:
-        """Fill ``out`` (shape ``box.sizes``, raw type of the tensor, any strides) with a box of a tensor.
+        """Read a box of a tensor into ``out`` (shape ``box.sizes``, raw dtype of the tensor, any strides).
 
         Raises:
-            CorruptCheckpointError: if files are missing, truncated or not what the metadata says.
+            CorruptCheckpointError: if files are missing, truncated or do not match the metadata.
         """
         if name in self.readers:
             out[...] = self.readers[name](box).view(out.dtype)
@@ -202,10 +202,10 @@ class Source:
         read_box(tensor, box, out, lambda chunk: self.located(tensor.info, chunk), self.reads.read)
 
     def verify(self, name: str) -> None:
-        """Read what no thread has read of the ranges with checksums that hold a tensor.
+        """Verify all ranges with checksums that contain a tensor; reads the bytes that no thread has read yet.
 
         Raises:
-            CorruptCheckpointError: if bytes are not those that were saved.
+            CorruptCheckpointError: if a checksum does not match.
         """
         info = self.tensors[name].info
         for chunk in self.tensors[name].chunks:
@@ -213,10 +213,10 @@ class Source:
                 self.reads.verify_range(checked)
 
     def byte_ranges(self, name: str, start: int, stop: int) -> list[ByteRange] | None:
-        """Where items [start, stop) of the flattened tensor lie, in order; None if they are no runs of bytes.
+        """The byte ranges of items [start, stop) of the flattened tensor, in order; None if they are not contiguous.
 
         Raises:
-            CorruptCheckpointError: if a file is not what the metadata says.
+            CorruptCheckpointError: if a file does not match the metadata.
         """
         if name not in self._intervals:
             self._intervals[name] = None if name in self.readers else self._find_intervals(self.tensors[name])
@@ -224,33 +224,33 @@ class Source:
         if intervals is None:
             return None
         itemsize = self.tensors[name].info.dtype.itemsize
-        found = []
+        ranges = []
         for interval in intervals[max(0, bisect_right(intervals, start, key=lambda i: i.start) - 1) :]:
             if interval.start >= stop:
                 break
             low, high = max(start, interval.start), min(stop, interval.stop)
             if low < high:
                 offset = interval.offset + (low - interval.start) * itemsize
-                found.append(ByteRange(self, interval.file, offset, (high - low) * itemsize))
-        return found
+                ranges.append(ByteRange(self, interval.file, offset, (high - low) * itemsize))
+        return ranges
 
     def _find_intervals(self, tensor: StoredTensor) -> list[_Interval] | None:
-        found = []
+        intervals = []
         for chunk in tensor.chunks:
             start = run_start(tensor.info.shape, chunk.box)
             if start is None or not chunk.file:
                 return None
-            place = self.located(tensor.info, chunk)
-            if place.signs or not place.is_row_major:
+            located = self.located(tensor.info, chunk)
+            if located.signs or not located.is_row_major:
                 return None
-            found.append(_Interval(start, start + chunk.box.numel, chunk.file, place.offset))
-        return sorted(found)
+            intervals.append(_Interval(start, start + chunk.box.numel, chunk.file, located.offset))
+        return sorted(intervals)
 
     def located(self, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
-        """The chunk with the place, strides, checksum and flipped bits of its own items.
+        """The chunk with the offset, strides, checksum and flipped bits of its items; see `locate`.
 
         Raises:
-            CorruptCheckpointError: if what the file has there is not what the metadata says.
+            CorruptCheckpointError: if the file does not match the metadata.
         """
         if self.locate is not None and chunk.file:
             key = (chunk.file, chunk.offset)

@@ -1,7 +1,7 @@
-"""What a source knows of its tensors: name, shape, type, and which bytes of which files hold which box.
+"""Description of a stored tensor: name, shape, dtype, and the file location of each of its chunks.
 
-Every format this package reads comes down to this: a tensor is tiled by *chunks*, boxes whose elements lie
-in one file at one offset, row-major (or with explicit strides). Finding bytes is then the same code for all.
+Every supported format maps to this description: a tensor is tiled by *chunks*. A chunk is a box whose elements are
+stored in one file from one offset on, in row-major order or with explicit strides. One reader then serves all formats.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.foreign_json import MAX_DIMS, tensor_shape, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
 
-UNCHECKED_BYTES = 4 << 30  # 4 GiB: so much is read and written, however little of it is stored
-MOST_GROWTH = 32  # more than any decoding of codes: 4 bits to 64 are 16
-_MAX_GRID_CELLS = 4_000_000  # of the coordinate grid on which overlapping boxes are looked for; 32 MB
+UNCHECKED_BYTES = 4 << 30  # tensors up to this size are accepted, however few bytes of them are stored
+MOST_GROWTH = 32  # accepted ratio of tensor bytes to stored bytes; decoding 4 bits to 64 gives 16
+_MAX_GRID_CELLS = 4_000_000  # largest coordinate grid for the search for overlapping boxes
 
 
-@dataclass(frozen=True, slots=True)  # of everything here a checkpoint has a hundred thousand
+@dataclass(frozen=True, slots=True)  # slots: a checkpoint may have a hundred thousand of these objects
 class TensorInfo:
-    """Name, shape (packed types count bytes in the last dim), type, items (not packed elements) and bytes of one
-    tensor."""
+    """Name, shape and dtype of one tensor, its number of items and its size in bytes.
+
+    For packed dtypes an item is a byte: the last dim counts bytes, not elements.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +39,7 @@ class TensorInfo:
             numel = math.prod(tensor_shape(self.shape))
             nbytes = numel * self.dtype.itemsize
             if nbytes >= 2**63:
-                raise ValueError("more bytes than there are")
+                raise ValueError("too many bytes")
             object.__setattr__(self, "numel", numel)
             object.__setattr__(self, "nbytes", nbytes)
         except ValueError as error:
@@ -46,22 +48,23 @@ class TensorInfo:
                 expected=f"at most {MAX_DIMS} whole numbers, and fewer than 2**63 bytes",
                 got=f"{self.shape!r:.80}",
                 where=f"tensor {self.name}",
-                todo="copy the checkpoint again from where it was made",
+                todo="copy the checkpoint again from its original location",
             ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """One box of a tensor and where its bytes lie.
+    """One box of a tensor and its location in a file.
 
     Args:
-        box: which part of the tensor.
-        file: relative name of the file; empty if the box is all zeros and stored nowhere.
-        offset: of the first element's byte, or of what `Source.locate` finds it in.
-        nbytes: length of what lies there; without a file, of what is stored elsewhere (in a pickle, compressed).
-        strides: in items, of the box in the file; None for row-major.
-        checked: the range of bytes with a checksum in which it lies; None if there is none, or `Source.locate` says.
-        signs: bits of every item that are stored flipped (`TensorRef.signs`).
+        box: the part of the tensor.
+        file: relative name of the file; empty if the chunk is not in a file, such as a box of zeros.
+        offset: byte offset of the first element, or of the record in which `Source.locate` locates it.
+        nbytes: number of bytes from there; without a file, the size of the stored data (in a pickle, compressed).
+        strides: strides of the box in the file, in items; None for row-major.
+        checked: the byte range with a checksum that contains the chunk; None if there is none, or if only
+            `Source.locate` determines it.
+        signs: mask of the bits that are stored flipped in every item (`TensorRef.signs`).
     """
 
     box: Box
@@ -74,30 +77,30 @@ class StoredChunk:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Strides in items, of row-major boxes too."""
+        """The strides in items, also for row-major boxes."""
         return self.strides or contiguous_strides(self.box.sizes)
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the items lie one after the other."""
+        """Whether the items are stored contiguously, in row-major order."""
         if self.strides is None:
             return True
         row_major = contiguous_strides(self.box.sizes)
         return all(n < 2 or a == b for n, a, b in zip(self.box.sizes, self.steps, row_major, strict=True))
 
     def stored_nbytes(self, itemsize: int) -> int:
-        """Bytes that its items are made of."""
+        """Number of stored bytes that the items consist of."""
         if not self.file:
             return self.nbytes
         # Fewer than the items where a stride of 0 repeats them.
         spanned = 1 + sum((n - 1) * s for n, s in zip(self.box.sizes, self.steps, strict=True))
         items_nbytes = min(self.box.numel, spanned) * itemsize
-        return min(items_nbytes, self.nbytes or items_nbytes)  # some formats find the length when they read
+        return min(items_nbytes, self.nbytes or items_nbytes)  # 0 in formats that determine it on reading
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor and the chunks that tile it; proves on construction that every element is there once."""
+    """A tensor and its chunks. The constructor checks that the chunks contain every element exactly once."""
 
     info: TensorInfo
     chunks: tuple[StoredChunk, ...]
@@ -105,7 +108,7 @@ class StoredTensor:
     def __post_init__(self) -> None:
         shape = self.info.shape
         if len(self.chunks) == 1 and _is_whole(self.chunks[0], shape):
-            return  # as most are
+            return  # a shortcut for most tensors
         for chunk in self.chunks:
             box = chunk.box
             try:
@@ -114,9 +117,9 @@ class StoredTensor:
             except ValueError as error:
                 raise self._bad_tiling(str(error)) from error
             if (box.sizes != shape or any(box.offsets)) and not _is_inside(box, shape):
-                raise self._bad_tiling(f"chunk {_text(box)} outside of it")
+                raise self._bad_tiling(f"chunk {_text(box)}, which is outside of the tensor")
         if len(self.chunks) == 1 and self.chunks[0].box.sizes == shape:
-            return  # in one piece, as most are
+            return
         filled = [chunk.box for chunk in self.chunks if chunk.box.numel]
         total = sum(box.numel for box in filled)
         if total != self.info.numel:
@@ -126,33 +129,32 @@ class StoredTensor:
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes that its items are made of: less than its own where strides repeat items, or chunks are not stored."""
+        """Number of stored bytes: fewer than `TensorInfo.nbytes` if strides repeat items, or chunks are not stored."""
         return sum(chunk.stored_nbytes(self.info.dtype.itemsize) for chunk in self.chunks if chunk.box.numel)
 
     @property
     def places(self) -> object:
-        """Equal for tensors that are the very same bytes."""
+        """A key that is equal for tensors stored as the same bytes."""
         chunks = tuple((c.file, c.offset, c.box, c.strides, c.signs) for c in self.chunks)
         return self.info.shape, self.info.dtype, chunks
 
     def _bad_tiling(self, got: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
             "The chunks of a tensor do not tile it.",
-            expected=f"boxes that hold every element of shape {self.info.shape} exactly once",
+            expected=f"boxes that contain every element of shape {self.info.shape} exactly once",
             got=got,
             where=f"tensor {self.info.name}",
-            todo="save the checkpoint again; its sharding was described wrongly when saving",
+            todo="save the checkpoint again; the saving program described its sharding wrongly",
         )
 
 
 def is_inflated(nbytes: int, stored_nbytes: int) -> bool:
-    """Whether tensors of so many bytes are far more than what is stored of them, so that reading or writing all of
-    them has no bound in the size of the source."""
+    """Whether tensors are so much larger than their stored bytes that a small source could need unbounded output."""
     return nbytes > max(UNCHECKED_BYTES, MOST_GROWTH * stored_nbytes)
 
 
 def _is_whole(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
-    """Whether a chunk is surely all of a tensor, in numbers as they should be."""
+    """A fast check that a chunk is a complete tensor with valid numbers; False if unsure."""
     sizes, offset, nbytes = chunk.box.sizes, chunk.offset, chunk.nbytes
     return (
         (sizes is shape or (sizes == shape and set(map(type, sizes)) <= {int}))
@@ -174,7 +176,7 @@ def _text(box: Box) -> str:
 
 
 def _first_overlap(shape: tuple[int, ...], boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, if any. Boxes cover exactly numel elements when this is called."""
+    """Two boxes that share an element, or None. The boxes' sizes must add up to the tensor's numel."""
     if len(boxes) < 2:
         return None
     intervals = []
@@ -189,7 +191,7 @@ def _first_overlap(shape: tuple[int, ...], boxes: list[Box]) -> tuple[Box, Box] 
 
 
 def _overlap_on_grid(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Count boxes per cell of the grid that all box edges span; fall back to pairs for absurd grids."""
+    """Mark the cells of the grid spanned by all box edges with their boxes; compare pairs if the grid is too large."""
     import numpy as np
 
     edges = []

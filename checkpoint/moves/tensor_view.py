@@ -1,7 +1,7 @@
-"""Tensors as a target wants them: read by box from a source, perhaps changed on the way.
+"""`TensorView`: a tensor as a target needs it, which is read from a source box by box, and changed on the way.
 
-A `TensorView` has a name, a shape and a type of its own, and fills boxes of itself on demand. Views wrap
-views, so that a renamed, cast, stacked tensor streams in small parts like any other.
+A `TensorView` has its own name, shape and dtype, and reads any of its boxes on demand. Views wrap other views, so that
+a renamed, cast or stacked tensor is streamed in small parts like any other.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ class TensorView(ABC):
     @property
     @abstractmethod
     def info(self) -> TensorInfo:
-        """Its name, shape and type."""
+        """The view's name, shape and dtype."""
 
     @abstractmethod
     def read_into(self, box: Box, out: np.ndarray) -> None:
-        """Fill ``out`` (shape ``box.sizes``, raw type, any strides) with a box. Safe from several threads."""
+        """Read a box into ``out`` (shape ``box.sizes``, raw dtype, any strides). Thread-safe."""
 
     def byte_ranges(self, start: int, stop: int) -> list[ByteRange] | None:
-        """Where items [start, stop) of the flattened tensor lie byte for byte; None if they are computed."""
+        """The byte ranges that contain items [start, stop) of the flattened tensor; None if items are computed."""
         return None
 
     @abstractmethod
     def sources(self) -> Iterator[tuple[Source, str]]:
-        """The stored tensors it is made from."""
+        """The stored tensors that the view reads."""
 
     @abstractmethod
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
-        """The boxes of stored tensors that a box of it is made from; some may come twice."""
+        """The boxes of stored tensors that a box of the view is read from; boxes may occur twice."""
 
     @abstractmethod
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
-        """The same made from other tensors, which have their places; nothing is cast."""
+        """The same view, without casts, over other tensors: ``leaf`` returns the replacement of each stored tensor."""
 
     @property
     def stored(self) -> SourceView | None:
-        """The one stored tensor whose items are its own, one by one, if there is one."""
+        """The stored tensor with the same shape and the same items up to casts; None if there is no such tensor."""
         return None
 
     @property
     def overflows(self) -> int:
-        """How many finite values that were read became infinite in the type they were rounded to."""
+        """Number of finite values read so far that a cast has turned into infinities."""
         return 0
 
     @abstractmethod
     def identity(self) -> str:
-        """Where its values come from; two runs with equal identities read the same things."""
+        """Text that identifies the origin of the values: views with equal identities have equal values, across runs."""
 
     @property
     def sameness(self) -> Hashable:
-        """Equal for views of one process that are the very same tensor, whatever its names."""
+        """A key that is equal for views of the same tensor, even under different names; valid within one process."""
         return self.info.shape, self.info.dtype, self.identity()
 
 
@@ -84,10 +84,10 @@ class SourceView(TensorView):
     info: TensorInfo = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        found = self.source.info(self.source_name)
-        if found.name != self.name:
-            found = TensorInfo(self.name, found.shape, found.dtype)
-        object.__setattr__(self, "info", found)
+        info = self.source.info(self.source_name)
+        if info.name != self.name:
+            info = TensorInfo(self.name, info.shape, info.dtype)
+        object.__setattr__(self, "info", info)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         self.source.read_into(self.source_name, box, out)
@@ -113,13 +113,15 @@ class SourceView(TensorView):
         return id(self.source), self.source.ties.get(self.source_name, self.source_name)
 
     def identity(self) -> str:
-        name = self.source.ties.get(self.source_name, self.source_name)  # tied tensors are one
+        name = self.source.ties.get(self.source_name, self.source_name)  # equal for tied tensors
         return f"{self.source.fingerprint} {name}"
 
 
 @dataclass(frozen=True)
 class MappedView(TensorView):
-    """Tensors as one whose items are theirs, in other places; named after the first.
+    """A tensor with the items of its inputs at other positions (concatenated, sliced, reshaped, ..).
+
+    It has the name of the first input.
 
     Raises:
         ConversionError: if the tensors do not fit the map.
@@ -132,12 +134,12 @@ class MappedView(TensorView):
         first = self.inputs[0].info
         odd = next((view.info for view in self.inputs if view.info.dtype != first.dtype), None)
         if odd is not None:
-            raise self._refused(odd, f"{first.dtype.name}, as {first.name} has", odd.dtype.name)
+            raise self._refused(odd, f"{first.dtype.name}, the dtype of {first.name}", odd.dtype.name)
         if (misfit := self.map.misfit(self._shapes)) is not None:
             number, expected = misfit
             raise self._refused(self.inputs[number].info, expected, self._shapes[number])
         if first.dtype.is_packed and isinstance(self.map, Reshape):
-            raise self._refused(first, "a type with whole bytes per element", first.dtype.name)
+            raise self._refused(first, "a dtype with whole bytes per element", first.dtype.name)
 
     def _refused(self, info: TensorInfo, expected: object, got: object) -> ConversionError:
         return ConversionError(
@@ -162,14 +164,14 @@ class MappedView(TensorView):
 
         if not box.numel:
             return
-        # Pieces are told by their places in a row-major box.
+        # The offsets and strides of pieces refer to a row-major box.
         flat = (out if out.flags.c_contiguous else np.empty(box.sizes, dtype=out.dtype)).reshape(-1)
         if self.map.has_gaps:
             flat[...] = np.zeros((), dtype=out.dtype)
-        for (number, part), found in groupby(
+        for (number, part), group in groupby(
             self.map.pieces(self._shapes, box), key=lambda p: (p.input, p.box)
         ):
-            pieces = tuple(found)
+            pieces = tuple(group)
             if len(pieces) == 1 and pieces[0].shape is None:
                 self.inputs[number].read_into(part, _strided(flat, pieces[0], part.sizes))
                 continue
@@ -202,7 +204,7 @@ class MappedView(TensorView):
 
 
 def _strided(flat: np.ndarray, piece: InputPiece, sizes: tuple[int, ...]) -> np.ndarray:
-    """Where in a box a piece goes."""
+    """The strided view of a flattened box that a piece is written to."""
     from numpy.lib.stride_tricks import as_strided
 
     return as_strided(flat[piece.offset :], sizes, [n * flat.itemsize for n in piece.strides])
@@ -210,7 +212,7 @@ def _strided(flat: np.ndarray, piece: InputPiece, sizes: tuple[int, ...]) -> np.
 
 @dataclass(frozen=True)
 class WrapperView(TensorView):
-    """The items of one other view, each in its place."""
+    """A view with the items of one other view at the same positions."""
 
     inner: TensorView
 
@@ -230,7 +232,7 @@ class WrapperView(TensorView):
 
 @dataclass(frozen=True)
 class RenamedView(WrapperView):
-    """The same tensor under another name."""
+    """Another view under a new name."""
 
     name: str
 
@@ -255,7 +257,7 @@ class RenamedView(WrapperView):
 
 @dataclass(frozen=True)
 class ZerosView(TensorView):
-    """A tensor that is stored nowhere: all zeros."""
+    """A tensor of zeros, without a stored tensor."""
 
     made: TensorInfo
 
@@ -282,7 +284,7 @@ class ZerosView(TensorView):
 
 
 def read_range(view: TensorView, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
-    """Put items [start, stop) of the flattened tensor in ``buffer`` (bytes); returns the part filled."""
+    """Read items [start, stop) of the flattened tensor into ``buffer`` (bytes); returns the filled part."""
     info = view.info
     filled = buffer[: (stop - start) * info.dtype.itemsize]
     items = filled.view(info.dtype.raw)
@@ -294,7 +296,12 @@ def read_range(view: TensorView, start: int, stop: int, buffer: np.ndarray) -> n
 
 
 def pieces_of(view: TensorView, nbytes: int, step: int | None = None) -> Iterator[np.ndarray]:
-    """All items of a tensor in order, as bytes in one buffer of so many; ``step`` items at a time, or all it holds."""
+    """Read all items of a tensor in order, through one reused buffer.
+
+    Args:
+        nbytes: size of the buffer.
+        step: items per piece; None for as many as the buffer holds.
+    """
     import numpy as np
 
     info = view.info
@@ -304,7 +311,7 @@ def pieces_of(view: TensorView, nbytes: int, step: int | None = None) -> Iterato
 
 
 def repeated_dims(view: TensorView) -> tuple[int, ...]:
-    """Dims along which stored items are repeated by a stride of zero, as ``tensor.expand`` leaves them."""
+    """Dims along which stored items are repeated by a stride of zero, as after ``tensor.expand``."""
     stored = view.stored
     if stored is None or stored.source_name in stored.source.readers:
         return ()
@@ -316,7 +323,7 @@ def repeated_dims(view: TensorView) -> tuple[int, ...]:
 
 
 def without_repeats(view: TensorView, dims: Iterable[int]) -> TensorView:
-    """The tensor with its first index alone of these dims."""
+    """The tensor reduced to index 0 in each of these dims, which keep a size of 1."""
     for dim in dims:
         view = MappedView(Slice(dim, 0, 1), (view,))
     return view

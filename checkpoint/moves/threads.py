@@ -1,4 +1,4 @@
-"""A few threads that share one iterator of work; the first error stops them all and is raised."""
+"""Run work in several threads that share one iterator of items. The first error stops all threads and is raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """One iterator, taken from by several threads, that ends early when one of them fails."""
+    """An iterator that several threads share; it ends early after `stop`."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items, self._lock = iter(items), threading.Lock()
@@ -26,19 +26,19 @@ class Shared(Generic[T]):
             return next(self._items)
 
     def stop(self) -> None:
-        """No thread gets another item."""
+        """End the iteration for all threads."""
         self.is_stopped = True
 
 
 def in_threads(count: int, work: Callable[[Shared[T]], None], items: Iterable[T]) -> None:
-    """Run ``work(shared items)`` in so many threads and wait for all of them.
+    """Run ``work(shared items)`` in ``count`` threads, and wait for all of them.
+
+    `Thread.join` is not used: after a Ctrl-C during a join, Python 3.11 regards the thread as ended, and a second join
+    returns while the thread still runs.
 
     Raises:
-        BaseException: the first error of any thread, or what interrupted the wait; the others have ended then,
-            unless the wait for their end was interrupted as well.
-
-    Alternatives considered: `Thread.join`, which forgets a thread when Ctrl-C interrupts it (Python 3.11 takes
-    the lock that the running thread holds for its own), so that a second join returns while the thread runs.
+        BaseException: the first error of any thread, or the interrupt of the wait. All threads have ended then, unless
+            the wait for their end was interrupted too.
     """
     shared = Shared(items)
     errors: list[BaseException] = []
@@ -46,7 +46,7 @@ def in_threads(count: int, work: Callable[[Shared[T]], None], items: Iterable[T]
     def run(ended: threading.Event) -> None:
         try:
             work(shared)
-        except BaseException as error:  # noqa: BLE001  (raised again by the thread that waits)
+        except BaseException as error:  # noqa: BLE001  raised again by the waiting thread
             shared.stop()
             errors.append(error)
         finally:
@@ -65,7 +65,7 @@ def in_threads(count: int, work: Callable[[Shared[T]], None], items: Iterable[T]
     except BaseException:  # Ctrl-C reaches the waiting thread only
         shared.stop()
         for thread, ended in zip(threads, events, strict=True):
-            if thread.ident is not None:  # else it never ran; if it yet does, it gets no item
+            if thread.ident is not None:  # otherwise not started yet; if it starts later, it gets no item
                 ended.wait()
         raise
     if errors:

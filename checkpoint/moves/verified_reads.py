@@ -1,18 +1,18 @@
-"""Reads of a checkpoint's files, compared with the checksums that its format has, so that each byte is read once.
+"""Reads of a checkpoint's files that are verified with the format's checksums, without reading bytes twice if possible.
 
-*Ranges* have one CRC each: a record of a torch.save archive, a chunk of a zarr array. They may have gigabytes, and are
-read in whatever pieces suit the work, in any order, by several threads. CRCs of pieces join to that of the range, so
-each piece is summed up while it is in the cache, and the range is verified when the last piece has been read:
+*Ranges* have one CRC each: a record of a torch.save archive, or a chunk of a zarr array. They may have gigabytes, and
+several threads read pieces of them in any order. CRCs of pieces can be combined to the CRC of the range: the CRC of
+each piece is computed while it is in the cache, and the range is verified when its last piece has been read:
 
     range   |.......... saved with CRC c ..........|
     pieces  |--- 2 ---|-- 0 --|         |--- 1 ---|        crc(2) + crc(0) + ... = c ?
     unread                    '---------'                  read at the end, if no tensor needs these bytes
 
-*Stripes* cut a file into equal parts with an xxh3-64 each, and these do not join. A thread that reads forward hashes a
-stripe part by part; a stripe that it reads only some of is read again:
+*Stripes* split a file into equal parts with an xxh3-64 each; these cannot be combined. A thread that reads forward
+hashes a stripe part by part. A stripe that a thread reads only in part is read again completely:
 
     stripe  |---------- 7 ----------|---------- 8 ----------|
-    reads   |  1  |  2  |  3  |  4  |  5  |  6  |            7 is verified; 8 was begun and is read again
+    reads   |  1  |  2  |  3  |  4  |  5  |  6  |            7 is verified; 8 is incomplete and is read again
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import Crc, RunningChecksum
 from vescale_fsdp.errors import CorruptCheckpointError
 
-_SCRATCH_BYTES = 2**20  # 1 MiB: hashed while in the cache
+_SCRATCH_BYTES = 2**20  # bytes that are hashed while they are in the cache
 
-# (file, stripe) -> its checksum so far, and the first byte that is not in it.
+# (file, stripe) -> the checksum so far, and the offset of the next byte to hash.
 Begun = dict[tuple[str, int], tuple[RunningChecksum, int]]
 
 
@@ -38,8 +38,9 @@ class CheckedRange:
     """Bytes [start, start + nbytes) of a file with one CRC.
 
     Args:
-        saved: reads the CRC that they were saved with.
-        where: what they are, for messages.
+        kind: the kind of CRC.
+        saved: returns the stored CRC.
+        where: description of the bytes, for messages.
     """
 
     file: str
@@ -56,25 +57,30 @@ class CheckedRange:
 
 
 class StripedFile(Protocol):
-    """A file whose bytes have checksums, one per stripe."""
+    """A file with one checksum per stripe."""
 
     @property
     def stripe_bytes(self) -> int:
-        """Size of a stripe; the last may be short."""
+        """Size of a stripe; the last stripe may be shorter."""
 
     @property
     def checked_bytes(self) -> int:
-        """Bytes from the file's start that stripes cover."""
+        """Number of bytes from the file's start that stripes cover."""
 
     def hash_stripe(self, index: int, scratch: bytearray) -> int:
-        """xxh3-64 of a stripe's bytes as they are, read through ``scratch``."""
+        """Read a stripe through ``scratch``, and return its xxh3-64."""
 
     def verify_stripe(self, index: int, checksum: int) -> None:
         """Raise CorruptCheckpointError if the stripe was saved with another checksum."""
 
 
 class SeenPieces(NamedTuple):
-    """What a process has read of a range: its file and first byte, and (first byte, end, CRC) of each piece."""
+    """The pieces of a range that a process has read.
+
+    Attributes:
+        file, start: the range's file and first byte.
+        pieces: first byte, end and CRC of each piece.
+    """
 
     file: str
     start: int
@@ -83,7 +89,7 @@ class SeenPieces(NamedTuple):
 
 @dataclass
 class _Seen:
-    """What has been read of a range; the pieces are disjoint and in order."""
+    """The pieces of a range that have been read, disjoint and in order."""
 
     checked: CheckedRange
     pieces: list[tuple[int, int, int]] = field(default_factory=list)  # (first byte, end, CRC)
@@ -98,26 +104,26 @@ class _Seen:
         )
 
     def verify(self) -> None:
-        """Compare the CRC of the range, all of which has been read."""
+        """Compare the CRC of the completely read range."""
         checked, saved = self.checked, self.checked.saved()
         crc = checked.kind.join((crc, stop - start) for start, stop, crc in self.pieces)
         if crc != saved:
             raise CorruptCheckpointError(
-                "The data of a checkpoint is not what was saved.",
+                "The data of a checkpoint differs from the saved data.",
                 expected=f"bytes with the checksum {saved:08x}",
                 got=f"{crc:08x}",
                 where=f"{checked.where}, bytes {checked.start} to {checked.stop}",
-                todo="copy the file again from where it was saved, or use an older checkpoint",
+                todo="copy the file again from its original location, or use an older checkpoint",
             )
         self.is_verified = True
 
 
 class VerifiedReads:
-    """The reads of one checkpoint. Safe from several threads.
+    """The reads of one checkpoint. Thread-safe.
 
     Args:
-        store: where its files are.
-        striped: the stripes of a file, if it has some.
+        store: the folder that contains the files.
+        striped: returns the stripes of a file, or None.
     """
 
     def __init__(self, store: Storage, striped: Callable[[str], StripedFile | None]) -> None:
@@ -129,14 +135,14 @@ class VerifiedReads:
         self._verified: dict[str, set[int]] = {}  # stripes, by file
 
     def read(self, file: str, offset: int, buffer: memoryview, begun: Begun | None = None) -> None:
-        """Fill ``buffer`` from a file. Ranges are verified when the last of their bytes has been read.
+        """Fill ``buffer`` from a file. A range is verified when its last byte has been read.
 
         Args:
-            begun: the stripes that this thread has read in part, which `finish` verifies; None to verify them at once.
+            begun: the stripes that this thread has read in part; `finish` verifies them. None: verify them at once.
 
         Raises:
-            CorruptCheckpointError: if the file is too short, or a stripe or range that is complete by now is not what
-                was saved.
+            CorruptCheckpointError: if the file is too short, or the checksum of a completed stripe or range does not
+                match.
         """
         self._store.read_into(file, offset, buffer)
         striped = self._striped(file)
@@ -159,7 +165,7 @@ class VerifiedReads:
             part = data[: end - offset]
             if index not in verified:
                 checksum, following = begun.pop((file, index), (RunningChecksum(), first))
-                if following != offset:  # bytes before it were not read by this thread
+                if following != offset:  # this thread did not read the bytes before
                     self._reread(striped, file, index)
                 else:
                     checksum.update(part)
@@ -171,10 +177,10 @@ class VerifiedReads:
             offset, data = end, data[len(part) :]
 
     def finish(self, begun: Begun) -> None:
-        """Verify stripes that were read in part.
+        """Verify the stripes that were read in part.
 
         Raises:
-            CorruptCheckpointError: if one is not what was saved.
+            CorruptCheckpointError: if a checksum does not match.
         """
         for file, index in begun:
             striped = self._striped(file)
@@ -184,13 +190,13 @@ class VerifiedReads:
 
     def _reread(self, striped: StripedFile, file: str, index: int) -> None:
         verified = self._verified.setdefault(file, set())
-        with self._rereading:  # threads that each have a part of the stripe read it once between them
+        with self._rereading:  # threads that share a stripe read it again only once
             if index not in verified:
                 striped.verify_stripe(index, striped.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
                 verified.add(index)
 
     def add(self, checked: CheckedRange) -> None:
-        """Compare this range from now on; ranges of a file are equal or disjoint."""
+        """Register a range to verify; ranges of a file must be equal or disjoint."""
         with self._lock:
             starts = self._starts.setdefault(checked.file, [])
             index = bisect_left(starts, checked.start)
@@ -199,10 +205,10 @@ class VerifiedReads:
                 self._ranges.setdefault(checked.file, []).insert(index, _Seen(checked))
 
     def note(self, file: str, offset: int, data: memoryview) -> None:
-        """Sum up bytes that were read from a file.
+        """Add bytes that were read from a file to the CRCs of its ranges.
 
         Raises:
-            CorruptCheckpointError: if they complete a range whose bytes are not those that were saved.
+            CorruptCheckpointError: if they complete a range and its CRC does not match.
         """
         stop = offset + len(data)
         for seen in self._within(file, offset, stop):
@@ -211,10 +217,10 @@ class VerifiedReads:
                 self._add_piece(seen, low, high, seen.checked.kind.of(data[low - offset : high - offset]))
 
     def unread(self, checked: CheckedRange) -> list[tuple[int, int]]:
-        """(first byte, end) of what must still be read to verify a range; empty if it is verified.
+        """First byte and end of each unread part of a range; empty if the range is verified.
 
         Raises:
-            CorruptCheckpointError: if all has been read and was not what was saved.
+            CorruptCheckpointError: if the range is completely read and its CRC does not match.
         """
         if not checked.nbytes:
             return []
@@ -236,7 +242,7 @@ class VerifiedReads:
                     self.read(checked.file, start, memoryview(bytearray(nbytes)))
 
     def seen_in_part(self) -> list[SeenPieces]:
-        """What was read of ranges that are not verified."""
+        """The pieces that were read of incomplete ranges."""
         with self._lock:
             return [
                 SeenPieces(file, seen.checked.start, tuple(seen.pieces))
@@ -246,7 +252,7 @@ class VerifiedReads:
             ]
 
     def verify_with(self, others: Iterable[SeenPieces]) -> None:
-        """Verify ranges of which other processes have read parts; raises as `read`."""
+        """Verify ranges that other processes have read in part; raises the same errors as `read`."""
         known: dict[tuple[str, int], CheckedRange] = {}
         for file, first, pieces in others:
             seen = self._seen_of(file, first)
@@ -270,7 +276,7 @@ class VerifiedReads:
     def _add_piece(self, seen: _Seen, start: int, stop: int, crc: int) -> None:
         with self._lock:
             if not seen.has_room(start, stop):
-                return  # read twice: a CRC of overlapping pieces does not join; gaps that remain are read at the end
+                return  # CRCs of overlapping pieces cannot be combined; `verify_range` reads the gaps
             seen.pieces.insert(bisect_left(seen.pieces, (start,)), (start, stop, crc))
             seen.seen_bytes += stop - start
             is_last = seen.seen_bytes == seen.checked.nbytes

@@ -1,13 +1,13 @@
-"""Background work that is finished before the process exits, and that is safe with fork.
+"""Background work that finishes before the process exits, and that is safe with fork.
 
-A pool of `concurrent.futures` would lose such work: when the interpreter exits, pools take no more work, and a save in
-flight could not start the threads that write its files. So an exit waits here, before pools are closed:
+A pool of `concurrent.futures` would lose such work: at exit, pools accept no new work, so a save in flight could not
+start the threads that write its files. An exiting process therefore waits for the work before pools are closed:
 
     all work succeeds                     the process exits normally
-    work fails and its error is not read  stderr names it; the exit status is 1
-    work exceeds its exit_timeout_s       stderr names it; the process exits at once, with status 1
+    work fails and its error is not read  stderr names the work; the exit status is 1
+    work exceeds its exit_timeout_s       stderr names the work; the process exits at once, with status 1
 
-A forked child has none of its parent's threads: waiting for the parent's work is an error there.
+A forked child does not have its parent's threads: waiting for the parent's work is an error there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-# Imported before `_finish_at_exit` is registered, so that its exit function, which closes all pools, runs later.
+# `thread` registers an exit function that closes all pools. Registered before `_finish_at_exit`, it runs later.
 from concurrent.futures import Future, thread, wait
 from queue import SimpleQueue
 from typing import NoReturn
@@ -31,16 +31,16 @@ from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 EXIT_TIMEOUT_S = 60.0
 
-assert thread is not None
+assert thread is not None  # marks the import as used
 
 
 class Job:
-    """One piece of work.
+    """One unit of background work.
 
     Args:
-        what: for messages, such as "the save to /run/step-00000010".
-        exit_timeout_s: how long an exit waits for it.
-        is_needed: whether a process that loses it exits with status 1.
+        what: name of the work for messages, such as "the save to /run/step-00000010".
+        exit_timeout_s: how long an exiting process waits for the work.
+        is_needed: whether the exit status is 1 if the work fails.
     """
 
     def __init__(self, what: str, exit_timeout_s: float, is_needed: bool) -> None:
@@ -49,7 +49,7 @@ class Job:
         self.is_read = False  # whether a caller has read the result
 
     def run(self, work: Callable[[], None]) -> None:
-        """Do it, and keep its error."""
+        """Do the work, and store its error in the future."""
         try:
             work()
         except BaseException as error:  # noqa: BLE001  raised by the caller that waits, or reported at the exit
@@ -58,7 +58,7 @@ class Job:
             self.future.set_result(None)
 
     def disown(self) -> None:
-        """In a forked child: make waiting an error."""
+        """In a forked child: make waiting for this job an error."""
         self.future.__init__()  # type: ignore[misc]  # a thread of the parent may have had the lock
         self.is_read = True
         self.future.set_exception(
@@ -72,10 +72,10 @@ class Job:
 
 
 class BackgroundThread:
-    """One thread that does work in the order of submission; started by the first work.
+    """A thread that does work in the order of submission. The first `submit` starts it.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -101,7 +101,7 @@ class BackgroundThread:
         _jobs.append(job)
         self._queue.put((job, work))
         if self._thread is None:
-            # A daemon: the exit waits for the work, with a time limit, and not for the thread.
+            # A daemon thread: the exit waits for the work, with a time limit, and not for the thread.
             self._thread = threading.Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)  # type: ignore[arg-type]  # ends the thread
@@ -109,7 +109,7 @@ class BackgroundThread:
 
 
 def check_exit_timeout(exit_timeout_s: float) -> None:
-    """Check a time limit.
+    """Check an ``exit_timeout_s`` argument.
 
     Raises:
         ValueError: for negative numbers and NaN.
@@ -126,7 +126,7 @@ def _serve(queue: SimpleQueue[tuple[Job, Callable[[], None]] | None]) -> None:
     while (item := queue.get()) is not None:
         job, work = item
         job.run(work)
-        del item, job, work  # free the memory of the work before the next one comes
+        del item, job, work  # frees the work's memory while the thread waits for the next item
 
 
 def _is_over(job: Job) -> bool:
@@ -134,23 +134,23 @@ def _is_over(job: Job) -> bool:
 
 
 def _finish_at_exit() -> None:
-    """Wait for running work; report lost work."""
+    """Wait for running work; report failed and unfinished work."""
     start_s = time.monotonic()
     try:
         for job in list(_jobs):
             wait([job.future], max(0.0, start_s + job.exit_timeout_s - time.monotonic()))
     except KeyboardInterrupt:
-        pass  # a second Ctrl-C: unfinished work is lost
+        pass  # Ctrl-C during the wait: unfinished work is given up
     lost = [job for job in _jobs if not _is_over(job)]
     if not lost:
         return
     _report(lost)
     if any(not job.future.done() for job in lost):
-        _leave()  # a thread that hangs would block the exit
+        _leave()  # a hanging thread would block the normal exit
     if any(job.is_needed for job in lost):
         if multiprocessing.parent_process() is not None:
             _leave()  # child processes of multiprocessing call no exit functions
-        atexit.register(_leave)  # the first exit function to be called, after other threads have ended
+        atexit.register(_leave)  # registered last: runs first, after other threads have ended
 
 
 def _report(lost: Sequence[Job]) -> None:
@@ -164,9 +164,9 @@ def _report(lost: Sequence[Job]) -> None:
 
 
 def _leave() -> NoReturn:
-    """Exit with status 1; an exiting interpreter has no other way to change its status."""
+    """Exit with status 1, by `os._exit`: an exiting interpreter has no other way to change its status."""
     atexit.unregister(_leave)
-    atexit._run_exitfuncs()  # the other exit functions, which would not be called
+    atexit._run_exitfuncs()  # `os._exit` would skip the other exit functions
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
@@ -185,5 +185,5 @@ def _forget_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_parent)
-# CPython 3.9-3.14: the only calls before `concurrent.futures` refuses new work; in reverse order.
+# CPython 3.9-3.14: runs before `concurrent.futures` closes its pools, unlike `atexit`; last registered, first called.
 threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""How the ranks of a save or load agree: by a digest, a few numbers, and errors. Plans are never gathered.
+"""Agreement between the ranks of a save or load: they compare digests, a few numbers, and errors, and gather no plans.
 
     agree           one all-reduce of a few int64: is the structure the same on all ranks, did a rank fail? Where
                     digests differ (pipeline stages, experts), each distinct structure is sent once.
@@ -6,11 +6,11 @@
                     rank, Ctrl-C and out-of-memory included, ends the block on all ranks.
 
 A failed rank raises its own error. The other ranks raise a `CheckpointError` that names the failed ranks and their
-errors. Work that only some ranks do, and work that may fail on one rank, is done inside such a block.
+errors. Work that only some ranks do, and work that may fail on one rank, is done inside a `together` block.
 
-Both compare a digest of the caller's arguments too, so that different arguments are an error.
+`agree` and `together` also compare a digest of the caller's arguments, so that different arguments are an error.
 
-Everything uses a gloo group of its own: it cannot be mixed up with training's collectives, and needs no GPU memory.
+Communication uses a dedicated gloo group: it cannot interleave with training's collectives, and needs no GPU memory.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
 _WORST = "_worst"  # attribute of errors that have ended a block on all ranks
 _DOCUMENT_BYTES = 64 << 20  # 64 MiB; bounds what a rank allocates for the others
 COMMIT, ABORT = "commit", "abort"
-_READERS_S = 5.0  # a rank that has not read a decision by then is lost, or has lost the store
+_READERS_S = 5.0  # a rank that has not read a decision after this time is lost, or has lost the store
 _POLL_S = 0.001
 _LONGEST_S = 1800.0  # torch's default time-out of groups
-_ENDLESS = 2**62  # more bytes than any storage has
+_ENDLESS = 2**62  # stands for an unknown free space; its negative fits an int64
 _NOTHING_DONE = "nothing was committed"
-_MEETING_WORDS = 32  # numbers that ranks compare at the first meeting of a call, at most
+_MEETING_WORDS = 32  # most numbers that ranks compare in the first collective of a call
 
 
 def _severity(error: BaseException | None) -> int:
-    """How bad an error is, 0 for none: all ranks raise the worst kind, so that they all react in the same way."""
+    """The severity of an error, 0 for None. All ranks raise the worst kind, so that they all react in the same way."""
     if error is None:
         return 0
     for severity, kind in _KINDS.items():
@@ -66,24 +66,24 @@ def _severity(error: BaseException | None) -> int:
             return severity
     if isinstance(error, OSError | StorageError):
         return _STORAGE
-    # A rank with an unknown error ends: the others must not continue with an older checkpoint.
+    # An unknown error ends its rank's process: the other ranks must not continue with an older checkpoint.
     if isinstance(error, VescaleError):
         return _FAILURE
     return _FOREIGN if isinstance(error, Exception) else _INTERRUPT
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Whether the worst error of any rank in a block was that it could not use its storage; the same on all ranks."""
+    """Whether the worst error of all ranks was a rank's failure to use its storage; the same on all ranks."""
     return error.__dict__.get(_WORST) == _STORAGE
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether a block was ended by Ctrl-C or an exit on any rank; the same on all ranks."""
+    """Whether Ctrl-C or an exit on any rank caused this error; the same on all ranks."""
     return error.__dict__.get(_WORST) == _INTERRUPT
 
 
 def _marked(error: E, worst: int) -> E:
-    """An error with the severity of the worst rank."""
+    """The error, after its `_WORST` attribute is set to the severity of the worst rank."""
     error.__dict__[_WORST] = worst
     return error
 
@@ -104,15 +104,15 @@ class Agreement(NamedTuple):
     blob_bytes: int  # of the largest rank
     has_resharded: bool  # on any rank
     save_id: str
-    free_bytes: int | None  # the least of any rank; None if it is not known
+    free_bytes: int | None  # the smallest of all ranks; None if no rank knows it
 
 
 class Coordinator:
-    """This rank among the ranks that save or load together; the base class is that of a single process."""
+    """This rank's view of the ranks that save or load together. The base class serves a single process."""
 
     rank = 0
     world_size = 1
-    rank_of: dict[int, int] | None = None  # rank here of each global rank, where they differ
+    rank_of: dict[int, int] | None = None  # rank in this group of each global rank; None if they are equal
 
     def agree(
         self,
@@ -136,7 +136,7 @@ class Coordinator:
                 error raises that error.
         """
         words = words_of(structure.digest if structure is not None else bytes(16))
-        save_id = secrets.randbits(62) if self.rank == 0 else 0
+        save_id = secrets.randbits(62) if self.rank == 0 else 0  # rank 0's, by MAX; fits an int64
         free = _ENDLESS if free_bytes is None else free_bytes
         largest_bytes, resharded, save_id, least_free, *digests = self.raise_together(
             error,
@@ -153,7 +153,7 @@ class Coordinator:
         return Agreement(classes, largest_bytes, bool(resharded), f"{save_id:016x}", least_free_bytes)
 
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
-        """Every distinct structure, sent once by its first rank, with its ranks."""
+        """Every distinct structure and its ranks; the first of these ranks sends it."""
         raise AssertionError("one process alone has one structure")
 
     def raise_together(
@@ -166,19 +166,19 @@ class Coordinator:
         *,
         is_first: bool = False,
     ) -> list[int]:
-        """The largest of each of ``numbers`` over all ranks if no rank failed; else raise on all of them.
+        """Return the largest of each of ``numbers`` over all ranks, or raise on all ranks if a rank failed.
 
         Args:
-            error: of this rank, of any kind.
+            error: this rank's error, of any class.
             doing: the failed action, for the message.
             outcome: the state of the checkpoint if a rank failed, for the message.
             alike: as for `agree`.
-            is_first: whether this is the first collective of a call: a warning names ranks that do not make the call.
+            is_first: whether this is the first collective of a call; a warning then names ranks that do not take part.
 
         Raises:
             CheckpointError: on ranks without an error: names the failed ranks and their errors, or the argument that
-                differs. Failed ranks raise their own error or, between errors of checkpoints, one
-                of the worst kind.
+                differs. A failed rank raises its own error, unless both its error and the worst one are errors of
+                this library: then it raises one of the worst kind.
         """
         if error is not None:
             raise _marked(error, _severity(error))
@@ -188,14 +188,14 @@ class Coordinator:
     def together(
         self, doing: str, outcome: str = _NOTHING_DONE, alike: Alike = _NOTHING, *, is_first: bool = False
     ) -> Iterator[None]:
-        """A block that all ranks leave in the same way, see `raise_together`.
+        """Context manager: all ranks leave the block, or all ranks raise; see `raise_together`.
 
-        ``alike`` is read when the block ends: the block may add arguments.
+        ``alike`` is read when the block ends, so the block may add arguments.
         """
         error: BaseException | None = None
         try:
             yield
-        except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks would wait for this one
+        except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks would wait for this rank
             error = caught
         try:
             self.raise_together(
@@ -209,7 +209,7 @@ class Coordinator:
         raise AssertionError("one process alone sends nothing")
 
     def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
-        """Fill a contiguous CPU tensor with one that a rank sends."""
+        """Fill a contiguous CPU tensor from a rank that calls `send`."""
         raise AssertionError("one process alone receives nothing")
 
     def raise_to_largest(self, numbers: torch.Tensor) -> None:
@@ -220,31 +220,34 @@ class Coordinator:
         return lambda: list(numbers)
 
     def begin_sum(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
-        """Start an all-reduce by SUM, in the same way. A collective."""
+        """Start an all-reduce by SUM; the returned function waits for it and returns the result. A collective."""
         return lambda: list(numbers)
 
     def begin_exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
     ) -> Callable[[], None]:
-        """Start to send and receive contiguous CPU tensors, each to or from the rank in its pair; the returned function
-        waits for all. Between two ranks, sends and receives match in the order in which they were started."""
+        """Start to send and receive contiguous CPU tensors, each to or from the rank in its pair.
+
+        Returns a function that waits for all of them. Between two ranks, sends and receives match in the order in which
+        they were started.
+        """
         assert not outgoing and not incoming, "one process alone has no partners"
         return lambda: None
 
     def exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
     ) -> None:
-        """The same, and wait."""
+        """`begin_exchange`, then wait."""
         self.begin_exchange(outgoing, incoming)()
 
     def decide(self, name: str, word: str, done: str) -> str:
-        """The first word that any rank has entered under a name, which is ``word`` if there is none yet.
+        """Enter ``word`` in the ranks' store under a name, and return the word that was entered first.
 
-        Waits for no rank; but rank 0, whose process may have the store, waits a while until all have read `COMMIT`: a
-        rank that cannot read assumes `ABORT`.
+        Does not wait for other ranks. One exception: rank 0, whose process may host the store, waits up to 5 s until
+        all ranks have read `COMMIT`, because a rank that cannot read assumes `ABORT`.
 
         Args:
-            done: an earlier name, which all ranks have read; its entry is deleted.
+            done: an earlier name that all ranks have read; rank 0 deletes its entry.
 
         Raises:
             CheckpointError: if the ranks' store cannot be reached.
@@ -256,7 +259,7 @@ class Coordinator:
         return ""
 
     def everyone(self, item: T) -> list[T]:
-        """The item of each rank: one all-reduce if ``repr(item)`` is the same on all of them."""
+        """All-gather an item of each rank; only one all-reduce if ``repr(item)`` is the same on all ranks."""
         return [item]
 
 
@@ -264,7 +267,7 @@ class SoloCoordinator(Coordinator):
     """One process alone.
 
     Args:
-        global_rank: its rank in a world whose other ranks do not take part.
+        global_rank: this process's rank in a world whose other ranks do not take part.
     """
 
     def __init__(self, global_rank: int = 0) -> None:
@@ -272,12 +275,12 @@ class SoloCoordinator(Coordinator):
 
 
 class GroupCoordinator(Coordinator):
-    """The ranks of a process group, over a gloo group of their own.
+    """Coordinator of the ranks of a process group, over a dedicated gloo group.
 
     Args:
         group: the gloo group.
-        rank_of: rank in it of each global rank, where they differ.
-        roll_call: finds the ranks that are missing in the first collective of a call.
+        rank_of: group rank of each global rank; None if they are equal.
+        roll_call: reports the ranks that are missing from the first collective of a call.
     """
 
     def __init__(
@@ -305,7 +308,7 @@ class GroupCoordinator(Coordinator):
                 expected=f"{word!r} to be entered, or an earlier word to be read, under {name!r}",
                 got=f"{type(lost).__name__}: {lost}",
                 where=f"rank {self.rank}",
-                todo="compare what the ranks have before they go on",
+                todo="check that all ranks have made the same decision before training continues",
             ) from lost
         decision = entered.decode()
         with suppress(RuntimeError):  # the decision is final, even if the store is lost now
@@ -318,7 +321,7 @@ class GroupCoordinator(Coordinator):
         if self.rank == 0:
             deadline_s = time.monotonic() + _READERS_S
             while decision == COMMIT and num_read < self.world_size and time.monotonic() < deadline_s:
-                # The store may be in this process, which may end after the decision.
+                # The store may be hosted by this process, which may exit after the decision.
                 time.sleep(_POLL_S)
                 num_read = store.add(f"{name} read", 0)  # reads the counter
             store.delete_key(done)
@@ -340,13 +343,13 @@ class GroupCoordinator(Coordinator):
         return tensor.tolist()
 
     def _meet(self, values: list[int], doing: str) -> list[int]:
-        """`_max` in the first collective of a call. One size for all calls: gloo aborts processes whose sizes differ.
+        """`_max` in the first collective of a call. Values are padded to one size: gloo aborts if sizes differ.
 
         Raises:
             CheckpointError: on all ranks, if they make different calls.
         """
         assert len(values) <= _MEETING_WORDS
-        # It and its negative fit in 64 bits with a sign.
+        # The first word of `doing` identifies the call. 62 bits: the value and its negative fit an int64.
         call = checksum_of(doing.partition(" ")[0].encode()) >> 2
         padding = [0] * (_MEETING_WORDS - len(values))
         high, low, *largest = self._max([call, -call, *values, *padding], doing)
@@ -361,7 +364,7 @@ class GroupCoordinator(Coordinator):
         return largest[: len(values)]
 
     def _first_of_each(self, doing: str) -> list[tuple[int, str]]:
-        """The different actions of ranks, each with its first rank; at most 8."""
+        """The distinct actions of the ranks, each with the first rank that does it; at most 8."""
         ranks: dict[str, int] = {}
         for rank, each in enumerate(self._gathered(doing, "comparing calls")):
             ranks.setdefault(each, rank)
@@ -443,7 +446,7 @@ class GroupCoordinator(Coordinator):
 
     @contextmanager
     def _reaching(self, doing: str) -> Iterator[None]:
-        """Around a collective: an error of gloo becomes one that says what to do."""
+        """Context manager around a collective: translates an error of gloo into a CheckpointError."""
         try:
             yield
         except CheckpointError:
@@ -454,8 +457,8 @@ class GroupCoordinator(Coordinator):
                 expected=f"all {self.world_size} ranks within the process group's time-out",
                 got=f"{type(lost).__name__}: {lost}",
                 where=f"rank {self.rank}",
-                todo="see what the other ranks say; where ranks write for longer, pass init_process_group "
-                "a longer timeout",
+                todo="see the errors of the other ranks; if a rank writes for longer than the time-out, pass "
+                "init_process_group a longer one",
             ) from lost
 
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
@@ -471,7 +474,7 @@ class GroupCoordinator(Coordinator):
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
 
     def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
-        return self._begin_reduction(numbers, dist.ReduceOp.MAX, "the call for the step before")
+        return self._begin_reduction(numbers, dist.ReduceOp.MAX, "the call for the previous step")
 
     def begin_sum(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
         return self._begin_reduction(numbers, dist.ReduceOp.SUM)
@@ -512,10 +515,10 @@ class GroupCoordinator(Coordinator):
         high, low = self._max([digest, -digest])
         if high == -low:
             return [item] * self.world_size
-        return self._gathered(item, "comparing what ranks have")
+        return self._gathered(item, "gathering a value of each rank")
 
     def _documents(self, item: Json, doing: str) -> list[Json]:
-        """A JSON value of each rank."""
+        """All-gather one JSON value per rank."""
         data = torch.frombuffer(bytearray(self._seal(json.dumps(item).encode())), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
         with self._reaching(doing):
@@ -552,7 +555,7 @@ class GroupCoordinator(Coordinator):
             ) from error
 
     def _seal(self, data: bytes) -> bytes:
-        """A message as it is sent."""
+        """Encode a message for sending; subclasses may authenticate it."""
         return data
 
     def _open(self, data: bytes, rank: int) -> bytes:
@@ -566,8 +569,8 @@ class GroupCoordinator(Coordinator):
         return items
 
 
-# By base group, then by use. Weak, since a group that is kept after `destroy_process_group` keeps its threads and
-# sockets: a job that restarts inside a process would collect them.
+# Gloo groups by base group, then by use. Weak keys: a group that outlives `destroy_process_group` keeps its threads and
+# sockets, and they would accumulate in a process that restarts its job.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
@@ -581,14 +584,14 @@ def solo_coordinator() -> SoloCoordinator:
 
 
 def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str = "sync") -> Coordinator:
-    """The coordinator of a process group; without torch.distributed, one process alone.
+    """The coordinator of a process group; without torch.distributed, that of a single process.
 
-    The first call for a group makes a gloo group of the same ranks, so all of them must make it together. It waits
-    as long as the group does: a missing rank ends a save or load with that group's time-out.
+    The first call for a group creates a gloo group of the same ranks, so all of them must make this call together. The
+    gloo group has the same time-out: if a rank is missing, a save or load fails after it.
 
     Args:
         process_group: the ranks that save or load together; default: all.
-        use: concurrent work needs different groups: one per name.
+        use: name of the gloo group; work that runs concurrently needs groups with different names.
 
     Raises:
         ValueError: if this rank is not in the group.
@@ -597,9 +600,8 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
     if not (dist.is_available() and dist.is_initialized()):
         return SoloCoordinator()
     base = process_group if process_group is not None else dist.group.WORLD
-    if not isinstance(
-        base, dist.ProcessGroup
-    ):  # the value that new_group returns on ranks outside of the group
+    # `new_group` returns a placeholder on ranks outside of the group.
+    if not isinstance(base, dist.ProcessGroup):
         raise ArgumentError(
             "This rank is not in the process group.",
             expected="a group of which it is a member",
@@ -608,8 +610,8 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
             todo="call this on the group's ranks only",
         )
     ranks = dist.get_process_group_ranks(base)
-    rank_of = {rank: place for place, rank in enumerate(ranks)}
-    if all(rank == place for rank, place in rank_of.items()):
+    rank_of = {rank: group_rank for group_rank, rank in enumerate(ranks)}
+    if all(rank == group_rank for rank, group_rank in rank_of.items()):
         rank_of = None  # type: ignore[assignment]
     known = _groups.setdefault(base, {})
     if use not in known:
@@ -619,38 +621,37 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
         if timeout is not None:
             store = BoundedStore(store, timeout.total_seconds())
         roll_call = RollCall(store, name, rank, len(ranks), timeout)
-        roll_call.gather(
-            "the first call of its kind"
-        )  # the creation of a group does not say which ranks are missing
+        # First, because `new_group` does not report which ranks are missing.
+        roll_call.gather("the first call of its kind")
         known[use] = new_group(base, backend="gloo")
         _roll_calls[known[use]] = roll_call
     return GroupCoordinator(known[use], rank_of, _roll_calls[known[use]])
 
 
 Alike = Mapping[str, Json]
-_ABSENT = "nothing"  # stands for a key that a rank does not have
+_ABSENT = "nothing"  # shown for a key that a rank does not have
 
 
 def words_of(alike: Alike | bytes) -> list[int]:
-    """Four numbers of a digest, equal for equal arguments in any order of keys."""
+    """Four unsigned 32-bit words of a digest; the order of keys does not matter."""
     if not isinstance(alike, bytes):
         alike = digest_of(json.dumps(alike, sort_keys=True, default=repr).encode())
     return list(struct.unpack("<4I", alike))  # of 32 bits each: as int64, they can be negated
 
 
 def both_ways(words: list[int]) -> list[int]:
-    """Numbers whose maximum over ranks shows whether all ranks have the same words, see `is_same`."""
+    """The words and their negatives: the MAX of these over ranks shows whether all words are equal, see `is_same`."""
     return [*words, *(-word for word in words)]
 
 
 def is_same(largest: Sequence[int]) -> bool:
-    """Whether all ranks had the same words, from the maximum of `both_ways` over ranks."""
+    """Whether all ranks passed the same words, given the MAX of `both_ways` over ranks."""
     half = len(largest) // 2
     return all(high == -low for high, low in zip(largest[:half], largest[half:], strict=True))
 
 
 def unlike(everyone: Sequence[Json]) -> CheckpointError:
-    """The error for arguments, by rank, that differ."""
+    """The error for arguments, indexed by rank, that differ."""
     name, values = _first_difference(everyone, "")
     ranks_by_text: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
@@ -661,13 +662,13 @@ def unlike(everyone: Sequence[Json]) -> CheckpointError:
         expected="the same arguments on all ranks",
         got="; ".join(shown[:4]),
         where=f"the argument `{name}`",
-        todo="pass the same on every rank; nothing was written or overwritten. Values that differ by "
-        "rank go into the state, as PerRank(value)",
+        todo="pass the same value on every rank; nothing was written or overwritten. Put values that differ by "
+        "rank into the state, as PerRank(value)",
     )
 
 
 def _first_difference(values: Sequence[Json], name: str) -> tuple[str, Sequence[Json]]:
-    """Name and values, by rank, of the first difference between ranks."""
+    """The name of the first argument that differs between ranks, and its values indexed by rank."""
     keys: Sequence[object] = []
     if all(isinstance(value, dict) for value in values):
         keys = sorted({key for value in values for key in value})
@@ -681,5 +682,5 @@ def _first_difference(values: Sequence[Json], name: str) -> tuple[str, Sequence[
 
 
 def num_neighbours() -> int:
-    """How many ranks may share this machine's cores: all, since it is not known which do."""
+    """The number of ranks that may share this machine's cores: the world size, since ranks per machine are unknown."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -1,14 +1,14 @@
-"""Bytes that one rank reads and other ranks take, sent in waves and in bounded memory.
+"""Exchange of data between ranks: one rank reads it, and other ranks receive it, in waves and in bounded memory.
 
     wave 0      0 sends part 0 to 2              2 sends part 8 to 0
     wave 1      0 sends part 1 to 2              2 sends part 9 to 0
 
-A *turn* is what one rank reads at once and sends to its receivers. Every rank plans the same waves and walks its own
-turns in their order. In a wave a rank sends at most one turn and receives a bounded number. While the turns of a wave
-are sent, those of the wave before are taken and those of the next are read.
+A *turn* is a message that one rank reads from storage and sends to its receivers. All ranks plan the same waves, and
+each rank processes its own turns in that order. In a wave a rank sends at most one turn and receives a bounded number
+of turns. While the turns of one wave are sent, the previous wave's turns are processed and the next wave's are read.
 
-A rank that fails to read or to take continues to send and receive, so that no other rank waits for it. One byte after
-each turn says whether the sender could read it; a turn that it could not read is not taken.
+A rank that fails to read or to process a turn continues to send and receive, so that no other rank waits for it. One
+byte after each turn says whether the sender could read it; receivers ignore an unreadable turn.
 """
 
 from __future__ import annotations
@@ -25,34 +25,36 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.base import FileReader, FileWriter, Storage
 
-_PIECE_BYTES = 4 << 20  # 4 MiB of a file
-FROM_DISK = -1  # stands for the sender of a file that no rank had
+_PIECE_BYTES = 4 << 20  # most bytes of a file in one message
+FROM_DISK = -1  # in place of a sender: the file was rebuilt from disk
 
 
 class Turn(Protocol):
-    """What one rank sends at once."""
+    """A message from one rank to one or more ranks."""
 
     @property
     def sender(self) -> int:
-        """The rank that reads it."""
+        """The rank that reads and sends the turn."""
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """The ranks that it is sent to."""
+        """The ranks that receive the turn."""
 
 
 T = TypeVar("T", bound=Turn)
 
 
 def waves_of(turns: Iterable[T], max_incoming: int) -> list[list[T]]:
-    """Turns in few waves: each in the first one in which its sender is free and its receivers have room.
+    """Assign turns to waves: each to the first wave in which its sender is free and its receivers have room.
 
     Args:
-        max_incoming: how many turns a rank receives in one wave.
+        max_incoming: most turns that a rank receives in one wave.
     """
     waves: list[list[T]] = []
     sends_next: dict[int, int] = {}  # the first wave in which a rank is free to send
-    receives: dict[int, tuple[int, int]] = {}  # the last wave in which a rank receives, and how many turns
+    receives: dict[
+        int, tuple[int, int]
+    ] = {}  # the last wave in which a rank receives, and its number of turns
     for turn in turns:
         number = sends_next.get(turn.sender, 0)
         for rank in turn.receivers:
@@ -76,22 +78,22 @@ def exchange(
     *,
     threads: int,
 ) -> int:
-    """Read and send this rank's turns, and take the turns of others; a collective.
+    """Read and send this rank's turns, and receive the turns of other ranks; a collective.
 
     Args:
-        waves: the turns that this rank sends or receives, in the order that all ranks walk.
-        size_of: bytes of a turn.
-        read: fills memory with a turn and returns whether it could; must not raise.
-        take: uses the bytes of a turn, also of the turns that this rank read; must not raise.
-        threads: turns that are read at the same time, ahead of their wave.
+        waves: the turns that this rank sends or receives, in the order that all ranks follow.
+        size_of: returns the size of a turn in bytes.
+        read: reads a turn into memory and returns whether it succeeded; must not raise.
+        take: processes the bytes of a turn, whether this rank read or received it; must not raise.
+        threads: number of turns that are read at the same time, ahead of their wave.
 
     Returns:
-        Bytes that this rank has received.
+        The number of bytes that this rank has received.
     """
     rank, received = coordinator.rank, 0
     own = iter([turn for wave in waves for turn in wave if turn.sender == rank])
     most_bytes = max((size_of(turn) for wave in waves for turn in wave), default=0)
-    free: list[torch.Tensor] = []  # memory is used again: fresh pages cost as much as a copy
+    free: list[torch.Tensor] = []  # buffers for reuse: the page faults of new ones cost as much as a copy
 
     def memory() -> torch.Tensor:
         try:
@@ -116,7 +118,7 @@ def exchange(
 
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
         ahead: deque[Future[torch.Tensor]] = deque(pool.submit(filled, turn) for turn in islice(own, threads))
-        before: list[tuple[T, torch.Tensor]] = []  # the wave before, which has arrived
+        before: list[tuple[T, torch.Tensor]] = []  # the previous wave, which has arrived
         for wave in waves:
             current: list[tuple[T, torch.Tensor]] = []
             outgoing: list[tuple[torch.Tensor, int]] = []
@@ -142,7 +144,7 @@ def exchange(
 
 
 class FileMove(NamedTuple):
-    """A file of ``sender``'s storage that the storage of ``receiver`` is to have as well."""
+    """A file to copy from the storage of rank ``sender`` to the storage of rank ``receiver``."""
 
     name: str
     sender: int
@@ -150,36 +152,36 @@ class FileMove(NamedTuple):
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """As a turn has them."""
+        """See `Turn`."""
         return (self.receiver,)
 
 
 def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileMove], doing: str) -> int:
-    """Copy files between the storages of ranks; a collective, which ends in one meeting.
+    """Copy files between the storages of ranks; a collective.
 
-    A file appears under its name when all of it has arrived. A file that fails does not stop the others.
+    A file appears under its name when it has arrived completely. An error with one file does not stop other files.
 
     Args:
-        storage: this rank's.
-        moves: all of them, the same on all ranks.
-        doing: for the message of an error.
+        storage: this rank's storage.
+        moves: all moves, the same on all ranks.
+        doing: description of the action, for error messages.
 
     Returns:
-        Bytes that this rank has received.
+        The number of bytes that this rank has received.
 
     Raises:
-        CheckpointError: if another rank could not read or write. A rank that could not raises its own error.
+        CheckpointError: if another rank failed to read or write. The failed rank raises its own error.
     """
     rank = coordinator.rank
-    with coordinator.together(doing, "files that arrived whole are kept"):
+    with coordinator.together(doing, "completely received files are kept"):
         ends = {move: _End(storage, move, rank) for move in moves if rank in (move.sender, move.receiver)}
         sent = [(number, ends[move].size()) for number, move in enumerate(moves) if move.sender == rank]
         for sizes in coordinator.everyone(sent) if moves else ():
             for number, nbytes in sizes:
                 if moves[number] in ends:
                     ends[moves[number]].num_bytes = nbytes
-        # Each wave of files becomes waves of pieces, of which a rank plans its own alone: of few huge files and
-        # thousands of ranks all pieces would be millions.
+        # Each wave of files becomes waves of pieces. A rank plans only its own pieces: with huge files and thousands of
+        # ranks there would be millions in all.
         waves = [
             [_Piece(end, number) for end in own if number < end.num_pieces]
             for wave in waves_of(moves, 1)
@@ -198,25 +200,25 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
 
 
 class _End:
-    """A rank's part in a move: the file that it reads or writes."""
+    """This rank's end of a move: the file that it reads or writes."""
 
     def __init__(self, storage: Storage, move: FileMove, rank: int) -> None:
         self._storage, self.move = storage, move
         self.is_receiver = rank == move.receiver
         self.kept = FirstError()
-        self.num_bytes = -1  # not known, or the sender has no such file
+        self.num_bytes = -1  # unknown, or the sender has no such file
         self._num_written = 0
         self._reader: FileReader | None = None
         self._writer: FileWriter | None = None
 
     def size(self) -> int:
-        """Bytes of the file on the sender; -1 if it has none."""
-        found = self.kept.attempt(lambda: self._storage.required_info(self.move.name).size_bytes)
-        return -1 if found is None else found
+        """The file's size in bytes, on the sender; -1 if the file is missing."""
+        num_bytes = self.kept.attempt(lambda: self._storage.required_info(self.move.name).size_bytes)
+        return -1 if num_bytes is None else num_bytes
 
     @property
     def num_pieces(self) -> int:
-        """Of the file; an empty file has one."""
+        """The number of the file's pieces; an empty file has one piece."""
         return 0 if self.num_bytes < 0 else max(1, -(-self.num_bytes // _PIECE_BYTES))
 
     def read(self, number: int, data: memoryview) -> None:
@@ -226,10 +228,10 @@ class _End:
         self._reader.read_at(number * _PIECE_BYTES, [data])
 
     def write(self, number: int, data: memoryview) -> None:
-        """Write a piece; with the last one the file gets its name."""
+        """Write a piece. The last piece also renames the file to its final name."""
         working_name = self._storage.working_name(self.move.name, f"from{self.move.sender}")
         if self._writer is None:
-            self._storage.remove(working_name)  # of a run that was killed
+            self._storage.remove(working_name)  # a killed run may have left one
             self._writer = self._storage.create(working_name, self.num_bytes)
         self._writer.write_at(number * _PIECE_BYTES, [data])
         self._num_written += 1
@@ -239,7 +241,7 @@ class _End:
             self._storage.rename(working_name, self.move.name)
 
     def close(self) -> None:
-        """Leave nothing open, and no file that is not whole."""
+        """Close the file, and remove it if it is incomplete."""
         ends: list[Callable[[], object]] = []
         if self._reader is not None:
             ends.append(self._reader.close)
@@ -248,36 +250,36 @@ class _End:
         for end in ends:
             try:
                 end()
-            except BaseException as error:  # noqa: BLE001  the other files are closed first; raised by `move_files`
+            except BaseException as error:  # noqa: BLE001  `move_files` raises it after closing all files
                 self.kept.error = self.kept.error or error
 
 
 class _Piece(NamedTuple):
-    """A piece of a file: the turn of `move_files`."""
+    """A piece of a file, as a `Turn`."""
 
     end: _End
     number: int
 
     @property
     def sender(self) -> int:
-        """As a turn has it."""
+        """See `Turn`."""
         return self.end.move.sender
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """As a turn has them."""
+        """See `Turn`."""
         return self.end.move.receivers
 
     def size(self) -> int:
-        """In bytes."""
+        """The size in bytes."""
         return min(_PIECE_BYTES, self.end.num_bytes - self.number * _PIECE_BYTES)
 
     def read(self, data: memoryview) -> bool:
-        """Whether the piece could be read."""
+        """Read the piece; returns whether all reads of this file have succeeded so far."""
         self.end.kept.attempt(lambda: self.end.read(self.number, data))
         return self.end.kept.error is None
 
     def take(self, data: memoryview) -> None:
-        """Write the piece, on the receiver."""
+        """Write the piece if this rank is the receiver."""
         if self.end.is_receiver:
             self.end.kept.attempt(lambda: self.end.write(self.number, data))

@@ -1,4 +1,4 @@
-"""The first error of a rank that other ranks wait for: it continues to send and receive, and raises at the end."""
+"""Keep a rank's first error while it continues to send and receive for other ranks; the rank raises it at the end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 class FirstError:
-    """Does work until the first error, which is kept; later work is skipped."""
+    """Runs work until the first error. The error is kept, and later work is skipped."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """The result of the work; None if it raises, or there was an error before."""
+        """Run work and return its result; None if it raises, or was skipped after an earlier error."""
         if self.error is None:
             try:
                 return work()
@@ -32,18 +32,18 @@ class FirstError:
 
 @contextmanager
 def noting(error: BaseException | None) -> Iterator[None]:
-    """Around the end of a block that ``error``, if not None, has ended: a second error becomes a note of it."""
+    """Context manager for cleanup after ``error``, if any: a second error becomes a note of the first."""
     try:
         yield
     except Exception as second:
         if error is None:
             raise
-        error.add_note(f"{type(second).__name__} met after that: {second}")
+        error.add_note(f"then {type(second).__name__}: {second}")
 
 
 @contextmanager
 def adding_note(note: str | None) -> Iterator[None]:
-    """Add a note to an error of the block."""
+    """Context manager: add a note, unless None, to an error of the block."""
     try:
         yield
     except BaseException as error:

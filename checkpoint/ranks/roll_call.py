@@ -1,9 +1,9 @@
-"""Which ranks have not come to a meeting: named within seconds, although the meeting itself goes on waiting.
+"""Warn within seconds about ranks that are missing from a collective, while the collective keeps waiting.
 
-A rank may be late for a good reason, such as an evaluation on rank 0 before a save. No other rank can tell that from a
-call that only some ranks make (``if rank == 0: save(..)``). So waiting ends with the process group's time-out and not
-before, and a user who wants an earlier error passes a group with a shorter one. Each rank that has waited for a while
-notes in the process group's store that it is there; one rank then reads the notes and warns of those that are missing.
+A rank may be late for a good reason, such as an evaluation on rank 0 before a save. Other ranks cannot distinguish a
+late rank from one that never makes the call (``if rank == 0: save(..)``). Waiting therefore ends only with the process
+group's time-out; for an earlier error, pass a group with a shorter one. Each rank that has waited for some seconds
+registers in the process group's store; one rank then reads the entries and warns about the missing ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from vescale_fsdp.errors import CheckpointError
 
-_PATIENCE_S = 5.0  # without a word
-_NOTES_S = 2.0  # until ranks that came at about the same time have noted it too
+_PATIENCE_S = 5.0  # wait before a rank registers as waiting
+_NOTES_S = 2.0  # wait before the warning, so that ranks that came slightly later have registered too
 _POLL_S = 0.02
 _CAUSE = (
     "save, load, async_save and a manager's calls are collectives: every rank of the group must make them. Take this "
@@ -28,13 +28,13 @@ _log = logging.getLogger(__name__)
 
 
 class RollCall:
-    """The meetings of one group.
+    """Watches the collectives of one group.
 
     Args:
-        store: that all of its ranks reach.
-        name: of the group, the same on all of them.
-        rank, world_size: of this rank in the group.
-        timeout: of the group.
+        store: a store that all ranks of the group reach.
+        name: the group's name, the same on all ranks.
+        rank, world_size: this rank in the group, and the group's size.
+        timeout: the group's time-out; None for no limit.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class RollCall:
         self._num_meetings = 0
 
     def gather(self, doing: str) -> None:
-        """Return when all ranks have come here.
+        """Wait until all ranks have made this call.
 
         Raises:
-            CheckpointError: when the group's time-out is over; names those that have not.
+            CheckpointError: after the group's time-out; names the missing ranks.
         """
         key = self._next()
         self._store.add(f"{key} count", 1)
@@ -67,15 +67,17 @@ class RollCall:
             return
         if not arrived(max(0.0, start_s + self._timeout_s - time.monotonic())):
             raise self.absence(key, doing) or CheckpointError(
-                "Ranks have not come.", expected=f"all {self._world_size}", got=f"not all, while {doing}"
+                "Ranks have not made this call.",
+                expected=f"all {self._world_size} ranks",
+                got=f"fewer, while {doing}",
             )
 
     def meet(self, work: dist.Work, doing: str) -> None:
-        """Wait for a collective that every rank comes to.
+        """Wait for a collective of all ranks.
 
         Raises:
-            RuntimeError: what the collective raises.
-            CheckpointError: in its place where ranks are known not to have come; names them.
+            RuntimeError: the collective's error.
+            CheckpointError: instead, if ranks are known to be missing; names them.
         """
 
         def arrived(patience_s: float) -> bool:
@@ -83,7 +85,7 @@ class RollCall:
                 work.wait(timedelta(seconds=patience_s))
             except RuntimeError:
                 if work.is_completed():
-                    raise  # more than this wait has ended
+                    raise  # the collective itself failed, not only this wait
                 return False
             return True
 
@@ -99,7 +101,7 @@ class RollCall:
             raise absence from error
 
     def skip(self) -> None:
-        """A meeting of the group that is not watched."""
+        """Count a collective that is not watched, so that numbers stay equal on all ranks."""
         self._next()
 
     def _next(self) -> str:
@@ -107,27 +109,30 @@ class RollCall:
         return f"{self._name} {self._num_meetings}"
 
     def _watch(self, key: str, arrived: Callable[[float], bool], doing: str) -> bool:
-        """Whether all came within a few seconds; if not, this rank is noted, and the first noted rank warns."""
+        """Wait for some seconds; returns whether all ranks came. If not, this rank registers as waiting, and the first
+        registered rank warns.
+        """
         if arrived(_PATIENCE_S):
             return True
         try:
             self._store.set(f"{key} {self._rank}", "")
             is_first = self._store.add(f"{key} waiting", 1) == 1
         except RuntimeError as error:
-            _log.warning("%s: ranks are missing; the store that would tell which is gone: %s", doing, error)
+            _log.warning("%s: ranks are missing, and the store that lists them is lost: %s", doing, error)
             return False
         if arrived(_NOTES_S):
             return True
         missing = self._missing(key)
         if is_first and missing:
             _log.warning(
-                "rank %d has waited %.0f s for ranks %s, which have not come (%s). %s. It goes on waiting for "
+                "rank %d has waited %.0f s for ranks %s, which have not made this call (%s). %s. Rank %d waits up to "
                 "%.0f s, the process group's time-out",
                 self._rank,
                 _PATIENCE_S + _NOTES_S,
                 missing[:16],
                 doing,
                 _CAUSE,
+                self._rank,
                 self._timeout_s,
             )
         return False
@@ -136,7 +141,7 @@ class RollCall:
         return [rank for rank in range(self._world_size) if not self._store.check([f"{key} {rank}"])]
 
     def absence(self, key: str, doing: str) -> CheckpointError | None:
-        """The error that names ranks that have not come; None if that is not known."""
+        """The error that names the missing ranks; None if they are unknown."""
         try:
             missing = self._missing(key)
         except RuntimeError:  # the store is gone as well
@@ -144,9 +149,9 @@ class RollCall:
         if not 0 < len(missing) < self._world_size:
             return None
         return CheckpointError(
-            f"{len(missing)} of {self._world_size} ranks have not come.",
+            f"{len(missing)} of {self._world_size} ranks have not made this call.",
             expected=f"all {self._world_size} ranks to make this call",
-            got=f"nothing of ranks {missing[:16]} within the process group's time-out, {self._timeout_s:g} s",
+            got=f"no call of ranks {missing[:16]} within the process group's time-out, {self._timeout_s:g} s",
             where=f"rank {self._rank}, {doing}",
             todo=_CAUSE,
         )

@@ -1,11 +1,11 @@
-"""torch stores that can be trusted between processes of different jobs: signed entries, bounded calls, addresses.
+"""torch stores that processes of different jobs can trust: signed entries, calls with a time limit, addresses.
 
-torch's store has no authentication: whoever reaches its port reads and writes every key. So entries that processes act
-upon are signed with a shared secret, and without a secret no process listens beyond this machine.
+torch's store has no authentication: any process that reaches its port can read and write every key. Entries that
+processes act upon are therefore signed with a shared secret. Without a secret, processes listen on loopback only.
 
-A store whose process is dead fails at once, since the kernel closes its connections. A store whose process is stopped,
-or whose machine is down, answers nothing, and torch's clients (2.11 to 2.15) wait forever: their time-outs do not cover
-reads. So calls are bounded by a thread each.
+If the store's process is dead, calls fail at once, because the kernel closes its connections. If the process is
+stopped, or its machine is down, torch's clients (2.11 to 2.15) wait forever: their time-outs do not cover reads. Each
+call therefore runs in its own thread, with a time limit.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import torch.distributed as dist
 
 from vescale_fsdp.errors import LifecycleError, PlacementError
 
-SECRET = "VESCALE_FSDP_SECRET"  # of the environment
+SECRET = "VESCALE_FSDP_SECRET"  # environment variable
 _DIGEST = "sha256"
-_MAC_BYTES = 64  # in hexadecimal
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_MAC_BYTES = 64  # length of a SHA-256 digest in hexadecimal
+_SIOCGIFADDR = 0x8915  # Linux ioctl: get the IPv4 address of an interface
 _POLL_S = 0.02
 T = TypeVar("T")
 
 
 def secret_of(secret: str | None) -> bytes | None:
-    """The given secret, else that of the environment (VESCALE_FSDP_SECRET), else None."""
+    """The given secret, or the environment variable VESCALE_FSDP_SECRET, or None."""
     text = os.environ.get(SECRET) if secret is None else secret
     return text.encode() if text else None
 
@@ -45,7 +45,7 @@ def check_exposure(address: str, secret: bytes | None) -> None:
     """Refuse to listen beyond this machine without a secret.
 
     Raises:
-        PlacementError: if the address, or an address of the name, is not a loopback address.
+        PlacementError: if the address, or any address that the host name resolves to, is not a loopback address.
     """
     if secret is None and not _is_loopback(address):
         raise PlacementError(
@@ -62,10 +62,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an IPv4 address of this machine, or the loopback one.
+    """The network interface with this IPv4 address; for any loopback address, the loopback interface.
 
     Raises:
-        PlacementError: if none has it.
+        PlacementError: if no interface has the address.
     """
     names = [name for _, name in socket.if_nameindex()]
     wanted = socket.gethostbyname(address)
@@ -73,7 +73,7 @@ def interface_of(address: str) -> str:
         for name in names:
             try:
                 request = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no such address
+            except OSError:  # the interface has no IPv4 address
                 continue
             own = ipaddress.ip_address(request[20:24])  # of an ifreq: 16 bytes of name, family and port
             if str(own) == wanted or (own.is_loopback and ipaddress.ip_address(wanted).is_loopback):
@@ -90,7 +90,7 @@ def address_of(interface: str) -> str:
     """The IPv4 address of a network interface.
 
     Raises:
-        OSError: if there is no such interface, or it has no such address.
+        OSError: if there is no such interface, or it has no IPv4 address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         request = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
@@ -98,15 +98,15 @@ def address_of(interface: str) -> str:
 
 
 def local_address(host: str, port: int) -> str:
-    """The address of this machine from which it reaches another."""
+    """This machine's own address on the route to another host."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as asking:
-        asking.connect(address)  # of a datagram socket: sends nothing
+        asking.connect(address)  # on a datagram socket this sends nothing
         return str(asking.getsockname()[0])
 
 
 def bound_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens on this address only; torch's own listens on all addresses. Port 0: any free port."""
+    """A store that listens on this address only; torch's default listens on all addresses. Port 0: any free port."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family, backlog=2048)
     number = listener.getsockname()[1]
@@ -136,20 +136,20 @@ def unsign(secret: bytes, name: str, signed: bytes) -> bytes:
     # In a time that tells nothing of the secret.
     if not hmac.compare_digest(sign(secret, name, value), signed):
         raise PlacementError(
-            "A message does not carry the signature of this job's secret.",
+            "A message is not signed with this job's secret.",
             expected="messages of processes with the same secret",
-            got=f"{len(signed)} bytes without its signature",
+            got=f"{len(signed)} bytes without a valid signature",
             where=name,
-            todo=f"set the same {SECRET} everywhere; if it is, some other process writes to this store or port",
+            todo=f"set the same {SECRET} in all processes; if it is set, another program writes to this store or port",
         )
     return value
 
 
 def within(timeout_s: float, call: Callable[[], T], what: str) -> T:
-    """The result or error of a call. A call that does not end in time continues in a thread of its own.
+    """Return the result or raise the error of a call, with a time limit. A late call goes on in its own thread.
 
     Args:
-        what: the call, for the error.
+        what: description of the call, for the error.
 
     Raises:
         LifecycleError: if the call does not end in time.
@@ -174,12 +174,12 @@ def within(timeout_s: float, call: Callable[[], T], what: str) -> T:
             expected=f"an answer within {timeout_s:g} s",
             got="none: its process is stalled, or its machine is gone",
             where=what,
-            todo="look at the process of the store; restart it and this job",
+            todo="check the process that hosts the store; restart it and this job",
         ) from None
 
 
 class _StoreProxy(dist.Store):
-    """A store that passes all calls to another one, each through `_call`."""
+    """A store that forwards calls to another store through `_call`."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -225,8 +225,8 @@ class SignedStore(_StoreProxy):
     """A store with signed entries. Counters (``add``), which torch's barriers use, are not signed.
 
     Args:
-        store: of the signed entries.
-        secret: of all processes that read and write them.
+        store: the store that contains the signed entries.
+        secret: the secret that all processes of the store share.
     """
 
     def __init__(self, store: dist.Store, secret: bytes) -> None:
@@ -248,10 +248,10 @@ class SignedStore(_StoreProxy):
 
 
 class BoundedStore(_StoreProxy):
-    """A store whose calls take at most a given time.
+    """A store with a time limit for every call.
 
     Args:
-        timeout_s: of each call, and of waiting for keys where the caller gives no time.
+        timeout_s: time limit of each call, and default time limit of `wait`.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
@@ -263,27 +263,27 @@ class BoundedStore(_StoreProxy):
             return within(self._timeout_s, call, what)
         except dist.DistNetworkError as lost:
             raise LifecycleError(
-                "The store where processes meet was lost.",
-                expected="its process to live as long as any process that uses it",
+                "The processes' common store was lost.",
+                expected="the process that hosts it to outlive all processes that use it",
                 got=f"{type(lost).__name__}: {lost}",
                 where=what,
-                todo="see why that process has ended; start it and this job again",
+                todo="find out why that process has ended; start it and this job again",
             ) from lost
 
     def get(self, key: str) -> bytes:
-        self.wait([key])  # torch's own wait for the key has no bound
+        self.wait([key])  # inside `get`, torch waits for a missing key without a time limit
         return super().get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys exist.
+        """Wait until all keys exist.
 
         Raises:
-            DistStoreError: if they do not exist in time.
+            DistStoreError: if a key does not exist in time.
             LifecycleError: if the store does not answer.
         """
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline_s = time.monotonic() + timeout_s
         while not self.check(keys):
             if time.monotonic() > deadline_s:
-                raise dist.DistStoreError(f"{keys[:4]} did not come within {timeout_s:g} s")
+                raise dist.DistStoreError(f"{keys[:4]} were not set within {timeout_s:g} s")
             time.sleep(_POLL_S)

@@ -1,7 +1,7 @@
-"""A live state as a structure for the manifest, and this rank's local tensors and per-rank values.
+"""Capture a live state: its structure for the manifest, and this rank's local tensors and per-rank values.
 
-Nothing is copied and nothing is communicated. The structure has no information about one rank alone, so that ranks
-can compare a digest of it.
+No tensor is copied, and ranks do not communicate. The structure contains nothing rank-specific, so that ranks can
+compare a digest of it.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
 
-_MAX_INT_BITS = 8192  # Python reads and writes 4300 digits, of which this is about half
+_MAX_INT_BITS = 8192  # about half of the 4300 digits that Python converts to and from text
 
 
 class TreeSink(ABC):
-    """Collects the leaves that JSON cannot represent, and returns a node for each."""
+    """Collects the leaves that JSON cannot represent, and returns a node for each of them."""
 
     @abstractmethod
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
-        """Node of a tensor leaf."""
+        """Collect a tensor, and return its node."""
 
     @abstractmethod
     def per_rank(self, name: str, value: PerRank) -> Json:
-        """Node of a per-rank leaf."""
+        """Collect a per-rank value, and return its node."""
 
     def stateful(self, name: str, value: Stateful, depth: int) -> Json:
-        """Node of an object with a state; ``depth`` as for `encode`."""
+        """Return the node of an object with ``state_dict``; ``depth`` as for `encode`."""
         return encode(value.state_dict(), name, self, depth + 1)
 
 
 def is_stateful(value: object) -> bool:
-    """Whether a value is stored as what its ``state_dict()`` returns."""
+    """Whether a value is stored as the result of its ``state_dict()``."""
     return not isinstance(value, (torch.Tensor, Mapping)) and isinstance(value, Stateful)
 
 
 def remade(like: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
-    """A tuple of the type of another one: plain, named, or one of torch's."""
-    make = getattr(type(like), "_make", type(like))  # named tuples take their fields one by one
+    """A tuple of the same type as ``like``: plain, named, or one of torch's."""
+    make = getattr(type(like), "_make", type(like))  # a named tuple's constructor takes separate arguments
     return make(items)  # type: ignore[no-any-return]
 
 
 class _HashableSink(TreeSink):
-    """Refuses tensors and per-rank values in keys and sets, which are looked up by value."""
+    """Raises for tensors and per-rank values in keys and sets, whose members are looked up by value."""
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         raise self._refused(name, "a tensor or an array")
@@ -83,13 +83,13 @@ _hashable_sink = _HashableSink()
 
 
 def encode(value: Any, name: str, sink: TreeSink, depth: int = 0) -> Json:
-    """The JSON node of a value; tensors and per-rank values go to the sink.
+    """The JSON node of a value; tensors and per-rank values are passed to the sink.
 
     Args:
-        depth: containers around it.
+        depth: number of containers around the value.
 
     Raises:
-        CheckpointError: for a value that has no encoding or could not be loaded, with its type and name.
+        CheckpointError: for a value that has no encoding or could not be loaded; names its type.
     """
     kind = type(value)
     if kind is str or kind is bool or value is None:
@@ -123,10 +123,10 @@ def _encode_int(value: int, name: str) -> int:
         return value
     raise CheckpointError(
         "A number is too long to be saved.",
-        expected=f"integers of at most {_MAX_INT_BITS} bits, which readers of JSON take",
+        expected=f"integers of at most {_MAX_INT_BITS} bits, which JSON parsers accept",
         got=f"{value.bit_length()} bits",
         where=dotted_name(name),
-        todo="store its bytes",
+        todo="store the number as bytes",
     )
 
 
@@ -144,7 +144,7 @@ def _encode_tuple(value: tuple[Any, ...], name: str, sink: TreeSink, depth: int)
     if type(value) is not tuple:
         try:
             remade(value, list(value))
-        except Exception as error:  # any error of the class: a load could not create the tuple either
+        except Exception as error:  # the class may raise any error; a load could not create the tuple either
             raise _refuse(value, name) from error
     items = [encode(item, join_name(name, index), sink, depth) for index, item in enumerate(value)]
     return {"$": "tuple", "v": items}
@@ -166,7 +166,7 @@ def _holds_nan(key: Any) -> bool:
 
 def _encode_rare(value: Any, name: str, sink: TreeSink, depth: int) -> Json:
     if isinstance(value, (set, frozenset)):
-        # Sorted by JSON text, since the order of a set, and its repr, differ between processes.
+        # Sorted by JSON text, because the iteration order of a set differs between processes.
         items = sorted((encode(item, name, _hashable_sink, depth) for item in value), key=json.dumps)
         return {"$": "frozenset" if isinstance(value, frozenset) else "set", "v": items}
     if isinstance(value, (bytes, bytearray)):
@@ -179,7 +179,7 @@ def _encode_rare(value: Any, name: str, sink: TreeSink, depth: int) -> Json:
         return {"$": "dtype", "v": dtype_name(value)}
     if isinstance(value, torch.device):
         return {"$": "device", "v": str(value)}
-    masked = isinstance(value, np.ma.MaskedArray)  # refused below, since its mask would be lost
+    masked = isinstance(value, np.ma.MaskedArray)  # not supported: its mask would be lost
     if isinstance(value, np.ndarray) and is_numpy_dtype(str(value.dtype)) and not masked:
         return {**sink.tensor(name, _tensor_of(value)), "numpy": True}
     if isinstance(value, np.generic) and is_numpy_dtype(str(value.dtype)):
@@ -207,8 +207,14 @@ def _refuse(value: object, name: str) -> CheckpointError:
 
 
 class TakenState(NamedTuple):
-    """A rank's structure, its local tensors by name, its per-rank values by name (encoded tree, tensors), and the
-    values of `Resharded` leaves."""
+    """A captured state on one rank.
+
+    Attributes:
+        structure: the state's structure, without rank-specific parts.
+        locals_by_name: name -> local tensor.
+        per_rank: name -> encoded tree and tensors of a per-rank value.
+        resharded: name -> value of a `Resharded` leaf.
+    """
 
     structure: Structure
     locals_by_name: dict[str, torch.Tensor]
@@ -217,14 +223,14 @@ class TakenState(NamedTuple):
 
 
 def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenState:
-    """Walk a live state; nothing is copied and nothing is communicated.
+    """Capture a live state. No tensor is copied, and ranks do not communicate.
 
     Args:
-        state: any nesting of the kinds that `state_tree` lists; usually a dict.
-        rank_of: number within the checkpoint's world of each global rank, where they differ.
+        state: any nesting of the types that `state_tree` lists; usually a dict.
+        rank_of: global rank -> rank in the checkpoint's world; None if they are equal.
 
     Raises:
-        CheckpointError: for values or tensors that cannot be stored, naming the first.
+        CheckpointError: for the first value or tensor that cannot be stored; names it.
     """
     taker = _Taker(state, Describer(rank_of))
     try:
@@ -241,7 +247,7 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
     except RecursionError as error:
         raise CheckpointError(
             "The state is nested too deeply.",
-            expected="at most 100 levels, and no container inside itself",
+            expected=f"at most {MAX_DEPTH} levels, and no container inside itself",
             got=str(error),
             where="the state itself",
             todo="flatten it, or break the circle",
@@ -276,9 +282,9 @@ class _Taker(TreeSink):
         if local is None:
             return {"$": "absent"}
         axes = self.axes.setdefault(distribution.axes, len(self.axes))
-        # Tensors that share memory have one key. All ranks must get the same result, also a rank whose piece is empty
-        # and has no address: a ragged piece is therefore compared only with pieces of the same slot, and with none if
-        # its slot is unknown.
+        # Tensors that share memory are stored once. All ranks must get the same result, even a rank with an empty
+        # piece, which has no address: a ragged piece is therefore compared only with pieces of the same slot, and with
+        # none if its slot is unknown.
         alike: list[int] = []
         slot = tensor.layout_ref if isinstance(tensor, RaggedDTensor) else ()
         if slot is not None:
@@ -316,16 +322,19 @@ class _Taker(TreeSink):
         """Reserve a name for a leaf.
 
         Raises:
-            CheckpointError: if it is taken or cannot be stored.
+            CheckpointError: if the name is already used, reserved, or not valid text.
         """
         problem = None
         if name in RESERVED_NAMES:
             problem = ("a name that is reserved for the files", f"none of {', '.join(RESERVED_NAMES)}")
         # Nearly all names are ASCII, and need no loop.
         elif not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
-            problem = ("a name that is not text", "keys without half a surrogate pair: no file can name it")
+            problem = (
+                "a name that is not valid text",
+                "keys without lone surrogates, which UTF-8 cannot encode",
+            )
         elif name in self._names:
-            problem = ("the name of another leaf", "keys that differ as text (1 and '1' are the same name)")
+            problem = ("the name of another leaf", "keys that differ as text (1 and '1' give the same name)")
         if problem is not None:
             title, expected = problem
             raise CheckpointError(
@@ -348,9 +357,9 @@ class _Taker(TreeSink):
 
     @property
     def file_order(self) -> list[int]:
-        """Indices of the tensors in the order that files have."""
+        """Indices of the tensors in file order."""
 
-        # Descending item sizes keep every tensor aligned in its file; then by group and role, in buffer order.
+        # Descending item sizes keep every tensor aligned in its file. Tensors of a group's buffer are in buffer order.
         def key(index: int) -> tuple[int, int, int, int]:
             item = self.tensors[index]
             return (-item.entry.itemsize, self._roles.get(item.role, len(self._roles)), item.offset, index)
@@ -359,11 +368,11 @@ class _Taker(TreeSink):
 
 
 class _LeafTaker(TreeSink):
-    """Collects the tensors of one per-rank value; of a DTensor the local part."""
+    """Collects the tensors of one per-rank value; of a DTensor, the local part."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._inside = False  # a Stateful object
+        self._inside = False  # whether the walk is inside a Stateful object
 
     def stateful(self, name: str, value: Stateful, depth: int) -> Json:
         # A load passes an object its stored state without a call of its state_dict(), which would start a data loader.

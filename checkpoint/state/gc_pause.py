@@ -1,4 +1,4 @@
-"""Python's garbage collector kept out of planning, where it costs more than the work itself."""
+"""Pause Python's garbage collector during planning, where it would cost more than the work itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No collection inside; plans make many small objects and no cycles."""
+    """Context manager without garbage collection, for code that creates many small objects and no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

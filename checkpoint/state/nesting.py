@@ -3,8 +3,8 @@
     {"model": {"a.b": T}, "groups": [{"lr": 1}]}     names  model.a.b        groups.0.lr
                                                      paths  (model, a.b)     (groups, ListIndex(0), lr)
 
-Dicts are always flattened, lists only if an item is a tensor or a container. A path distinguishes them: an index of a
-list is a `ListIndex`, a plain int is a key of a dict.
+Dicts are always flattened, lists only if an item is a tensor or a container. Paths distinguish dicts and lists: a list
+index is a `ListIndex`, and a plain int is a key of a dict.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def without_wrappers(name: str) -> str:
 
 
 def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[Path, Any]:
-    """Leaves of a nested state by path.
+    """Path -> leaf of a nested state.
 
     Raises:
-        ConversionError: if two leaves would have one name.
+        ConversionError: if two leaves have the same flattened name.
     """
     leaves: dict[Path, Any] = {}
 
@@ -59,7 +59,7 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
             for key, inner in value.items():
                 add(inner, (*path, key if isinstance(key, (str, int)) else str(key)))
             if not value and path:
-                leaves[path] = {}  # an empty dict is a leaf, or it would get lost
+                leaves[path] = {}  # an empty dict is a leaf; otherwise it would be lost
         elif isinstance(value, (list, tuple)) and any(
             isinstance(item, (Mapping, list, tuple)) or is_tensor(item) for item in value
         ):
@@ -75,7 +75,7 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
         if name in names:
             raise ConversionError(
                 "Two entries of the state have the same flattened name.",
-                expected="names that differ when their keys are joined by dots",
+                expected="different names after keys are joined by dots",
                 got=f"{names[name]} and {path}",
                 todo="rename one of the keys in the source",
             )
@@ -84,25 +84,25 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
 
 
 def claim_name(name: str, taken: Collection[str]) -> None:
-    """Refuse a name for a tensor of a native checkpoint that another tensor has: its keys joined by ``/``.
+    """Check that a tensor's name in a native checkpoint (its keys, joined by ``/``) is not used by another tensor.
 
     Raises:
-        ConversionError: if it is taken.
+        ConversionError: if the name is already used.
     """
     if name in taken:
         raise ConversionError(
-            "Two tensors would have one name.",
-            expected="keys that differ when they are joined, as text",
-            got=f"two times {name!r}",
-            todo="leave one of them out with --exclude, or rename it in the source",
+            "Two tensors would have the same name.",
+            expected="different names after keys are joined as text",
+            got=f"two tensors named {name!r}",
+            todo="exclude one of them with --exclude, or rename it in the source",
         )
 
 
 def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
-    """The nested state with these leaves; items of a list follow each other, even if indices are missing.
+    """The nested state with these leaves. If list indices are missing, the remaining items move up.
 
     Raises:
-        ConversionError: if the path of a leaf goes through another leaf.
+        ConversionError: if one leaf's path is the beginning of another leaf's path.
     """
     root: dict[Any, Any] = {}
     for path, leaf in leaves.items():
@@ -111,10 +111,10 @@ def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise ConversionError(
-                    "An entry of the state is inside another one that is no container.",
-                    expected="values at the ends of paths only",
+                    "An entry of the state is inside another entry that is not a container.",
+                    expected="values only at the ends of paths",
                     got=path,
-                    todo="leave one of the entries out with --exclude",
+                    todo="exclude one of the entries with --exclude",
                 )
         node[path[-1]] = leaf
     closed: dict[Any, Any] = _close_lists(root)

@@ -1,8 +1,8 @@
-"""`PerRank`: a value that differs between ranks (random state, data loader), and how it is packed.
+"""`PerRank`: a value that differs between ranks (random state, data loader), and its binary encoding.
 
-All other leaves of a state are the same on all ranks, or tensors sharded over them. A per-rank value is stored
-in its rank's own file, and restored by rank, or, at another world size, by a merge function. `Resharded` is for values
-that define how the parts of ranks are merged and split again.
+All other leaves of a state are equal on all ranks, or tensors sharded over them. A per-rank value is stored in its
+rank's own file. It is restored by the same rank or, at another world size, by a merge function. `Resharded` is for
+values that define how the ranks' parts are merged and split again.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ Merge = Callable[[list[Any], int, int], Any]
 
 @set_module("vescale_fsdp.checkpoint")
 class PerRank:
-    """A leaf of a state whose value is this rank's own.
+    """A leaf of a state with a separate value on each rank.
 
     Args:
         value: plain values, tensors, nested containers, or an object with ``state_dict`` and
             ``load_state_dict``.
-        merge: called as ``merge(values_of_all_saved_ranks, rank, world_size)`` when the checkpoint was
-            saved by another number of ranks; returns this rank's value. Without it, a rank takes the value
-            saved by the rank of the same number, and a rank with a number that did not save keeps its own
-            value, with a warning.
+        merge: called as ``merge(values_of_all_saved_ranks, rank, world_size)`` if the checkpoint was saved by another
+            number of ranks; returns this rank's value. Without ``merge``, each rank gets the value saved by the rank
+            with its number; a rank without such a value keeps its own, with a warning.
 
     Attributes:
-        value: replaced by `load`.
+        value: this rank's value; `load` replaces it.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import load, save
@@ -56,7 +55,7 @@ class PerRank:
 
 
 class Reshardable(Protocol):
-    """A value of which each rank has a part, such as the position in the data; for `Resharded`.
+    """Protocol of a value for `Resharded`: each rank has a part of it, such as its position in the data.
 
     Examples:
         >>> from vescale_fsdp.checkpoint.data import ReshardableSampler
@@ -72,20 +71,20 @@ class Reshardable(Protocol):
         """Replace this rank's part."""
 
     def merge(self, states: list[Any]) -> Any:
-        """The whole value from the parts of all ranks that saved."""
+        """Merge the parts of all saved ranks into the whole value."""
 
     def split(self, whole: Any, rank: int, world_size: int) -> Any:
-        """One rank's part of the whole; pure: every rank calls it with the same whole."""
+        """Return one rank's part of the whole. Must not change ``self`` or ``whole``: all ranks share ``whole``."""
 
 
 @set_module("vescale_fsdp.checkpoint.data")
 class Resharded(PerRank):
-    """A `PerRank` value that is split again for another number of ranks: each rank gets its part of the merged value.
+    """A `PerRank` value for any number of ranks: a load merges the saved parts, and splits them for its ranks.
 
-    A save merges the parts once to test them, and raises on all ranks if they do not fit together.
+    A save also merges the parts once as a check, and raises on all ranks if that fails.
 
     Args:
-        value: such as a `ReshardableSampler` or a `ReshardableLoader`.
+        value: a `Reshardable` object, such as a `ReshardableSampler` or a `ReshardableLoader`.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -103,10 +102,10 @@ class Resharded(PerRank):
 
 
 def pack_blob(values: Mapping[str, tuple[Any, list[torch.Tensor]]]) -> bytes:
-    """Bytes of a rank's per-rank values: u64 length of a JSON head, the head, then the tensors' bytes.
+    """Encode a rank's per-rank values: u64 length of a JSON header, the header, then the tensors' bytes.
 
     Args:
-        values: by name, an encoded tree and the tensors its leaves number.
+        values: name -> an encoded tree and its tensors; leaves of the tree contain the tensors' indices.
     """
     if not values:
         return b""
@@ -137,13 +136,13 @@ def _tensor_of(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.
     if min(shape, default=0) < 0 or numel_of(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for a tensor of {dtype}, {shape}")
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    # A copy, since an array of 0 bytes has stride 0 and cannot be viewed as a wider dtype.
+    # Copied, because an array of 0 bytes cannot be viewed as a wider dtype: its stride is 0.
     bytes_of(tensor).numpy()[:] = np.frombuffer(data, dtype=np.uint8)
     return tensor
 
 
 def leaf_of(tensors: list[torch.Tensor], node: Mapping[str, Any]) -> Any:
-    """The tensor or array of a leaf in a per-rank value's tree, which has its number."""
+    """The tensor or array of a leaf in a per-rank value's tree; the leaf contains its index."""
     tensor = tensors[int(node["i"])]
     return tensor.numpy() if node.get("numpy") else tensor
 
@@ -152,7 +151,7 @@ def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[to
     """Inverse of `pack_blob`; bytes after the last tensor are ignored.
 
     Raises:
-        CorruptCheckpointError: if the sizes in the blob do not fit it.
+        CorruptCheckpointError: if the blob's header is invalid or its sizes do not match the blob.
     """
     if not len(blob):
         return {}
@@ -179,7 +178,7 @@ def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[to
     except (LookupError, TypeError, ValueError, ArithmeticError, struct.error, RuntimeError) as error:
         raise CorruptCheckpointError(
             "The per-rank values cannot be unpacked.",
-            expected="a length, a JSON head and the tensors it lists",
+            expected="a length, a JSON header and the tensors that it lists",
             got=str(error),
             where=where,
             todo="restore an older step",

@@ -1,10 +1,10 @@
-"""`RetentionPolicy`: which steps of a run are kept; the record and the pin of a step, which it reads.
+"""`RetentionPolicy`: which steps of a run are kept. Also the record and the pin of a step.
 
     step-00000100/record.json       {"num_bytes": .., "seconds": .., "unix_s": .., "metric": ..}, after the commit
-    step-00000100/pinned            empty: the step is kept whatever the rules say
+    step-00000100/pinned            empty file: the step is exempt from the rules
 
-A step is removed if no rule keeps it. Restoring needs neither file. Steps saved by hand or by an older version have
-none; a record that cannot be read counts as missing.
+A step is removed if no rule keeps it. A restore needs neither file. Steps that were not saved by a manager have no
+record; an unreadable record counts as missing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from vescale_fsdp.lazy import set_module
 @set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which steps are kept. Pinned steps, and the best ones of a `BestOf` in ``save_policy``, are kept too.
+    """Which steps are kept. Pinned steps, and the best steps of a `BestOf` in ``save_policy``, are kept too.
 
     Attributes:
-        keep_last: number of newest steps; None keeps all steps, whatever the other rules say.
-        keep_every: steps divisible by it.
-        keep_best: the steps with the best metrics.
+        keep_last: number of newest steps to keep; None keeps all steps, whatever the other rules are.
+        keep_every: also keep steps divisible by this number.
+        keep_best: also keep the steps with the best metrics.
 
     Raises:
         ValueError: for a limit below 1.
@@ -58,7 +58,7 @@ class RetentionPolicy:
 
 
 def retention_of(retention: RetentionPolicy | int | None) -> RetentionPolicy:
-    """The policy that the argument ``retention`` of `CheckpointManager` means; an int is ``keep_last``."""
+    """The policy for a ``retention`` argument of `CheckpointManager`; an int is ``keep_last``."""
     if retention is None or (isinstance(retention, int) and not isinstance(retention, bool)):
         return RetentionPolicy(keep_last=retention)
     if not isinstance(retention, RetentionPolicy):
@@ -72,17 +72,17 @@ def retention_of(retention: RetentionPolicy | int | None) -> RetentionPolicy:
 
 
 def remove_old_steps(root: Storage, saved: int, policy: RetentionPolicy, best: Sequence[BestOf]) -> None:
-    """Remove the steps that no rule keeps, now that step ``saved`` is committed; warn of those that cannot be removed.
+    """After step ``saved`` is committed, remove the steps that no rule keeps; warn about steps that cannot be removed.
 
     Args:
-        best: further rules that keep steps.
+        best: further rules: the `BestOf` policies in ``save_policy``.
     """
     keep_last, rules = policy.keep_last, (*best, policy.keep_best)
     if keep_last is None:
         return
 
     def chosen(folders: Sequence[StepFolder]) -> list[int]:
-        # Abandoned steps stay until they are removed by hand, and do not count for keep_last.
+        # Abandoned steps stay until the user removes them, and do not count toward keep_last.
         abandoned = abandoned_steps(root, (step for step, _ in folders))
         live = [folder for folder in folders if folder[0] not in abandoned]
         steps = surplus_steps(live, saved, keep_last=keep_last, keep_every=policy.keep_every)
@@ -98,48 +98,50 @@ def remove_old_steps(root: Storage, saved: int, policy: RetentionPolicy, best: S
 def surplus_steps(
     folders: Iterable[StepFolder], saved: int, *, keep_last: int, keep_every: int | None = None
 ) -> list[int]:
-    """Steps before ``saved`` to remove now that it is committed: torn ones, and those that no limit keeps.
+    """The steps before ``saved`` to remove after its commit: torn steps, and steps that no limit keeps.
 
-    Later steps stay: they belong to a run that was restored from an earlier one.
+    Later steps exist after a restore from an earlier step, and are kept.
     """
     older = [(step, is_committed) for step, is_committed in folders if step < saved]
     committed = [step for step, is_committed in older if is_committed]
-    keep = set(committed[max(0, len(committed) + 1 - keep_last) :])  # and step `saved`
+    keep = set(committed[max(0, len(committed) + 1 - keep_last) :])  # + 1: step `saved` is one of keep_last
     keep |= {step for step in committed if keep_every is not None and step % keep_every == 0}
     return [step for step, _ in older if step not in keep]
 
 
 def remove_chosen(root: Storage, choose: Callable[[list[StepFolder]], list[int]]) -> None:
-    """Remove chosen steps. Failures are a warning, since the new step is committed by now."""
+    """Remove the steps that ``choose`` returns. Failures are a warning, because the new step is already committed."""
     problems: list[str] = []
     try:
         problems += filter(None, [remove_step(root, step) for step in choose(list_steps(root))])
-    except Exception as error:  # noqa: BLE001  see above
+    except Exception as error:  # noqa: BLE001  becomes a warning
         problems.append(f"{type(error).__name__}: {error}")
     if problems:
         warnings.warn(
-            f"the new step is saved, but older ones could not be removed from {root.where}: {some(problems)}",
+            f"the new step is saved, but older steps could not be removed from {root.where}: {some(problems)}",
             stacklevel=3,
         )
 
 
 _RECORD_NAME = "record.json"
 _PIN_NAME = "pinned"
-_LIMIT_BYTES = 1 << 16  # 64 KiB
+_LIMIT_BYTES = 1 << 16  # largest record to read
 _KEYS = ("num_bytes", "seconds", "unix_s", "metric")
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of a run.
+    """The record of one step of a run.
 
     Attributes:
-        num_bytes: of all ranks' files.
-        seconds: from the call of the save to its commit.
+        step: the step's number.
+        num_bytes: size of all tensors and per-rank values.
+        seconds: duration of the save, until its commit.
         unix_s: time of the commit, in seconds since 1970.
-        metric: as given to `CheckpointManager.save`.
-        pinned: whether it is kept whatever the rules say.
-        abandoned: whether a rollback has abandoned it: `CheckpointManager.restore` skips it unless its number is given.
+        metric: the ``metric`` argument of `CheckpointManager.save`.
+        pinned: whether the step is exempt from the retention policy.
+        abandoned: whether a rollback has abandoned the step: `CheckpointManager.restore` then skips it, unless called
+            with its number.
 
     Examples:
         >>> StepRecord(100, num_bytes=1 << 30, seconds=2.0).num_bytes
@@ -164,7 +166,7 @@ def write_record(root: Storage, record: StepRecord) -> None:
 
 
 def read_record(root: Storage, step: int) -> StepRecord:
-    """The record of a step; without values where it has none."""
+    """The record of a step; values that are missing or invalid are None."""
     pinned = is_pinned(root, step)
     try:
         record = json.loads(root.read_small(f"{step_name(step)}/{_RECORD_NAME}", limit_bytes=_LIMIT_BYTES))
@@ -201,7 +203,7 @@ def remove_unpinned(root: Storage, step: int) -> None:
     """Remove a step.
 
     Raises:
-        CheckpointError: if it is pinned, or cannot be removed.
+        CheckpointError: if the step is pinned, or cannot be removed.
     """
     if is_pinned(root, step):
         raise CheckpointError(
@@ -213,7 +215,7 @@ def remove_unpinned(root: Storage, step: int) -> None:
 
 
 def best_steps(records: Iterable[StepRecord], rules: Iterable[BestOf]) -> set[int]:
-    """The steps that any rule keeps: of equal metrics the newer step."""
+    """The steps that any rule keeps. Of steps with equal metrics, the newer step is better."""
     metrics = [(record.step, record.metric) for record in records if record.metric is not None]
     kept: set[int] = set()
     for rule in rules:

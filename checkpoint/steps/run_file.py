@@ -2,10 +2,10 @@
 
     {"branches": [["3f0c91aa", 90], ["b7e2405d", null]], "abandoned": {"100": "<checksum of its manifest>"}}
 
-A branch has an id and the newest step that counts. The save_id of a step in memory starts with the id of its branch, so
-that the memory of another run, or of an ended branch, is never restored. A rollback ends a branch and abandons the
-later steps on disk, in one commit. They are kept, and `restore` and `latest` skip them. A step that is saved again has
-another manifest, so its old entry no longer applies once the new one is committed.
+A branch has an id and the number of its newest valid step; null: all its steps are valid. The save_id of a step in
+memory starts with its branch's id, so that `restore` never reads memory of another run or an invalid step of an ended
+branch. A rollback ends a branch and abandons the later steps on disk, in one commit. Abandoned steps are kept, and
+skipped by `restore` and `latest`. A step that is saved again has a new manifest, so its old entry no longer matches.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_digest_of
 
 RUN_FILE_NAME = "run.json"
-BRANCH_DIGITS = 8  # hex digits of a save_id that name the branch
-_MOST_BRANCHES = 64  # older branches have no steps in memory
-_LIMIT_BYTES = 1 << 20  # 1 MiB
+BRANCH_DIGITS = 8  # the first hex digits of a save_id are the branch's id
+_MOST_BRANCHES = 64  # older branches are dropped: they have no steps in memory
+_LIMIT_BYTES = 1 << 20  # largest file to read
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class RunFile:
     """The content of the file.
 
     Attributes:
-        branches: id and newest step that counts (None: all of them); the last one is the current branch.
-        abandoned: steps on disk -> checksum of the manifest that is abandoned.
+        branches: id and newest valid step (None: all steps) of each branch; the last one is the current branch.
+        abandoned: step number -> checksum of the abandoned manifest, for steps on disk.
 
     Raises:
         ValueError: for invalid content.
@@ -50,7 +50,7 @@ class RunFile:
             is_good &= newest is None or type(newest) is int
         is_good &= all(isinstance(digest, str) for digest in self.abandoned.values())
         if not is_good:
-            raise ValueError(f"no branches of a run: {self.branches}, {dict(self.abandoned)}")
+            raise ValueError(f"invalid branches or abandoned steps: {self.branches}, {dict(self.abandoned)}")
 
     @classmethod
     def new(cls) -> RunFile:
@@ -59,11 +59,11 @@ class RunFile:
 
     @property
     def branch(self) -> str:
-        """The current branch, of new steps."""
+        """The id of the current branch, for new steps."""
         return self.branches[-1][0]
 
     def includes(self, step: int, save_id: str) -> bool:
-        """Whether a step in memory belongs to this run, and not to the abandoned part of a branch."""
+        """Whether a step in memory belongs to this run and is not abandoned."""
         newest_by_branch = dict(self.branches)
         branch = save_id[:BRANCH_DIGITS]
         if branch not in newest_by_branch:
@@ -72,10 +72,10 @@ class RunFile:
         return newest is None or step <= newest
 
     def rolled_back(self, step: int, abandoned: Mapping[int, str]) -> RunFile:
-        """This run, continued from ``step`` on a new branch.
+        """The run file after a rollback to ``step``: the run continues on a new branch.
 
         Args:
-            abandoned: the later steps on disk, with their manifests' checksums.
+            abandoned: number and manifest checksum of each later step on disk.
         """
         ended = [
             (branch, step if newest is None else min(step, newest))
@@ -90,7 +90,7 @@ class RunFile:
         return json.dumps({"branches": self.branches, "abandoned": abandoned}).encode()
 
     def write(self, root: Storage) -> None:
-        """Replace the root's file, atomically."""
+        """Replace the root's run file atomically."""
         root.commit(RUN_FILE_NAME, self.to_bytes(), replace=True)
 
 
@@ -99,7 +99,7 @@ def _new_branch() -> str:
 
 
 def read_run_file(root: Storage) -> RunFile | None:
-    """The root's file; None if it does not exist, or, with a warning, if it is damaged."""
+    """The root's run file; None if it does not exist. Also None, with a warning, if it is damaged."""
     try:
         raw = root.read_small(RUN_FILE_NAME, limit_bytes=_LIMIT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -110,15 +110,15 @@ def read_run_file(root: Storage) -> RunFile | None:
         return RunFile(tuple((branch, newest) for branch, newest in data["branches"]), abandoned)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         warnings.warn(
-            f"{root.where}/{RUN_FILE_NAME} is damaged ({error}): steps that a rollback has abandoned count again, and "
-            "steps in memory do not count",
+            f"{root.where}/{RUN_FILE_NAME} is damaged ({error}): abandoned steps are restored again, and steps in "
+            "memory are ignored",
             stacklevel=3,
         )
         return None
 
 
 def manifest_digest(root: Storage, step: int) -> str | None:
-    """The checksum of a step's manifest; None if it has none."""
+    """The checksum of a step's manifest; None if there is no manifest."""
     name = f"{step_name(step)}/{MANIFEST_NAME}"
     if not root.exists(name):
         return None
@@ -126,7 +126,7 @@ def manifest_digest(root: Storage, step: int) -> str | None:
 
 
 def abandoned_steps(root: Storage, among: Iterable[int]) -> set[int]:
-    """The given steps that a rollback has abandoned, and that were not saved again since."""
+    """The given steps that a rollback has abandoned and no job has saved again since."""
     wanted = set(among)
     run = read_run_file(root) if wanted else None
     if run is None:
@@ -139,7 +139,7 @@ def abandoned_steps(root: Storage, among: Iterable[int]) -> set[int]:
 
 
 class RootHold:
-    """The lock of a root, released when the last manager of this process that saves there is closed."""
+    """The lock of a root, shared by this process's managers; released with its last reference."""
 
     def __init__(self, root: Storage) -> None:
         with ExitStack() as stack:
@@ -151,7 +151,7 @@ _holds: weakref.WeakValueDictionary[tuple[str, ...], RootHold] = weakref.WeakVal
 
 
 def hold_root(root: Storage) -> RootHold:
-    """Lock a root against other jobs, as long as the result is referenced.
+    """Lock a root against other jobs while the result is referenced.
 
     Raises:
         BlockingIOError: if another job has locked it.

@@ -1,10 +1,10 @@
-"""When a run's state is saved: policies, combined with ``|`` and ``&``, and your own.
+"""Save policies: when a run's state is saved. Combine them with ``|`` and ``&``, or write your own.
 
     EverySteps(1000) | EveryMinutes(30) | OnSignal()
     EverySteps(100) & AfterWarmup()
 
-A policy decides with the knowledge of one rank. `save_schedule` first combines each policy's answers of all ranks by
-"any", then applies ``|`` and ``&``. So all ranks decide the same.
+A policy answers from one rank's view. `save_schedule` first combines each policy's answers of all ranks by "any", and
+then applies ``|`` and ``&``. All ranks therefore make the same decision.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class SaveContext:
     """The input of a policy: this rank's view of one step.
 
     Attributes:
-        step, metric: as given to `CheckpointManager.save`.
-        unix_s: the time, in seconds since 1970.
-        last_save_unix_s: when this manager last saved; before the first save, when it was made.
-        last_step: the last step saved or restored; None if there is none.
+        step, metric: arguments of `CheckpointManager.save`.
+        unix_s: the current time, in seconds since 1970.
+        last_save_unix_s: time of this manager's last save; before the first save, the time of its creation.
+        last_step: the last saved or restored step; None if there is none.
         known_metrics: metrics of the steps on disk.
-        signals: name of each signal that an `OnSignal` of the manager's policy listens for -> whether it was received.
+        signals: name of each signal that the manager listens for (see `OnSignal`) -> whether it was received.
 
     Examples:
         >>> SaveContext(step=20, metric=0.5).last_step is None
@@ -50,19 +50,20 @@ class SaveContext:
 class SavePolicy(ABC):
     """When to save. Subclasses define `should_save`; ``|`` and ``&`` combine any policies.
 
-    `should_save` is called for every step that is passed to `CheckpointManager.should_save` or `save`, once, on every
-    rank, in any combination of policies; so a policy may count its calls. The answers of all ranks are combined by
-    "any". An error, or an answer that is not a bool, is raised on all ranks.
+    `should_save` is called once on every rank for each step that is passed to `CheckpointManager.should_save` or
+    `save`, in any combination of policies; a policy may therefore count its calls. The answers of all ranks are
+    combined by "any". If a policy raises, or returns something other than a bool, all ranks raise.
 
     Class attributes:
-        same_on_all_ranks: the answer depends only on values that are the same on all ranks, such as the step. Ranks
-            then do not wait for each other at steps that are not saved. Different answers are an error on all ranks.
-        may_be_late: an answer of True is repeated until a save. It may then take effect one call later, which saves
-            waiting too.
-        is_final: a save for this policy is the last one of the run, and the policy is ignored afterwards; see
+        same_on_all_ranks: whether the answer depends only on values that are the same on all ranks, such as the step.
+            Ranks then do not wait for each other at steps that are not saved. Different answers are an error on all
+            ranks.
+        may_be_late: whether an answer of True is repeated until a save. The answer may then take effect one call later,
+            and ranks need not wait for each other either.
+        is_final: whether a save for this policy is the last one of the run; the policy is ignored afterwards. See
             `CheckpointManager.should_stop`.
 
-    A subclass that overrides `should_save` does not inherit the first two.
+    A subclass that overrides `should_save` does not inherit the first two attributes: it must set them itself.
 
     Examples:
         >>> class LossSpike(SavePolicy):
@@ -114,7 +115,7 @@ class _Combined(SavePolicy):
 
 
 class AnyOf(_Combined):
-    """When any of several policies asks for a save: ``a | b``.
+    """Save when any of several policies asks for a save: ``a | b``.
 
     Examples:
         >>> AnyOf(EverySteps(2), EverySteps(3)) == EverySteps(2) | EverySteps(3)
@@ -122,14 +123,13 @@ class AnyOf(_Combined):
     """
 
     def should_save(self, context: SaveContext) -> bool:
-        answers = [
-            policy.should_save(context) for policy in self.policies
-        ]  # each is called, also after a True
+        # A list, so that every policy is called, even after an answer of True.
+        answers = [policy.should_save(context) for policy in self.policies]
         return any(answers)
 
 
 class AllOf(_Combined):
-    """When all of several policies ask for a save, on whichever ranks: ``a & b``.
+    """Save when each of several policies asks for a save on some rank: ``a & b``.
 
     Examples:
         >>> AllOf(EverySteps(2), EverySteps(3)).should_save(SaveContext(step=6))
@@ -148,7 +148,7 @@ def _parts_of(policy: SavePolicy, kind: type[_Combined]) -> tuple[SavePolicy, ..
 @set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class EverySteps(SavePolicy):
-    """At steps divisible by ``steps``.
+    """Save at steps divisible by ``steps``.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import CheckpointManager
@@ -171,7 +171,7 @@ class EverySteps(SavePolicy):
 @set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class EveryMinutes(SavePolicy):
-    """When so many minutes have passed on any rank since the last save, or since the manager was made.
+    """Save when ``minutes`` have passed on any rank since the last save, or since the manager was created.
 
     Examples:
         >>> EveryMinutes(30)
@@ -191,12 +191,13 @@ class EveryMinutes(SavePolicy):
 @set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class BestOf(SavePolicy):
-    """When a step's metric is among the best ``count`` of all steps on disk, which are kept.
+    """Save when a step's metric is among the best ``count`` of all steps on disk. These best steps are kept.
 
     A metric that is not a finite number is never among the best.
 
     Attributes:
-        mode: "min" if less is better, as of a loss, or "max".
+        count: number of best steps to keep.
+        mode: "min" if lower is better, as for a loss; otherwise "max".
 
     Examples:
         >>> BestOf(2).takes(0.5, known=[0.4, 0.9]), BestOf(2, mode="max").takes(0.3, known=[0.4, 0.9])
@@ -219,7 +220,7 @@ class BestOf(SavePolicy):
         return metric if self.mode == "min" else -metric
 
     def takes(self, metric: float | None, known: Iterable[float]) -> bool:
-        """Whether a metric is among the best, given the known ones."""
+        """Whether a metric is among the best ``count``, given the known metrics."""
         if metric is None or not math.isfinite(metric):
             return False
         return sum(self.order(other) <= self.order(metric) for other in known) < self.count
@@ -228,11 +229,11 @@ class BestOf(SavePolicy):
 @set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class BeforeDeadline(SavePolicy):
-    """Once, as the final save, before the time of a job is over.
+    """Save once, as the final save, before a job's time limit.
 
     Attributes:
-        unix_s: end of the job, in seconds since 1970, as by `time.time`; Slurm sets SLURM_JOB_END_TIME to it.
-        margin_s: seconds before the end: at least the time of two steps and a save.
+        unix_s: end of the job, in seconds since 1970 as in `time.time`; Slurm sets SLURM_JOB_END_TIME to it.
+        margin_s: seconds between the final save and the end of the job: at least the time of two steps and a save.
 
     Examples:
         >>> import time
@@ -253,7 +254,7 @@ class BeforeDeadline(SavePolicy):
 @set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class OnSignal(SavePolicy):
-    """Once, as the final save, when any rank receives one of these signals.
+    """Save once, as the final save, when any rank receives one of the signals in ``names``.
 
     torchrun, Kubernetes and Slurm send SIGTERM before they end a job; SIGUSR1 is the usual choice for ``sbatch
     --signal``.
@@ -280,7 +281,7 @@ class OnSignal(SavePolicy):
         _check(
             not unwatched,
             "The manager does not listen for these signals.",
-            "OnSignal to be combined with other policies by | or &, or to stand alone",
+            "OnSignal used alone, or combined with other policies by | or &",
             unwatched,
         )
         return any(context.signals[name] for name in self.names)
@@ -298,13 +299,13 @@ def check_policy(policy: object) -> SavePolicy:
             expected="a SavePolicy, such as EverySteps(n)",
             got=repr(policy),
             where="the argument `save_policy`",
-            todo="combine several with | and &; a policy of your own subclasses SavePolicy",
+            todo="combine policies with | and &; to write your own, subclass SavePolicy",
         )
     return policy
 
 
 def leaves_of(policy: SavePolicy) -> Iterator[SavePolicy]:
-    """The combined policies, left to right. A subclass of `AnyOf` or `AllOf` counts as one policy."""
+    """The policies in a combination, left to right. A subclass of `AnyOf` or `AllOf` counts as one policy."""
     if type(policy) in (AnyOf, AllOf):
         for part in policy.policies:  # type: ignore[attr-defined]
             yield from leaves_of(part)
@@ -313,7 +314,7 @@ def leaves_of(policy: SavePolicy) -> Iterator[SavePolicy]:
 
 
 def shape_of(policy: SavePolicy) -> str:
-    """The class names of a policy, which ranks compare: their answers are sent as numbers in this order."""
+    """The class names in a policy. They must be equal on all ranks, which send answers as numbers in this order."""
     name = type(policy).__qualname__
     if type(policy) in (AnyOf, AllOf):
         return f"{name}({', '.join(map(shape_of, policy.policies))})"  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""`SaveSchedule`: whether a step is saved. All ranks decide the same, without waiting at steps that are not saved.
+"""`SaveSchedule`: whether a step is saved. All ranks make the same decision, and wait only at steps that may be saved.
 
 Every call encodes the answers of this rank's policies in a few numbers and starts an all-reduce of them, which runs
 while training goes on. The next call reads the result.
@@ -7,9 +7,9 @@ while training goes on. The next call reads the result.
     event                SIGTERM on rank 3
     all-reduce           starts ->               result: all ranks know of the signal, and save
 
-A call waits for its own all-reduce where all ranks know that they may save: by the step's number, a metric or
-``force``, or where a policy's answer counts for this step only. The numbers also contain the arguments that must be the
-same on all ranks. Ranks with different steps get an error at their next call, or at once where they wait.
+A call waits for its own all-reduce if all ranks know that they may save this step: because of its number, a metric or
+``force``, or because a policy's answer is valid for this step only. The numbers also contain the arguments that must be
+the same on all ranks. Ranks with different steps raise at once if they wait, and otherwise at their next call.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
 )
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
-_RANK_BITS = 20  # a step and a rank are packed in a signed number of 64 bits
-_LARGEST_STEP = 2**42  # with the bits of the rank below the sign bit
-_HEAD = 3  # numbers before the words that must be the same on all ranks
-_ALIKE = 9  # words of the step, of force and of the metric; 4, 1 and 4
-_RAISED, _NO_BOOL = 1, 2  # how a policy failed
+_RANK_BITS = 20  # a step and a rank are packed into one int64
+_LARGEST_STEP = 2**42  # with a rank and a sign, less than 64 bits
+_HEAD = 3  # an announcement starts with 3 numbers: failure, newest step, oldest step
+_ALIKE = 9  # words that must be the same on all ranks: 4 of the step, `force`, 4 of the metric
+_RAISED, _NO_BOOL = 1, 2  # how a policy failed: it raised, or returned no bool
 _READ_NO_METRICS = (EverySteps, EveryMinutes, BeforeDeadline, OnSignal)
 
-_Answers = Mapping[int, bool]  # by id of a policy that is not a combination
+_Answers = Mapping[int, bool]  # `id` of a leaf policy -> its answer
 
 
 class Decision(NamedTuple):
@@ -59,9 +59,10 @@ class _Announcement(NamedTuple):
     """An all-reduce in flight.
 
     Attributes:
-        all_wait: whether every rank waits for it in the call that started it.
-        error: the error of this rank's policies, where all ranks wait.
-        finish: waits, and returns the largest of each number.
+        step: the step that this rank asked about.
+        all_wait: whether every rank waits for the all-reduce in the call that started it.
+        error: the error of this rank's policies, if all ranks wait; otherwise the call has raised it.
+        finish: waits for the all-reduce, and returns the largest of each number.
     """
 
     step: int
@@ -71,10 +72,10 @@ class _Announcement(NamedTuple):
 
 
 class SaveSchedule:
-    """The save policy of a run, and what its ranks have decided.
+    """Applies the save policy of a run, with the same decision on all ranks.
 
     Args:
-        coordinator: the ranks that save together, with a group that is used for nothing else.
+        coordinator: coordinator of the ranks that save; its group must not be used for anything else.
         known_metrics: returns the metrics of the steps on disk; a collective.
     """
 
@@ -101,20 +102,22 @@ class SaveSchedule:
         self._last_step: int | None = None
         self._pending: _Announcement | None = None
         self._has_begun = False
-        self._answered: tuple[int, float | None, _Answers] | None = None  # step, metric
-        self._decided: Decision | None = None  # not saved yet
+        self._answered: tuple[int, float | None, _Answers] | None = (
+            None  # step and metric of the last answers
+        )
+        self._decided: Decision | None = None  # the last decision, until its save
         self._has_ended = False
         self.should_stop = False
 
     def decide(self, step: int, metric: float | None, *, force: bool, waits: bool = False) -> Decision:
-        """Whether to save a step; a collective, which waits only where the step may be saved.
+        """Whether to save a step; a collective that waits only if the step may be saved.
 
         Args:
-            waits: whether this step has another collective anyway.
+            waits: wait in any case, because this step has another collective.
 
         Raises:
-            CheckpointError: if arguments differ between ranks, in this call or the previous one, a policy raised on
-                another rank, or a policy that is the same on all ranks answered differently.
+            CheckpointError: if arguments of this or the previous call differ between ranks, a policy raised on another
+                rank, or a policy with ``same_on_all_ranks`` answered differently.
             TypeError: if a policy returns something other than a bool, on any rank.
         """
         decided = self._decided
@@ -150,7 +153,7 @@ class SaveSchedule:
         self._pending = self._start(-1, None, False, dict.fromkeys(self._leaves, False))
 
     def saved(self, decision: Decision) -> None:
-        """A step has been saved, or its save is in flight."""
+        """Record that a step is saved, or that its save is in flight."""
         self._decided = self._answered = None
         self._last_save_s, self._last_step = self._clock(), decision.step
         self._has_ended = self._has_ended or decision.is_final
@@ -158,7 +161,7 @@ class SaveSchedule:
             self._metrics.append(decision.metric)
 
     def restored(self, step: int) -> None:
-        """The run continues from a step, which changes the metrics of the steps before."""
+        """Record that the run continues from a step. Metrics are read again: later steps no longer count."""
         self._decided = self._answered = self._metrics = None
         self._last_step = step
 
@@ -167,12 +170,19 @@ class SaveSchedule:
         self._signals.close()
 
     def _read_metrics(self) -> None:
-        """In the first call on all ranks, since it may depend on the rank whether a policy reads metrics."""
+        """Read the metrics in the first call on all ranks: reading is a collective, and policies of some ranks only may
+        use them.
+        """
         if self._metrics is None and self._reads_metrics:
             self._metrics = self._known_metrics()
 
     def _ask(self, step: int, metric: float | None) -> tuple[_Answers, int, BaseException | None]:
-        """This rank's answers of all policies. If one fails, all are False, with how it failed and the error."""
+        """Call this rank's policies once per step.
+
+        Returns:
+            The answer of each policy, how a policy failed (0 for none), and the error. If a policy fails, all answers
+            are False.
+        """
         if self._answered is not None and self._answered[0] == step and metric in (None, self._answered[1]):
             return self._answered[2], 0, None
         none = dict.fromkeys(self._leaves, False)
@@ -204,12 +214,12 @@ class SaveSchedule:
         return valid, 0, None
 
     def _is_likely(self, policy: SavePolicy, answers: _Answers, late: _Answers, *, now: bool = False) -> bool:
-        """Whether to wait for other ranks' answers; the same on all ranks.
+        """Whether the step may be saved, so that ranks wait for each other's answers; the same on all ranks.
 
         Args:
-            late: all ranks' answers of the previous call, of policies that may be late.
-            now: whether a late answer would be lost, because the policy is combined with one that counts for this
-                step only.
+            late: answers of all ranks in the previous call, combined by "any"; used for policies with ``may_be_late``.
+            now: whether a late answer would be lost, because the policy is combined by ``&`` with a policy whose answer
+                is valid for this step only.
         """
         if type(policy) is AnyOf:
             return any(self._is_likely(part, answers, late, now=now) for part in policy.policies)
@@ -221,7 +231,7 @@ class SaveSchedule:
         return not policy.may_be_late or now or late[id(policy)]
 
     def _combined(self, policy: SavePolicy, answers: _Answers) -> tuple[bool, bool]:
-        """Whether to save the step, and whether that is the final save, by the answers of all ranks."""
+        """Whether to save the step, and whether that save is final, given the combined answers of all ranks."""
         if type(policy) not in (AnyOf, AllOf):
             return answers[id(policy)], answers[id(policy)] and policy.is_final
         parts = [self._combined(part, answers) for part in policy.policies]  # type: ignore[attr-defined]
@@ -243,7 +253,7 @@ class SaveSchedule:
         number = min(step, _LARGEST_STEP)  # only for the message; `alike` compares the step itself
         steps = [(number << _RANK_BITS) + rank, (-number << _RANK_BITS) + rank]  # the newest and the oldest
         alike = [*words_of({"step": step}), int(force), *words_of({"metric": metric})]
-        # Of each policy a rank that answered True, and one that answered False.
+        # Two numbers per policy. Their MAX names the highest rank that answered True, and the highest with False.
         votes = [
             (int(answers[key] is wanted) << _RANK_BITS) + rank
             for key in self._leaves
@@ -253,7 +263,7 @@ class SaveSchedule:
         return _Announcement(step, all_wait, error, self._coordinator.begin_largest(numbers))
 
     def _answers_of(self, current: _Announcement) -> dict[int, bool]:
-        """Each policy's answers of all ranks, combined by "any"; waits for them."""
+        """Wait for all ranks' answers, and combine them by "any" for each policy."""
         numbers = current.finish()
         (failed, newest, oldest), rest = numbers[:_HEAD], numbers[_HEAD:]
         alike, votes = rest[: 2 * _ALIKE], rest[2 * _ALIKE :]
@@ -267,27 +277,27 @@ class SaveSchedule:
             if leaf.same_on_all_ranks and yes >> _RANK_BITS and no >> _RANK_BITS:
                 ranks = [code % (1 << _RANK_BITS) for code in (yes, no)]
                 raise CheckpointError(
-                    "A save policy answered differently on ranks, though it is marked as the same on all of them.",
-                    expected="same_on_all_ranks to be true of it",
+                    "A save policy with same_on_all_ranks = True answered differently on different ranks.",
+                    expected="the same answer on all ranks",
                     got=f"True on ranks [{ranks[0]}]; False on ranks [{ranks[1]}]",
                     where=f"{type(leaf).__qualname__}.should_save, step {current.step}",
-                    todo="answer by what is the same on all ranks, or leave same_on_all_ranks = False, so that any "
-                    "rank's True counts; nothing of this step was saved",
+                    todo="answer only from values that are the same on all ranks, or set same_on_all_ranks = False, so "
+                    "that the answers are combined by any(); nothing of this step was saved",
                 )
         return answers
 
     def _raise_failed(self, current: _Announcement, kind: int, rank: int) -> NoReturn:
-        """Raise, after a policy has failed on a rank."""
+        """Raise on all ranks, after a policy has failed on a rank."""
         doing = f"asking the save policy about step {current.step}"
         try:
-            if current.all_wait:  # else the rank has raised its error before
+            if current.all_wait:  # otherwise the failed rank has raised its error in the previous call
                 self._coordinator.raise_together(current.error, doing, "nothing of this step was saved")
             raise CheckpointError(
                 f"Rank {rank} failed while {doing}.",
                 expected="should_save to return a bool on all ranks",
                 got="an error",
                 where=f"rank {rank}",
-                todo="see what that rank raised; nothing of this step was saved",
+                todo="see that rank's error; nothing of this step was saved",
             )
         except CheckpointError as error:
             if kind != _NO_BOOL or current.error is not None:
@@ -315,27 +325,28 @@ def _unlike(step: int, alike: list[int], newest: int, oldest: int) -> Checkpoint
     shown = "; ".join(f"step {number} on ranks [{rank % (1 << _RANK_BITS)}]" for number, rank in ends)
     return CheckpointError(
         "Ranks called the manager with different steps, or with different arguments for one step.",
-        expected="the same on all ranks",
-        got=f"from {shown}" if name == "step" else f"step {step}, but not the same {name}",
+        expected="the same arguments on all ranks",
+        got=f"from {shown}" if name == "step" else f"step {step}, but different values of {name}",
         where=f"the argument `{name}`",
-        todo="call should_save and save on all ranks at the same steps; nothing of this one was saved",
+        todo="call should_save and save on all ranks at the same steps; nothing of this step was saved",
     )
 
 
 class SignalWatch:
     """Records signals that announce the end of a job, without ending the process.
 
-    Earlier handlers are called too, and restored by `close`. Forked processes, such as a data loader's workers, inherit
-    the handler: there, and after `close`, signals have their default effect, so that ``terminate()`` ends a worker.
+    The previous handlers are called too, and `close` restores them. Forked processes, such as data loader workers,
+    inherit the handler: there, and after `close`, signals have their default effect, so that ``terminate()`` ends a
+    worker.
 
     Args:
-        names: such as SIGTERM.
+        names: names of signals, such as SIGTERM.
 
     Attributes:
         received: numbers of the signals that were received.
 
     Raises:
-        ValueError: outside of the main thread, where Python sets no handlers.
+        ValueError: outside of the main thread, where Python cannot set signal handlers.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -346,7 +357,7 @@ class SignalWatch:
         if threading.current_thread() is not threading.main_thread():
             raise ArgumentError(
                 "Signals can be handled in the main thread only.",
-                expected="a manager with OnSignal() to be made there",
+                expected="a manager with OnSignal() to be created in the main thread",
                 got=f"thread {threading.current_thread().name}",
             )
         for name in names:
@@ -366,11 +377,11 @@ class SignalWatch:
             os.kill(os.getpid(), number)  # once more, now with the default effect
 
     def close(self) -> None:
-        """Restore the earlier handlers, except where another one was set since."""
+        """Restore the previous handlers, except where another handler was set since."""
         if self._is_closed:
             return
         self._is_closed = True
         for number, before in self._before.items():
-            # None: the handler was not set by Python, and cannot be restored.
+            # None: the previous handler was not set from Python, and cannot be restored.
             if signal.getsignal(number) == self._handle and before is not None:
                 signal.signal(number, before)

@@ -1,10 +1,10 @@
-"""The step folders of a root: which are committed, how one is removed, and what killed jobs leave behind.
+"""The step folders of a root: listing, removal of a step, and removal of the leftovers of killed jobs.
 
     root/step-00000100/manifest.json, data-..      a committed step
     root/step-00000200/data-..                     torn: no manifest, never restored
-    root/run.json                                  which steps a rollback has abandoned: see `run_file`
+    root/run.json                                  the steps that rollbacks have abandoned: see `run_file`
 
-Only folders of this form are read or removed. Another job may save and remove steps at the same time.
+Only folders with such names are read or removed. Another job may save and remove steps at the same time.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def committed_steps(root: Storage, *, abandoned: bool = False) -> list[int]:
     names = _names(root)
     while True:
         committed = [step for step, is_committed in _step_folders(root, names) if is_committed]
-        # All listed steps may be removed after the listing, once newer ones are committed that it does not have. So
-        # an empty result counts only if a second listing is the same.
+        # Another job may have committed a newer step and removed all listed steps since the listing. An empty result is
+        # therefore returned only if a second listing is the same.
         if committed or names == (names := _names(root)):
-            gone = set() if abandoned else abandoned_steps(root, committed)
-            return [step for step in committed if step not in gone]
+            skipped = set() if abandoned else abandoned_steps(root, committed)
+            return [step for step in committed if step not in skipped]
 
 
 def _names(root: Storage) -> list[str]:
@@ -74,13 +74,13 @@ def _step_folders(root: Storage, names: Iterable[str]) -> list[StepFolder]:
 
 
 def remove_step(root: Storage, step: int, *, if_torn: bool = False) -> str | None:
-    """Remove a step that no other job is writing, manifest first: a crash in between leaves a torn step.
+    """Remove a step, unless another job is writing it. Its manifest is removed first: a crash leaves a torn step.
 
     Args:
-        if_torn: do nothing if the step is committed by now.
+        if_torn: do nothing if the step is committed meanwhile.
 
     Returns:
-        What is left, and why; None if nothing is.
+        Why the step, or a part of it, was not removed; None on success.
     """
     name = step_name(step)
     manifest = f"{name}/{MANIFEST_NAME}"
@@ -94,16 +94,16 @@ def remove_step(root: Storage, step: int, *, if_torn: bool = False) -> str | Non
             if if_torn and root.exists(manifest):
                 return None
             root.remove(manifest)
-            # Some stores refuse without an error; a manifest must never outlive its data.
+            # Some stores fail to remove a file without an error. A manifest must never outlive its data.
             if root.exists(manifest):
                 return f"{manifest} is still there"
             root.remove(name)
         root.remove_empty(name)  # NFS keeps the name of a lock file until it is closed
-        # Some stores list files that are already removed.
+        # Some stores still list removed files.
         rest = [file for file in root.list_folder(name) if root.exists(f"{name}/{file}")]
     except BlockingIOError as busy:
         return f"{name} is being written by another job: {busy}"
-    except Exception as error:  # noqa: BLE001  the next step may still be removable
+    except Exception as error:  # noqa: BLE001  returned: the caller goes on with the next step
         return f"{name}: {type(error).__name__}: {error}"
     return f"{name} still contains {some(rest)}" if rest else None
 
@@ -111,24 +111,24 @@ def remove_step(root: Storage, step: int, *, if_torn: bool = False) -> str | Non
 def remove_leftovers(
     root: Storage, exports: str | None = None, older_than_s: float | None = None
 ) -> list[str]:
-    """Remove what killed jobs have left under a root.
+    """Remove the leftovers of killed jobs under a root.
 
         step-00000200/data-..                  a torn step: no manifest
-        step-00000100/data-<id>                of an overwrite: the manifest names another id
+        step-00000100/data-<id>                data of an uncommitted or older save: the manifest names another id
         step-00000100/data-<id>/.<file>.partial        a copy of another node's file in memory
         step-00000200/.manifest.json.<x>.tmp   a small file before its rename; also files of probes and locks
         exports/.step-00000200.saving          an unfinished export
         exports/.step-00000200.before          the previous export, where folders cannot be exchanged in one call
-        (uploads)                              parts of S3 uploads that were never completed: invisible, but not free
+        (uploads)                              parts of incomplete S3 uploads: invisible, but billed
 
-    Steps that another job has locked stay, and so does what has changed lately.
+    Steps that another job has locked are kept, and so are recently changed files.
 
     Args:
-        exports: the folder of exported steps, if there are any.
-        older_than_s: younger files may be in use; None for the store's own `abandoned_after_s`.
+        exports: name of the folder of exported steps; None if there is none.
+        older_than_s: younger files are kept, because they may be in use; None for the store's `abandoned_after_s`.
 
     Returns:
-        Names of what was removed, sorted.
+        Names of the removed files and folders, sorted.
     """
     limit_s = root.abandoned_after_s if older_than_s is None else older_than_s
     removed, names = [], []
@@ -148,7 +148,7 @@ def remove_leftovers(
         if match is None or not root.is_older(folder, limit_s) or root.is_link(folder):
             continue
         if match[2] == "before" and not root.exists(f"{exports}/{match[1]}"):
-            continue  # the only copy: the new export was not put in its place
+            continue  # the only copy: the new export has not replaced it
         try:
             with root.child(folder).lock():
                 root.remove(folder)
@@ -161,7 +161,7 @@ def remove_leftovers(
 
 
 def _remove_old_data(root: Storage, name: str, limit_s: float) -> list[str]:
-    """Remove data that the manifest of a committed step does not name, and unfinished files; returns their names."""
+    """Remove data that a committed step's manifest does not name, and unfinished files; returns the removed names."""
     if root.is_link(name):
         return []
     folders = [folder for folder in root.list_folder(name) if folder.startswith("data-")]
@@ -171,7 +171,7 @@ def _remove_old_data(root: Storage, name: str, limit_s: float) -> list[str]:
             with root.child(name).lock():
                 raw = root.read(f"{name}/{MANIFEST_NAME}")
                 current = f"data-{Manifest.from_bytes(raw, where=f'{root.where}/{name}').save_id}"
-                if current in folders:  # else the step has changed since the listing, or is damaged
+                if current in folders:  # otherwise the step has changed since the listing, or is damaged
                     old = [f"{name}/{folder}" for folder in folders if folder != current]
                     removed = [folder for folder in old if root.is_older(folder, limit_s)]
                 for folder in removed:

@@ -374,7 +374,7 @@ def test_other_parts_and_shapes_are_refused() -> None:
     saved["state"][0] = {k: torch.zeros(64, 64) for k in ("exp_avg", "exp_avg_sq")} | {
         "step": torch.tensor(1.0)
     }
-    with pytest.raises(CheckpointError, match="never quantises"):
+    with pytest.raises(CheckpointError, match="never quantizes"):
         optimizer.load_state_dict(saved)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["exp_avg_codes"] = torch.zeros(64, 32, dtype=torch.uint8)

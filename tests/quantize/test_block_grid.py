@@ -76,7 +76,7 @@ def test_a_cut_inside_a_block_is_refused() -> None:
     assert grid.scales_of(FlatRange(16, 40), "w") == 2
     assert grid.scales_of(FlatRange(8, 8), "w") == 0
     for piece in (FlatRange(8, 40), FlatRange(0, 20)):
-        with pytest.raises(LayoutError, match="cuts a quantisation block") as caught:
+        with pytest.raises(LayoutError, match="cuts a quantization block") as caught:
             grid.scales_of(piece, "w")
         assert "granularity=" in str(caught.value)
 

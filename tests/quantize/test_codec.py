@@ -153,7 +153,7 @@ def misaligned_run() -> tuple[str, float]:
 def test_a_cut_block_is_refused_because_it_would_differ() -> None:
     """Negative control: blocks cut at row 150 give other values; so a cut inside a block is refused."""
     text, differing = run_ranks(2, misaligned_run)[0]
-    assert "cuts a quantisation block" in text
+    assert "cuts a quantization block" in text
     assert differing > 0.1
 
 

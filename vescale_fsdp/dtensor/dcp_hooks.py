@@ -1,8 +1,8 @@
 """Ragged tensors for stock DCP: a piece as n-d boxes, by rank-local arithmetic.
 
-DCP describes a tensor as chunks, n-d boxes of the global tensor. A flat piece is at most ``2 * ndim - 1`` of them
-(`boxes_of_range`). Each box is a view of the local piece, so DCP reads and writes our storage without another copy. An
-empty piece emits nothing: an empty box at a neighbor's offset would win DCP's de-duplication and drop the
+DCP describes a tensor as chunks, n-d boxes of the global tensor. A flat piece is at most ``2 * ndim - 1`` boxes
+(`boxes_of_range`). Each box is a view of the local piece, so DCP reads and writes the piece's memory without another
+copy. An empty piece emits nothing: an empty box at a neighbor's offset would win DCP's de-duplication and drop the
 neighbor's data.
 
 torch's DCP *safetensors* writer (``HuggingFaceStorageWriter``, or a file writer with that serialization format) keys
@@ -45,10 +45,10 @@ def write_items(fqn: str, local: torch.Tensor, boxes: Sequence[Box], spec: DTens
         fqn: the tensor's name in the state.
         local: this rank's piece.
         boxes: the piece's boxes of the global tensor, in the order of its elements.
-        spec: of the global tensor.
+        spec: spec of the global tensor.
 
     Raises:
-        CheckpointError: if the storage writer of the running ``dcp.save`` would lose some of them.
+        CheckpointError: if the storage writer of the running ``dcp.save`` would lose some of the boxes.
     """
     _check_writer(_writer_in_use(), fqn, spec)
     properties = TensorProperties.create_from_tensor(local)
@@ -107,12 +107,12 @@ def check_storage_writer(writer: object, state: Mapping[str, Any]) -> None:
 
 def _writer_in_use() -> StorageWriter | None:
     """The storage writer of the ``dcp.save`` on the call stack, if any."""
-    # DCP passes the hook a name and a tensor only (torch 2.11-2.13), and a plan sent to the coordinator contains only
-    # torch's classes. So the callers' frames are the last place where the writer can be found and still be refused.
+    # DCP passes only a name and a tensor to the hook (torch 2.11-2.13), and a plan that is sent to the coordinator has
+    # only torch's classes. So the callers' frames are the last place to find the writer while it can still be refused.
     frame = inspect.currentframe()
     while frame is not None:
         for value in frame.f_locals.values():
-            # isinstance would trigger lazy objects among the callers' variables
+            # isinstance would load lazy objects among the callers' variables.
             if issubclass(type(value), StorageWriter):
                 return value  # type: ignore[no-any-return]
         frame = frame.f_back
@@ -136,7 +136,7 @@ def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:
         )
     if vars(writer).get("save_distributed") is False and placement.num_shards > 1:
         raise CheckpointError(
-            "torch's safetensors writer lets all ranks write the same file, and only the last one's part remains.",
+            "torch's safetensors writer lets all ranks write the same file, and only the last rank's part remains.",
             expected="HuggingFaceStorageWriter(.., save_distributed=True)",
             got="save_distributed=False, its default, and a tensor that is sharded over ranks",
             where=name,

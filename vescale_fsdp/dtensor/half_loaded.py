@@ -1,4 +1,4 @@
-"""Marks on memory that a failed load left half overwritten. Loads set them; the runtime refuses to compute with it.
+"""Marks on memory that a failed load has partly overwritten. Loads set marks; the runtime refuses marked parameters.
 
 Marks are kept per storage, because all views of a shard share it: a parameter, its entry in `state_dict`, an empty
 piece. A mark goes away with its storage, or when a successful load has filled its span.
@@ -20,7 +20,7 @@ def _span(tensor: torch.Tensor) -> _Span:
 
 
 def mark_half_loaded(tensor: torch.Tensor, name: str) -> None:
-    """Mark a contiguous local tensor whose values, or those of another rank's part, come from two states."""
+    """Mark a contiguous local tensor. On this rank or another one, the tensor has values of two states."""
     _marks.setdefault(tensor.untyped_storage(), {})[_span(tensor)] = name
 
 
@@ -39,5 +39,5 @@ def mark_whole(tensor: torch.Tensor) -> None:
 
 
 def half_loaded_in(tensor: torch.Tensor) -> list[str]:
-    """Names of half-loaded tensors in a tensor's storage. Free while there are no marks."""
+    """Names of the marked tensors in a tensor's storage. Costs nothing while there are no marks."""
     return list(_marks.get(tensor.untyped_storage(), {}).values()) if _marks else []

@@ -1,6 +1,6 @@
 """PieceMap: the flat range of a parameter that each rank of its mesh owns, for any kind of tensor.
 
-Optimizers with block state ask every parameter the same question: which rank owns which elements?
+Optimizers with block state need to know which rank owns which elements of a parameter:
 
     parameter                                    pieces
     plain tensor, DTensor all Replicate          one shard, the whole tensor, no mesh axis
@@ -82,7 +82,7 @@ class PieceMap:
         """
         runs, first = [], 0
         for num_ranks, numel in self.numels.runs:
-            # Pieces a multiple of the period apart are alike, so that one represents all.
+            # Pieces that are a multiple of the period apart have equal counts, so one piece represents them.
             distinct = 1 if numel % period == 0 else num_ranks
             counts = [count(self.piece(rank)) for rank in range(first, first + distinct)]
             runs += [(num_ranks // distinct, number) for number in counts]
@@ -110,7 +110,7 @@ def pieces_of(tensor: torch.Tensor) -> PieceMap | None:
 
 
 def _chunks(size: int, num_chunks: int) -> RunLengths:
-    """Sizes of torch's chunks of a dim: full ones, a shorter one, empty ones."""
+    """Sizes of torch's chunks of a dim: full chunks, at most one shorter chunk, empty chunks."""
     chunk = chunk_of(size, num_chunks, 0).numel
     num_full, rest = divmod(size, chunk) if chunk else (0, 0)
     num_rest = int(rest > 0)
@@ -125,13 +125,13 @@ def contiguous_pieces_of(param: torch.Tensor, otherwise: str) -> PieceMap:
         otherwise: the alternative that the error names.
 
     Raises:
-        LayoutError: if they do not.
+        LayoutError: if ranks own other parts than contiguous runs.
     """
     pieces = pieces_of(param)
     if pieces is None:
         assert isinstance(param, DTensor)
         raise LayoutError(
-            "Block state needs parameters of which every rank owns one contiguous run.",
+            "Block state needs parameters that are cut into one contiguous run per rank.",
             expected="plain tensors, RaggedShard, Shard(0) or Replicate",
             got=param.placements,
             where=f"parameter of shape {tuple(param.shape)}",
@@ -154,7 +154,7 @@ def zeros_sharded_with(
         pieces: its pieces.
         shape: global shape of the new tensor.
         piece_numels: elements of the new tensor that belong to each shard's piece of the parameter.
-        dtype: of the new tensor.
+        dtype: dtype of the new tensor.
 
     Returns:
         A plain tensor for a plain parameter, else a DTensor on the parameter's mesh.

@@ -62,8 +62,8 @@ from vescale_fsdp.torch_private import (
 
 Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
-# The rules create tensors of this class, so their modules import this one and register by `set_rules`. Importing any
-# module of `vescale_fsdp.dtensor` imports them (see the package's ``__init__``).
+# The modules of rules import this module, because rules create tensors of this class; they register with `set_rules`.
+# Importing any module of `vescale_fsdp.dtensor` imports the rules (see the package's ``__init__``).
 _rule_of: Callable[[torch._ops.OpOverload], Rule]
 
 
@@ -105,7 +105,7 @@ class RaggedDTensor(DTensor):
         requires_grad: bool = False,
     ) -> RaggedDTensor:
         """A ragged tensor over ``local`` (shared, not copied), described by ``spec``."""
-        # DTensor's __init__ does nothing, slowly, and an optimizer wraps hundreds of tensors per step: skip it.
+        # Skip DTensor's __init__, which does nothing but is slow: an optimizer wraps hundreds of tensors per step.
         tensor: Any = RaggedDTensor.__new__(RaggedDTensor, local, spec, requires_grad=requires_grad)
         if layout_ref is not None:
             tensor.layout_ref = layout_ref
@@ -145,7 +145,7 @@ class RaggedDTensor(DTensor):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh."""
-        # The first attribute that torch's set_*_state_dict reads, on all ranks: so that call is refused here.
+        # torch's set_*_state_dict reads this attribute first, on all ranks, so it is refused here.
         refuse_set_state_dict(f"a tensor of shape {tuple(self.shape)}")
         return self._spec.mesh
 
@@ -163,7 +163,7 @@ class RaggedDTensor(DTensor):
         """This rank's piece, 1-D (shares memory). Differentiable.
 
         Args:
-            grad_placements: placements of the incoming gradient; those of the tensor if None.
+            grad_placements: placements of the incoming gradient; None: the tensor's placements.
         """
         if not torch.is_grad_enabled() or not self.requires_grad:
             return self._local_tensor
@@ -205,7 +205,7 @@ class RaggedDTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """torch's: the same memory without autograd. An assigned tensor must be sharded as this one."""
+        """The same memory without autograd, as in torch. An assigned tensor must be sharded like this one."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
@@ -217,17 +217,17 @@ class RaggedDTensor(DTensor):
             (value._spec, value.dtype, value.device) != (self._spec, self.dtype, self.device)
         ):
             raise PlacementError(
-                "What is assigned to .data must be sharded as the tensor is.",
+                "A tensor that is assigned to .data must be sharded like the tensor itself.",
                 expected=f"a ragged tensor of shape {tuple(self.shape)}, {self.dtype} on {self.device}, placed "
                 f"{tuple(map(str, self.placements))}",
                 got=f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype} on {value.device}",
-                todo="shard the full tensor by vescale_fsdp.distribute_tensor, and copy_ it into the tensor",
+                todo="shard the full tensor with vescale_fsdp.distribute_tensor, and copy_ it into the tensor",
             )
         self._local_tensor = value._local_tensor.detach()
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
-        """torch's. Sharded gradients have the tensor's dtype; no other can be set."""
+        """The dtype of gradients, as in torch. It is always the tensor's dtype; setting another one raises."""
         return grad_dtype_of(self)
 
     @grad_dtype.setter
@@ -251,7 +251,7 @@ class RaggedDTensor(DTensor):
         local = piece_in(self)
         if (local.numel() and not local.is_meta) or not is_asked_by("accelerate"):
             return local.data_ptr()
-        return id(self)
+        return id(self)  # accelerate (1.15) identifies parameters by address, and this piece has no memory
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -266,7 +266,7 @@ class RaggedDTensor(DTensor):
         local_slot.__set__(self, local)
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
-        """torch's, of the global shape."""
+        """Whether the tensor of the global shape is contiguous, as in torch."""
         refuse_takers(f"a ragged parameter of shape {tuple(self.shape)}")
         return super().is_contiguous(*args, **kwargs)
 
@@ -295,7 +295,7 @@ class RaggedDTensor(DTensor):
         return _rebuild, (self._local_tensor, self._spec, self.layout_ref, self.requires_grad, is_parameter)
 
     def share_memory_(self) -> NoReturn:
-        """Refused: torch's would crash the process, because this tensor has no storage of its own."""
+        """Raise: torch's method would crash the process, because this tensor has no storage of its own."""
         raise UnsupportedOpError(
             "A ragged tensor cannot be moved into shared memory.",
             expected="plain tensors",
@@ -305,17 +305,18 @@ class RaggedDTensor(DTensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # torch's own (2.11-2.13) copies the mesh and the layout with the values; both are shared here.
+        # torch's method (2.11-2.13) also copies the mesh and the layout; here the copy shares both.
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            return super().__deepcopy__(memo)  # refuses
+            return super().__deepcopy__(memo)  # raises
         is_parameter = isinstance(self, torch.nn.Parameter)
         local = self._local_tensor.detach().clone()
         clone = memo[id(self)] = _rebuild(
             local, self._spec, self.layout_ref, self.requires_grad, is_parameter
         )
-        for name in vars(self).keys() - {"shown_to_torchao"}:  # a view of this tensor's memory
+        # `shown_to_torchao` is not copied: it is a view of this tensor's memory.
+        for name in vars(self).keys() - {"shown_to_torchao"}:
             vars(clone).setdefault(name, copy.deepcopy(vars(self)[name], memo))
         if self.grad is not None:
             clone.grad = copy.deepcopy(self.grad, memo)
@@ -374,7 +375,7 @@ def _shape_of_piece(spec: DTensorSpec) -> tuple[int, ...]:
 
 
 def wrap_like(local: torch.Tensor, spec: DTensorSpec, like: DTensor | None = None) -> DTensor:
-    """A ragged or stock DTensor, by the placements of ``spec``."""
+    """A ragged DTensor if ``spec`` has a ragged placement, else a stock DTensor."""
     if not is_ragged_spec(spec.placements):
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
     ref = like.layout_ref if isinstance(like, RaggedDTensor) and like.placements == spec.placements else None
@@ -458,13 +459,13 @@ def redistribute(
 ) -> DTensor | PendingTensor:
     """A DTensor, ragged or stock, under other placements of its mesh, ragged or stock. Differentiable.
 
-    ``DTensor.redistribute`` of torch does not know ragged placements; this function takes both.
+    torch's ``DTensor.redistribute`` does not support ragged placements; this function supports both kinds.
 
     Args:
         tensor: a DTensor. With ``async_op``, it must not be written before the wait.
         placements: one per mesh axis, at most one of them a RaggedShard.
         async_op: return a `PendingTensor` at once; not differentiable. All ranks must start and wait in the same
-            order. Where the cut of several mesh axes changes, only the first collective overlaps with computation.
+            order. If the cut of several mesh axes changes, only the first collective overlaps with computation.
 
     Raises:
         PlacementError: if the placements do not fit the mesh, or contain a Partial that the tensor does not have.
@@ -548,7 +549,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
-        # The gradient of an unreduced sum is that of each summand: the same on every rank.
+        # The gradient of an unreduced sum equals the gradient of each summand: it is the same on every rank.
         placements = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
         target = spec_with(ctx.spec, placements=placements, dtype=grad.dtype)
         return wrap_like(redistribute_local(local_of(grad), grad._spec, target), target), None

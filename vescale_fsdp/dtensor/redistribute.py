@@ -3,10 +3,10 @@ r"""Move a tensor between placements: the data sent over one mesh axis, and the 
 One axis (`_move_axis`), n ranks, P elements in the largest piece, N in the tensor:
 
     from \ to     RaggedShard                         Replicate                Shard(d)
-    RaggedShard   all-to-all of what changes owner    all-gather (n * P), or   all-to-all of what
-                                                      one broadcast per owner  changes owner
+    RaggedShard   all-to-all of moved elements        all-gather (n * P), or   all-to-all of moved
+                                                      one broadcast per owner  elements
     Replicate     local slice                         -                        torch's own
-    Shard(d)      all-to-all of what changes owner    torch's own              torch's own
+    Shard(d)      all-to-all of moved elements        torch's own              torch's own
     Partial       reduce-scatter (n * P), or one      torch's own              torch's own
                   reduce per owner
 
@@ -68,7 +68,7 @@ _REDUCE_OPS = {
 
 
 class Redistribution:
-    """A redistribution in flight: the constructor starts its first collective, `wait` does the rest.
+    """A redistribution in flight: the constructor starts its first collective, `wait` does the other steps.
 
     A move over one mesh axis has one collective, so all of it overlaps with other work. All ranks must start and wait
     for their moves in the same order.
@@ -122,7 +122,7 @@ def start_redistribution(local: torch.Tensor, source: DTensorSpec, target: DTens
 
 
 def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
-    """The local tensor under ``target`` of the tensor that has ``local`` under ``source``.
+    """Move a tensor from ``source`` to ``target``; returns its local tensor under ``target``.
 
     Args:
         local: this rank's part of the tensor under ``source``.
@@ -138,7 +138,7 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
 
 
 def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Steps:
-    """All steps from one spec to the other, in the order of the list above."""
+    """All steps from one spec to the other, in the order of the module docstring."""
     now = source
     if is_ragged_spec(now.placements) and now.placements != target.placements:
         axis, _ = ragged_axis(now.placements)
@@ -186,7 +186,7 @@ def _same_cut(source: DTensorSpec, target: DTensorSpec, axis: int) -> bool:
 
 
 def _before_pieces(source: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
-    """The spec without ragged axes that is one move over the ragged axis away from ``target``."""
+    """The spec without ragged axes from which one move over the ragged axis leads to ``target``."""
     if not is_ragged_spec(target.placements):
         return target
     axis, _ = ragged_axis(target.placements)
@@ -278,7 +278,7 @@ def _gather(local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.Proc
         full = flat.new_empty(sum(piece_numels))
         slices = full.split(list(piece_numels))
         slices[rank].copy_(flat)
-        # A list: all broadcasts are in flight before the first wait.
+        # The list starts all broadcasts before the first wait.
         yield from [
             broadcast_in_place(part, group, owner) for owner, part in enumerate(slices) if part.numel()
         ]
@@ -334,7 +334,7 @@ def exchange(
     Args:
         local: this rank's elements under ``have``.
         have, want: RaggedShard or Shard, each over all ranks of ``group``.
-        shape: of the tensor that they cut.
+        shape: shape of the tensor that they cut.
         group: the ranks.
 
     Returns:

@@ -15,11 +15,11 @@ In the flat order of the full tensor, rank 0 of the ragged axis then owns two ru
 replacing the placement with a `StridedRaggedShard`, whose ``split_factor`` is the number of runs.
 
 Ranks out of order. torch (2.11-2.15) makes the process groups of a mesh from ranks in ascending order. On a mesh that
-lists ranks in another order, a rank's coordinate differs from its *group rank*, and collectives go by the group rank::
+lists ranks in another order, a rank's coordinate differs from its *group rank*, and collectives use the group rank::
 
     DeviceMesh("cpu", [1, 0])     rank 0: listed second, coordinate 1     first of its group, group rank 0
 
-FSDP2 distributes and gathers shards by group rank, and so do we. torch's ``redistribute`` cuts a stock ``Shard`` by
+FSDP2 distributes and gathers shards by group rank, as this library does. torch's ``redistribute`` cuts a ``Shard`` by
 coordinate, but ``full_tensor`` gathers it by group rank and DCP takes offsets from coordinates, so its chunks come back
 swapped (torch 2.13, FSDP2's checkpoints too). A stock ``Shard`` on such an axis is refused.
 """
@@ -153,7 +153,7 @@ def _canonical(
     """Placements with non-negative dims and the split factor filled in.
 
     Raises:
-        PlacementError: if they do not fit the mesh, the shape or each other.
+        PlacementError: if the placements do not fit the mesh, the shape or each other.
     """
     axis, placement = ragged_axis(placements)
     if placement.num_shards != mesh.size(axis):
@@ -211,7 +211,7 @@ def _canonical(
 
 
 def inner_box(spec: DTensorSpec) -> Box:
-    """The box that the axes other than the ragged one leave to this rank; the ragged placement cuts it."""
+    """This rank's box under the placements of all axes but the ragged one; the ragged placement cuts this box."""
     box = whole_box(spec.shape)
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Shard):
@@ -235,7 +235,7 @@ def boxes_of(spec: DTensorSpec) -> tuple[Box, ...]:
 
 
 def local_shape(placement: RaggedShard, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Shape of a rank's local tensor: 1-D, except that ``dims=()`` leaves the owner's tensor in its shape."""
+    """Shape of a rank's local tensor: 1-D, but with ``dims=()`` the owner's local tensor keeps the shape."""
     numel = placement.piece(shape, rank).numel
     return tuple(shape) if not placement.dims and placement.units[rank] else (numel,)
 

@@ -317,7 +317,7 @@ def _received(connection: socket.socket, nbytes: int) -> bytes:
     """
     data, deadline_s = b"", time.monotonic() + ANSWER_S  # one deadline for all bytes
     while len(data) < nbytes:
-        connection.settimeout(max(1e-3, deadline_s - time.monotonic()))  # 0 would not block
+        connection.settimeout(max(1e-3, deadline_s - time.monotonic()))  # 0 would make it non-blocking
         more = connection.recv(nbytes - len(data))
         if not more:
             break

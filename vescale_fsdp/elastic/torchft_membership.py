@@ -63,7 +63,7 @@ class TorchftMembership:
 
         if host is None:
             where = urlsplit(lighthouse)
-            host = local_address(where.hostname or "127.0.0.1", where.port or 1)  # any port; sends nothing
+            host = local_address(where.hostname or "127.0.0.1", where.port or 1)  # any port: nothing is sent
         check_exposure(host, secret_of(None))  # torchft signs nothing, so its network must be private
         timeout = timedelta(seconds=timeout_s)
         self._num_first, self._timeout_s = num_first, timeout_s

@@ -2,9 +2,9 @@
 
     accelerator = Accelerator(fsdp_plugin=VescalePlugin(granularity={"*.down_proj.weight": Rows(32)}))
 
-The plugin is accelerate's own with ``fsdp_version=2``. Its constructor calls `install`, which replaces torch's
-functions in the whole process until ``plugin.installation.uninstall()``. accelerate uses the newest plugin of a
-process.
+The plugin is a subclass of accelerate's own, with ``fsdp_version=2``. Its constructor calls `install`, which replaces
+torch's functions in the whole process until ``plugin.installation.uninstall()``. accelerate uses the newest plugin of
+a process.
 """
 
 from __future__ import annotations

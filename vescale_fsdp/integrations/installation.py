@@ -1,16 +1,17 @@
-"""as_fsdp2, install: replace torch's FSDP2 functions by this package's, for stacks that call torch's.
+"""as_fsdp2, install: replace torch's FSDP2 functions with this package's, for stacks that call torch's functions.
 
     with as_fsdp2(granularity=Rows(32)):
         trainer = Trainer(...)          # accelerate, Trainer and TRL import torch's names inside their functions
         trainer.train()
 
 **The replacement is process-wide**: while it is active, every caller in every thread of the process gets the functions
-of `stand_ins`. They call torch's own for everything that this package did not shard. Installations are counted: the
-first one replaces the names, the end of the last one restores them, and the newest one sets granularity and padding.
+of `stand_ins`. These call torch's functions for everything that this package did not shard. Installations are counted:
+the first one replaces the names, the end of the last one restores them, and the newest one sets granularity and
+padding.
 
 A name that a module has already imported (``from torch.distributed.fsdp import fully_shard`` at its top) cannot be
-replaced: a `BoundNamesWarning` lists those modules. The few modules of stacks that are known to do so are listed in
-`stand_ins`, and replaced too.
+replaced: a `BoundNamesWarning` lists the module. `stand_ins` lists the few modules of stacks that are known to import
+names so; the names in these modules are replaced, too.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Installation:
     """An active installation, created by `install`.
 
     Args:
-        settings: arguments that it adds to ``fully_shard``.
-        stand_ins: the functions that it replaces.
+        settings: arguments that this installation adds to ``fully_shard``.
+        stand_ins: the functions that this installation replaces.
 
     Examples:
         >>> installation = install(granularity="rows:32")
@@ -55,7 +56,7 @@ class Installation:
             UserWarning: if a pattern of its granularity matched no parameter of any ``fully_shard`` call.
         """
         try:
-            _installed.remove(self)  # atomic: of two threads that end it, one gets further
+            _installed.remove(self)  # atomic: if two threads end it, only one continues
         except ValueError:
             return
         ACTIVE.remove(self._settings)  # first: names that are replaced a moment longer call torch's
@@ -114,8 +115,8 @@ def install(
     bound = bound_names(stand_ins)
     if bound:  # before anything is replaced, because a filter may turn the warning into an error
         text = explain(
-            "Some modules have imported torch's functions already, and will call those.",
-            expected="torch's names to be looked up after vescale_fsdp.integrations.install()",
+            "Some modules have imported torch's functions already, and will call torch's functions.",
+            expected="imports of torch's names after vescale_fsdp.integrations.install()",
             got="; ".join(f"{module}: {', '.join(names)}" for module, names in bound.items()),
             todo="call install() before those modules are imported, or import the names inside their functions. "
             "Ignore modules that never call them on your model",
@@ -128,7 +129,7 @@ def install(
 def as_fsdp2(
     *, granularity: GranularityRule = None, padding_policy: PaddingPolicy | None = None
 ) -> Iterator[Installation]:
-    """A context with an `install` that ends with it, also after an exception.
+    """A context that calls `install`, and ends the installation when it exits, also after an exception.
 
     Examples:
         >>> import torch
@@ -149,7 +150,7 @@ def as_fsdp2(
 
 
 def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
-    """Stack -> functions of the stack itself that are replaced; only for tested versions, which have these names."""
+    """The replaced functions of each stack; only for tested versions, which have these names."""
     # transformers imports its modules lazily, so this one may be missing.
     if "transformers" not in stacks or "transformers.core_model_loading" not in sys.modules:
         return {}
@@ -163,7 +164,7 @@ def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
 
 
 def _callers_level() -> int:
-    """The ``stacklevel`` of the caller of this file, also through a with statement."""
+    """The ``stacklevel`` at which a warning names the caller of this file, also through a with statement."""
     level, frame = 1, sys._getframe(1)
     own = (__file__, contextmanager.__code__.co_filename)
     while frame.f_back is not None and frame.f_code.co_filename in own:
@@ -177,7 +178,7 @@ def ours_within(
 ) -> Iterator[None]:
     """Replace ``fully_shard`` in the imported modules of one package only.
 
-    For stacks whose modules import the name at their top, where `as_fsdp2` would be too late.
+    For stacks whose modules import the name at their top, so that `as_fsdp2` would be too late.
 
     Args:
         package: top-level name of the package.

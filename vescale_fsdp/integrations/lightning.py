@@ -83,20 +83,20 @@ class VescaleStrategy(ModelParallelStrategy):
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Lightning's own, after a check that torch's FSDP2 has sharded no module."""
+        """Set up as Lightning's strategy does, after a check that torch's FSDP2 has sharded no module."""
         _check_sharded_by_us(self.model, "configure_model")
         super().setup(trainer)
 
     @property
     def checkpoint_io(self) -> Any:
-        """Lightning's own: it removes checkpoints and writes single files."""
+        """Lightning's default CheckpointIO, which removes checkpoints and writes single files."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: Any) -> None:
         raise ArgumentError(
             "This strategy does not use a CheckpointIO plugin: its ranks write their shards themselves.",
-            expected="no such plugin",
+            expected="no CheckpointIO plugin",
             got=type(plugin).__name__,
             where="Trainer(plugins=...)",
             todo="remove the plugin, or use Lightning's ModelParallelStrategy(save_distributed_checkpoint=False)",
@@ -170,7 +170,7 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
         self._ours = partial(as_fsdp2, granularity=granularity, padding_policy=padding_policy)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard the model by ``parallelize_fn``, in which torch's ``fully_shard`` is this package's."""
+        """Shard the model with ``parallelize_fn``, under which torch's ``fully_shard`` is this package's."""
         with self._ours():
             module = super().setup_module(module)
         _check_sharded_by_us(module, "parallelize_fn")
@@ -205,7 +205,11 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load the objects of a dict and replace its other values; return values without a key in it. A collective."""
+        """Load the objects of a dict, and replace its other values. A collective.
+
+        Returns:
+            Values of the checkpoint whose keys the dict does not have.
+        """
         path = self.broadcast(path)
         if not isinstance(state, dict) or not state or not holds_checkpoint(path):
             with self._ours():
@@ -245,16 +249,6 @@ def _check_sharded_by_us(model: nn.Module | None, where: str) -> None:
             )
 
 
-def _unused_plugin(plugin: object) -> ValueError:
-    return ArgumentError(
-        "This strategy does not use a CheckpointIO plugin: its ranks write their shards themselves.",
-        expected="no such plugin",
-        got=type(plugin).__name__,
-        where="Trainer(plugins=...)",
-        todo="leave it out, or pass ModelParallelStrategy's save_distributed_checkpoint=False without us",
-    )
-
-
 def _kept(value: Any, filters: Filters | None, key: str) -> Any:
     """A state without the entries that the user's filter of this key rejects."""
     if filters is None or key not in filters or not isinstance(value, Mapping):
@@ -282,7 +276,7 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
 def _save(
     strategy: Any, path: str | os.PathLike[str], shards: dict[str, Any], values: dict[str, Any]
 ) -> None:
-    """Write shards and rank 0's other values (Lightning too takes timers and paths, which differ, from rank 0)."""
+    """Write shards, and rank 0's other values. Timers and paths differ between ranks; Lightning also uses rank 0's."""
     path = strategy.broadcast(path)
     stored: dict[str, Any] = {}
     with coordinator_for().together(f"collecting the values of {path}"):
@@ -300,7 +294,7 @@ def _save(
 
 
 def _optimizer_state(model: Any, optimizer: Optimizer) -> dict[str, Any]:
-    """State by parameter name. torch's own getter is not used: it steps an optimizer that has not stepped yet."""
+    """State by parameter name. torch's getter is not used, because it steps an optimizer that has no state yet."""
     named = LiveObjects(model).named(optimizer, type(optimizer).__name__)
     return optimizer.state_dict() if named is None else named.value()
 

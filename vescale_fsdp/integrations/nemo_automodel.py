@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# The modules that call fully_shard: imported here, because only imported modules get the replacement.
+# These modules call fully_shard. They are imported here, because names are replaced in imported modules only.
 import nemo_automodel.components.distributed.parallelizer
 import nemo_automodel.components.moe.parallelizer  # noqa: F401
 

@@ -7,7 +7,8 @@ peft multiplies an adapter's two matrices and adds the product to the base weigh
 `merge_and_unload` gathers one layer at a time in its stored dtype, lets peft merge it, and shards it again. So every
 rank needs memory for one full layer next to its shards.
 
-Under `as_fsdp2`, ``set_peft_model_state_dict`` and so ``load_adapter`` fill shards from whole tensors, as under FSDP2.
+Under `as_fsdp2`, ``set_peft_model_state_dict``, which ``load_adapter`` calls, fills shards from whole tensors, as under
+FSDP2.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module
     check_version("peft")
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # parameters are ragged from here on, which `_gathered` looks for
+            module.reshard()  # `_gathered` gathers ragged parameters only
     for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
         with _gathered(layer):
             layer.merge(safe_merge=safe_merge)
@@ -58,7 +59,7 @@ def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module
 @contextmanager
 @torch.no_grad()
 def _gathered(module: nn.Module) -> Iterator[None]:
-    """Full plain parameters instead of ragged ones. Changes go to the shards, unless an exception is raised."""
+    """A context with full plain parameters in place of ragged ones. Without an exception, shards get the changes."""
     ragged: list[tuple[nn.Module, str, Any]] = [
         (owner, name, param)
         for owner in module.modules()
@@ -89,5 +90,5 @@ def _local_like(local_tensor: torch.Tensor, ref: Any) -> Any:
     )
 
 
-# The functions of peft that are replaced.
+# The replaced functions of peft.
 ADAPTERS = (StandIn(_peft_local_like, _local_like, ("peft.utils.integrations", "peft.utils.save_and_load")),)

@@ -1,4 +1,4 @@
-"""Values of a stack that are saved next to the shards: which of them a checkpoint can store, and reading."""
+"""Values of a stack that are saved next to the shards: selection of storable values, and reading."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ class StandIn(NamedTuple):
 
     original: Callable[..., Any]
     ours: Callable[..., Any]
-    homes: tuple[str, ...]  # modules, or ``module:Class``; ignored while not imported
+    homes: tuple[str, ...]  # modules, or ``module:Class``; a home that is not imported is skipped
 
     @property
     def name(self) -> str:
-        """Its name, the same in all homes."""
+        """The function's name, the same in all homes."""
         return self.original.__name__
 
     def loaded_homes(self) -> Iterator[Any]:
@@ -38,7 +38,7 @@ _counts: Counter[StandIn] = Counter()
 
 
 def replace(stand_ins: Iterable[StandIn]) -> None:
-    """Install each; one that is installed already is counted."""
+    """Replace each function, and count how often it was replaced."""
     with _lock:
         for stand_in in stand_ins:
             _counts[stand_in] += 1
@@ -56,7 +56,7 @@ def restore(stand_ins: Iterable[StandIn]) -> None:
 
 
 def _swap(stand_in: StandIn, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    # All homes each time: a home that was imported meanwhile has copied the replacement from another home.
+    # Every call swaps all homes: a home that was imported in between has copied the replacement from another home.
     for home in stand_in.loaded_homes():
         if vars(home).get(stand_in.name) is old:
             setattr(home, stand_in.name, new)
@@ -69,10 +69,10 @@ def bound_names(stand_ins: Iterable[StandIn]) -> dict[str, list[str]]:
     originals = {id(stand_in.original) for stand_in in stand_ins}
     homes = {home for stand_in in stand_ins for home in stand_in.homes}
     names_by_module: dict[str, list[str]] = {}
-    # Copies of the tables: other threads may import while this loop runs.
+    # Copy the table, because other threads may import while this loop runs.
     for path, module in list(sys.modules.items()):
         is_other = path.split(".")[0] not in ("torch", "vescale_fsdp") and path not in homes
         for name, value in list(vars(module).items()) if is_other and isinstance(module, ModuleType) else ():
-            if id(value) in originals and value.__module__ != path:  # not where it is defined
+            if id(value) in originals and value.__module__ != path:  # skip the module that defines it
                 names_by_module.setdefault(path, []).append(name)
     return {path: sorted(names) for path, names in names_by_module.items()}

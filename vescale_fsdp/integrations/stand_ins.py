@@ -1,18 +1,18 @@
-"""The functions that replace torch's while `as_fsdp2` is active. Each calls this package's function or torch's own.
+"""The functions that replace torch's while `as_fsdp2` is active. Each calls this package's function or torch's.
 
     torch's name                     calls this package's function if
     fully_shard                      an installation is active (with the settings of the newest one)
     register_fsdp_forward_method     the module was sharded by this package
-    share_comm_ctx                   all modules were
+    share_comm_ctx                   all modules were sharded by this package
     distribute_tensor                a placement is a RaggedShard
     DTensor.from_local               a placement is a RaggedShard
     set_model_state_dict             the model has sharded modules or ragged parameters
-    set_optimizer_state_dict         the same
-    set_state_dict                   the same
+    set_optimizer_state_dict         the model has sharded modules or ragged parameters
+    set_state_dict                   the model has sharded modules or ragged parameters
     FullyShardedDataParallel()       never; raises while an installation is active
 
-A stack may import such a function while it is installed and keep it afterwards. The choice is made at each call, so the
-function then does what torch's does.
+A stack may import such a function during an installation and call it afterwards. The function chooses at each call, so
+it then calls torch's.
 
 torch's ``FSDPModule`` needs no replacement: this package's class derives from it.
 """
@@ -92,8 +92,8 @@ class Settings:
 
     granularity: GranularityRule | PatternRule = None
     padding_policy: PaddingPolicy = field(default_factory=PaddingPolicy)
-    stacks: frozenset[str] = frozenset()  # stacks of which names were replaced too
-    checked: set[str] = field(default_factory=set)  # stacks whose version was compared; a warning comes once
+    stacks: frozenset[str] = frozenset()  # stacks in which names were replaced as well
+    checked: set[str] = field(default_factory=set)  # stacks that need no other warning about their version
 
     def __post_init__(self) -> None:
         check_rule(self.granularity)
@@ -114,7 +114,7 @@ _torch_fsdp1_init = torch_fsdp.FullyShardedDataParallel.__init__
 def fully_shard(module: Any, **kwargs: Any) -> Any:
     """This package's `fully_shard` with the settings of the newest installation; torch's if there is none."""
     try:
-        settings = ACTIVE[-1]  # not tested first: another thread may end the installation in between
+        settings = ACTIVE[-1]  # no test before: another thread may end the installation after the test
     except IndexError:
         return _torch_fully_shard(module, **kwargs)
     caller = str(sys._getframe(1).f_globals.get("__name__"))  # the module that calls fully_shard
@@ -144,7 +144,7 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """This package's if a placement is ragged. As torch's, sends the first rank's values by default."""
+    """This package's function if a placement is ragged, else torch's. Both send the first rank's values by default."""
     is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
     if not is_ours or device_mesh is None or placements is None:
         return torch_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
@@ -164,7 +164,7 @@ def from_local(
     grad_placements: Sequence[Placement] | None = None,
     **kwargs: Any,
 ) -> DTensor:
-    """This package's if a placement is ragged: torch's operators reject such tensors (torch 2.15 even in `detach`)."""
+    """This package's function if a placement is ragged, because torch's operators reject such tensors; else torch's."""
     is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
     if not is_ours or device_mesh is None or placements is None:
         return _torch_from_local(  # type: ignore[no-any-return]
@@ -199,7 +199,7 @@ def _is_sharded(module: object) -> bool:
 
 
 def _has_shards(model: nn.Module) -> bool:
-    # Modules count too: between forward and backward they have unsharded parameters.
+    # Check modules as well: between forward and backward they have unsharded parameters.
     return any(map(_is_sharded, model.modules())) or any(
         isinstance(param, RaggedDTensor) for param in model.parameters()
     )

@@ -70,14 +70,14 @@ class _Copy(NamedTuple):
     """A box to copy from a tensor of a file into a tensor of this rank."""
 
     path: KeyPath
-    shared: Box  # of the global tensor
-    # Of the source and of the target tensor: all boxes, and the number of the one that contains `shared`.
+    shared: Box  # the box to copy, in the global tensor
+    # For the source and the target tensor: all boxes of the tensor, and the index of the box that contains `shared`.
     source: tuple[Sequence[Box], int]
     target: tuple[Sequence[Box], int]
 
 
 def pieces(state: Any) -> Any:
-    """The same tree with this rank's piece instead of every ragged tensor: a plain tensor that shares its memory."""
+    """The same tree, with this rank's piece in place of every ragged tensor: a plain tensor that shares its memory."""
 
     def piece(_: KeyPath, leaf: Any) -> Any:
         if not isinstance(leaf, RaggedDTensor):
@@ -91,7 +91,7 @@ def pieces(state: Any) -> Any:
 
 
 def rejoin(state: Any, loaded: Any) -> Any:
-    """The result of a load into ``pieces(state)``, with the ragged tensors of ``state`` instead of their pieces."""
+    """The result of a load into ``pieces(state)``, with the ragged tensors of ``state`` in place of their pieces."""
     ragged = {path: leaf for path, leaf in _leaves(state) if isinstance(leaf, RaggedDTensor)}
     return _mapped(loaded, (), lambda path, leaf: ragged.get(path, leaf))
 
@@ -99,8 +99,8 @@ def rejoin(state: Any, loaded: Any) -> Any:
 class RaggedResharder(Resharder):  # type: ignore[misc]
     """Reads each rank's elements from the files of all ranks, for ragged tensors, DTensors and plain tensors.
 
-    Plain tensors are taken to be the same on all ranks, and read from the first rank's file. Other values are read from
-    this rank's own file, or from the first rank's if the checkpoint has fewer ranks.
+    Plain tensors are assumed to be equal on all ranks, and are read from the first rank's file. Other values are read
+    from this rank's own file, or from the first rank's file if the checkpoint has fewer ranks.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
         source_metadata: DistributedItemMetadata | None,
         target_metadata: dict[KeyPath, ShardingMetadata] | None,
     ) -> bool:
-        """Whether there are tensors: a rank's own file may contain other elements than its tensors now.
+        """Whether the item has tensors: a rank's own file may have other elements than its tensors have now.
 
         Raises:
             CheckpointError: if the checkpoint has no positions.
@@ -164,7 +164,7 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
             for rank, copy in _copies(path, sharding, stored.get(path, ())):
                 by_rank.setdefault(rank, []).append(copy)
         target_leaves = dict(_leaves(target))
-        for rank, copies in by_rank.items():  # file by file, so that one file is in memory at a time
+        for rank, copies in by_rank.items():  # file by file, so that only one file is in memory
             item = _read(source_path, item_key, rank, source_metadata, storage)
             if rank == rank_of_values:
                 _take_values(target, item)
@@ -215,12 +215,11 @@ def _boxes_of(sharding: ShardingMetadata, rank: int) -> tuple[Box, ...]:
 
 
 def _copies(path: KeyPath, target: ShardingMetadata, groups: Sequence[Any]) -> Iterator[tuple[int, _Copy]]:
-    """(rank of a file, copy from it) for one tensor of this rank; the copies contain every element once."""
+    """Pairs (rank of a file, copy from this file) for one tensor of this rank; the copies cover every element once."""
     if not groups:
         return
-    stored: dict[
-        Box, tuple[int, Sequence[Box], int]
-    ] = {}  # box -> the first rank that has it, its boxes, number
+    # Box -> the first rank that has it, the boxes of this rank, and the box's index among them.
+    stored: dict[Box, tuple[int, Sequence[Box], int]] = {}
     for group in groups:
         shapes = [tuple(sharding.global_shape) for sharding in (target, group.sharding_metadata)]
         if shapes[0] != shapes[1]:

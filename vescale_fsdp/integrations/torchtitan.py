@@ -60,7 +60,7 @@ def with_vescale(
     """A ``Trainer.Config`` with this package's runtime in ``model_spec`` and its checkpoints in ``checkpoint``.
 
     Args:
-        config: torchtitan's; not modified.
+        config: torchtitan's configuration; not modified.
         granularity, padding_policy: as for `vescale_fsdp.fully_shard`. Patterns match names relative to each of
             torchtitan's units: ``"*w2.weight"`` matches in all of them.
 
@@ -161,7 +161,7 @@ class VescaleCheckpoints(TitanCheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanCheckpointManager.Config):
-        """torchtitan's. ``async_with_pinned_mem`` means ``async``, which always reuses its staging buffer."""
+        """torchtitan's options. ``async_with_pinned_mem`` means ``async``, which always reuses its staging buffer."""
 
         hf_rules: str | None = None
         """Converter rules from torchtitan's names to Hugging Face's: the name of a shipped set, or a TOML file."""
@@ -236,7 +236,7 @@ class VescaleCheckpoints(TitanCheckpointManager):
                 )
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The newest complete step, of this package or DCP. All ranks must see the same one."""
+        """The newest complete step, of this package or DCP. All ranks must see the same step."""
         folder = folder or self.folder
         alike: dict[str, Any] = {}  # compared among the ranks when the context ends
         with coordinator_for().together(f"looking for steps in {folder}", "nothing was loaded", alike):

@@ -4,7 +4,7 @@
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=8))
 
 transformers shards the model on the meta device and cuts each tensor of the files by torch's placements. Under
-`as_fsdp2`, functions of its loader are replaced by ones for ragged placements, and tied weights are tied first:
+`as_fsdp2`, functions of its loader are replaced by functions for ragged placements, and weights are tied first:
 
     a tensor of the files is a parameter                    each rank reads its own boxes (at most 2 * ndim - 1)
     several tensors become a parameter (merged experts)     each rank reads and merges all, then keeps its piece
@@ -52,9 +52,9 @@ _hf_set_param = core_model_loading.set_param_for_module
 
 
 def _apply(model: Any, mesh_manager: Any, fsdp_plan: dict[str, str], ep_plan: dict[str, str]) -> Any:
-    """transformers' own, with tied embeddings in the root's unit, which keeps full weights as its plan requires.
+    """Shard as transformers does, but with tied embeddings in the root's unit, which keeps full weights as planned.
 
-    transformers shards before it ties weights. It would tie weights of two units, which have different layouts.
+    transformers ties weights after sharding, so it would tie weights of two units, which have different layouts.
     """
     model.tie_weights()
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -73,7 +73,7 @@ def ragged_like(local: torch.Tensor, ref: RaggedDTensor) -> RaggedDTensor:
 
 
 def _set_param(model: nn.Module, target_name: str, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """transformers' own, with this rank's piece of a value that was merged whole."""
+    """Set a parameter as transformers does, but cut this rank's piece out of a value that was merged whole."""
     owner, _, name = target_name.rpartition(".")
     ref = model.get_submodule(owner)._parameters.get(name)
     if isinstance(ref, RaggedDTensor) and value.shape == ref.shape and value.shape != ref.to_local().shape:
@@ -81,7 +81,7 @@ def _set_param(model: nn.Module, target_name: str, value: torch.Tensor, *args: A
     return _hf_set_param(model, target_name, value, *args, **kwargs)
 
 
-# The functions of transformers that are replaced.
+# The replaced functions of transformers.
 LOADER = (
     StandIn(_hf_apply, _apply, ("transformers.distributed.mixin",)),
     StandIn(

@@ -30,7 +30,7 @@ def check_version(package: str) -> bool:
     try:
         installed = version(package)
     except PackageNotFoundError:  # imported from a source tree
-        installed = "of no known version"
+        installed = "of unknown version"
     if installed in TRIED[package]:
         return True
     warnings.warn(

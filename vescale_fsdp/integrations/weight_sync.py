@@ -1,7 +1,7 @@
-"""Whole tensors of a sharded trainer, for inference engines that cannot say how they shard.
+"""Whole tensors of a sharded trainer, for inference engines that do not expose their sharding.
 
 `Transfer` sends shards to the shards of an engine and gathers nothing. `WholeTensors` gives every tensor whole, in
-buckets, to engines that take nothing else (``load_weights`` of most engines, checkpoint-engine)::
+buckets, to engines that accept whole tensors only (``load_weights`` of most engines, checkpoint-engine)::
 
     tensors = WholeTensors(dict(model.named_parameters()), receivers=(0,))
     for step in range(steps):
@@ -74,7 +74,7 @@ class BucketPart(NamedTuple):
 class TensorBucket(NamedTuple):
     """Several tensors in one buffer."""
 
-    data: torch.Tensor  # 1D uint8; on the meta device on ranks that receive nothing
+    data: torch.Tensor  # 1D uint8; on the meta device if this rank receives nothing
     parts: list[BucketPart]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -185,7 +185,7 @@ class WholeTensors:
 
         try:
             shape, _ = leaves_of(self._links[name], shape_of)
-        except (KeyError, PlacementError):  # `_plan` raises it again, with the problems of all links
+        except (KeyError, PlacementError):  # `_plan` raises again, with the problems of all links
             shape = ()
         if not leaves:
             return WholeTensor(name, torch.float32, shape)
@@ -214,7 +214,7 @@ class WholeTensors:
             yield from bucket.tensors()
 
     def buckets(self) -> Iterator[TensorBucket]:
-        """The whole tensors, a bucket at a time, each bucket in new memory. Collective, and raises, as iteration."""
+        """The whole tensors, a bucket at a time, each bucket in new memory. A collective; raises like iteration."""
         own, first_versions = self._coordinator, self._versions()
         receives = own.rank in self._receivers
         locals_ = map(local_of, self._state.values())
@@ -247,7 +247,7 @@ class WholeTensors:
 
 
 def _only(source: StateDescription, names: Set[str]) -> StateDescription:
-    """The description of a source without its other tensors."""
+    """The description of a source, reduced to the named tensors."""
     kept = [number for number, entry in enumerate(source.entries) if entry.name in names]
     structure = source.structure
     entries = tuple(source.entries[number] for number in kept)

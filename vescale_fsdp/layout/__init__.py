@@ -2,7 +2,7 @@
 
 from vescale_fsdp.lazy import lazily_export
 
-# Public names are in __init__.pyi. The others are classes that pickles name by this package, and results of methods.
+# Public names are in __init__.pyi. The names below are results of methods, and classes that pickles look up here.
 lazily_export(
     __name__,
     unlisted={

@@ -1,9 +1,9 @@
 """One table of all element types that plans, checkpoints and conversions support; no torch import.
 
-The tables of other libraries each lack some types (torch's safetensors map lacks the sub-byte and unsigned kinds,
-safetensors' torch map two that its core reads), so conversions would depend on the library that reads the file. Here
-each type is one row: its safetensors code (None if that format lacks the type), its torch name (None if torch lacks it)
-and its width. The names in other formats follow from the row.
+The tables of other libraries each lack some types (torch's safetensors map lacks the sub-byte and unsigned kinds;
+safetensors' torch map lacks two types that its core reads), so conversions would depend on the library that reads the
+file. Here each type is one row: its safetensors code (None if that format lacks the type), its torch name (None if
+torch lacks it) and its width. The names in other formats follow from the row.
 
 Sub-byte types are *packed*: in memory, in DCP and in torch their last dim counts bytes, while a safetensors header
 counts elements (``float4_e2m1fn_x2`` of shape (4, 8) is 32 bytes, and (4, 16) in the header). This package uses the
@@ -48,7 +48,7 @@ class DType:
 
     @property
     def name(self) -> str:
-        """The common name: torch's, else safetensors'."""
+        """The name in torch; for a type that torch lacks, the safetensors code."""
         return self.torch_name or str(self.code)
 
     @cached_property
@@ -79,7 +79,7 @@ class DType:
 
     @property
     def zarr_name(self) -> str:
-        """The zarr type of its stored bytes: its own, or an unsigned integer of its width."""
+        """The zarr type in which its bytes are stored: the type itself, or an unsigned integer of its width."""
         return self.name if self.is_numpy else f"uint{8 * self.itemsize}"
 
     @property

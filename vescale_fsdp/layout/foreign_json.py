@@ -64,7 +64,7 @@ def tensor_shape(values: Iterable[Any]) -> tuple[int, ...]:
             torch compute strides) of 2**63 or more.
     """
     sizes = values if isinstance(values, (tuple, str, dict)) else tuple(values)
-    if len(sizes) > MAX_DIMS:  # before the sizes are looked at: there may be any number of them
+    if len(sizes) > MAX_DIMS:  # checked first, because there may be any number of sizes
         raise ValueError(f"{len(sizes)} dims, of at most {MAX_DIMS}")
     shape = whole_numbers(sizes)
     if math.prod(size or 1 for size in shape) >= _LIMIT:

@@ -185,7 +185,7 @@ def run_start(shape: Sequence[int], box: Box) -> int | None:
 
 
 def chunk_of(numel: int, num_chunks: int, index: int) -> FlatRange:
-    """Chunk ``index`` of ``numel`` items as ``Shard`` and ``torch.chunk`` cut them: the last ones short or empty.
+    """Chunk ``index`` of ``numel`` items, cut as by ``Shard`` and ``torch.chunk``: the last chunks are short or empty.
 
     >>> [chunk_of(5, 3, index) for index in range(3)]
     [FlatRange(start=0, stop=2), FlatRange(start=2, stop=4), FlatRange(start=4, stop=5)]

@@ -157,7 +157,7 @@ class Whole(Granularity):
     def __post_init__(self) -> None:
         if self.per not in ("tensor", "matrix"):
             raise LayoutError(
-                "Whole cannot keep this whole.",
+                "This value of per is not valid.",
                 expected="per='tensor' or per='matrix'",
                 got=repr(self.per),
                 where="Whole(per=...)",
@@ -193,7 +193,7 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
         param: the parameter, passed to a function rule.
 
     Raises:
-        LayoutError: if the rule is none of these or does not give a Granularity.
+        LayoutError: if the rule has another type, or gives anything but a Granularity or its text.
     """
     value: object = rule
     if rule is None:
@@ -232,7 +232,7 @@ def _granularity(value: object, where: str) -> Granularity:
     if isinstance(value, type) and issubclass(value, Granularity):
         todo = f"pass a value of the class {value.__name__}: {_EXAMPLES.get(value, value.__name__ + '(..)')}"
     raise LayoutError(
-        "The granularity rule did not give a granularity.",
+        "The granularity rule did not return a granularity.",
         expected=f"Element(), Flat(n), Rows(n), Tiles(r, c) or Whole(), or a text: {_GRAMMAR}",
         got=repr(value),
         where=where,

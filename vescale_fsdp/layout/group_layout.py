@@ -1,4 +1,4 @@
-"""The layout of a group: the position of every tensor in one flat buffer, which is cut into equal shards. A value.
+"""The layout of a group: the position of every tensor in one flat buffer, which is cut into equal shards.
 
 Rank r owns elements [r*S, (r+1)*S) of the group's global buffer, S = ``shard_numel``::
 
@@ -18,12 +18,12 @@ of whole blocks, are wherever other tensors leave room. It is stored as a few ru
     u (6, 5), block 5     |............|............|uuuuuuuuuu..|uuuuuuuuuu..|uuuuuuuuuu..|
 
     a is one run at offset 0; u has runs ((2, 3, 10, 0),): from rank 2 on, 3 ranks own 10 elements each at
-    local offset 0. In one run u would need S = 15, which has room for it after a.
+    local offset 0. As one run of the buffer, after a, u would need S = 15.
 
 Only the planner chooses these numbers, and no code rebuilds them from shapes: the runtime, the placements of
-parameters, checkpoints, reports and pictures all ask the layout. Its size does not grow with the number of ranks. The
-constructor checks it: a `GroupLayout` cuts no block, has no overlaps, stays inside its buffer, and starts its tensors
-at multiples of `align_numel`.
+parameters, checkpoints, reports and pictures all read the layout. A layout is an immutable value whose size does not
+grow with the number of ranks. The constructor of `GroupLayout` checks that no block is cut, that no tensors overlap,
+that all are inside the buffer, and that they start at multiples of `align_numel`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
     """
 
     range: FlatRange  # of the tensor's flat elements
-    local_offset: int  # of the range's first element, in elements from the start of the rank's shard
+    local_offset: int  # position of the range's first element, in elements from the start of the rank's shard
 
     @property
     def numel(self) -> int:
@@ -73,7 +73,7 @@ class PieceRun(NamedTuple):
     first_rank: int
     num_ranks: int
     piece_numel: int  # elements on each of these ranks
-    local_offset: int  # of each piece, in elements from the start of its rank's shard
+    local_offset: int  # position of each piece, in elements from the start of its rank's shard
 
     @property
     def ranks(self) -> range:
@@ -270,7 +270,7 @@ class GroupLayout:
         if start == stop:
             return
         first_boundary = (start // size + 1) * size
-        # Later boundaries are multiples of S away from the first, so S must be a number of blocks for two or more.
+        # Later boundaries are multiples of S after the first, so with two or more of them S must be whole blocks.
         if (first_boundary < stop and (first_boundary - start) % slot.block_numel) or (
             first_boundary + size < stop and size % slot.block_numel
         ):
@@ -278,7 +278,10 @@ class GroupLayout:
             raise _invalid(slot.fqn, "A rank boundary cuts a block.", expected, f"slot [{start}, {stop})")
 
     def _problem_of_runs(self, slot: TensorSlot) -> str:
-        """The reason why pieces are not in rank order, inside shards, of whole blocks or complete; "" if they are."""
+        """The reason why the pieces of a scattered slot are not valid; "" if they are valid.
+
+        Valid pieces are in rank order, inside shards, of whole blocks, and contain every element once.
+        """
         start, next_rank, problem = 0, 0, ""
         for run in slot.runs:
             if start % slot.block_numel:

@@ -28,7 +28,7 @@ class ParamShape:
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool = True
-    param: Any = field(default=None, compare=False, repr=False)  # the parameter itself, if there is one
+    param: Any = field(default=None, compare=False, repr=False)  # the parameter, if shapes come from a module
 
     @property
     def ndim(self) -> int:

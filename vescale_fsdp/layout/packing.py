@@ -37,11 +37,12 @@ from vescale_fsdp.layout.group_layout import PieceRun, runs_between
 MAX_PERIOD = 8  # sizes in a repeated list; an expert has at most three matrices and three biases
 ANY_NUMBER = 1 << 62  # stands for no limit
 
-MAX_SCAN = 64  # up to this many multiples are all tried
+MAX_SCAN = 64  # up to this many multiples, the search tries each
 PRECISION = 1_000_000  # S is within one part in this many of the smallest that the search could find
-# Another order must make S smaller by more than one part in this many, because definition order helps debugging.
+# Another order is tried only if it may make S smaller by more than one part in this many: definition order is easier to
+# debug.
 WORTH_REORDERING = 1000
-MAX_PUT_BACK = 16  # scattered tensors that are tried, one by one, as contiguous ones
+MAX_PUT_BACK = 16  # scattered tensors for which the search tries, one by one, a contiguous position
 
 Size = tuple[int, int]
 """(numel, block_numel) of a tensor."""
@@ -147,7 +148,7 @@ def place_in_order(
 
 
 def _repeats_at(start: int, sizes: tuple[Size, ...], period_numel: int, shard_numel: int) -> int:
-    """How often the sizes fit in a row from an aligned start: any number of times, or as often as this shard holds."""
+    """Number of repetitions that fit from an aligned start: any number, or as many as the rest of this shard holds."""
     room = shard_numel - start % shard_numel
     offset = 0
     for numel, block in sizes:
@@ -276,7 +277,7 @@ def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
     low = _volume_bound(sizes, num_shards, align_numel)
     least = least_shard(sizes, num_shards, align_numel)
     best: Packing | None = None
-    # Definition order first: it is kept unless the other one is strictly better.
+    # Definition order comes first. The other order is tried only if it may be worth it, and must be strictly better.
     defined = tuple(range(len(sizes)))
     by_block = tuple(sorted(defined, key=lambda index: (-sizes[index][1], -sizes[index][0])))
     for order in dict.fromkeys((defined, by_block)):  # once, if both orders are equal
@@ -289,12 +290,12 @@ def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
             best = Packing(bound, tuple(Position(starts[index]) for index in range(len(sizes))))
         if bound - least <= bound // WORTH_REORDERING:
             break
-    assert best is not None  # a shard that holds everything is below the first bound
+    assert best is not None  # the first bound is above a shard that holds everything, which is feasible
     return best
 
 
 def least_shard(sizes: Sizes, num_shards: int, align_numel: int) -> int:
-    """A lower bound on the shard size for any order of the tensors; mostly it is reached."""
+    """A lower bound on the shard size for any order of the tensors; mostly it is feasible."""
     low = _volume_bound(sizes, num_shards, align_numel)
     for start, stop, step in _possible(sizes, low, align_numel):
         first = round_up(start, step)
@@ -357,7 +358,7 @@ def _smallest_shard(
         if placed is not None:
             return first, placed
         best: tuple[int, Placed] | None = None
-        # Coarse steps first: they bound the many multiples of the fine ones.
+        # Coarse steps first: their result bounds the many multiples of fine steps.
         for step in sorted({math.lcm(step, forced) for step in steps}, reverse=True):
             better = _smallest_multiple(place, step, start, end)
             if better is not None:
@@ -372,8 +373,8 @@ def _smallest_multiple(
 ) -> tuple[int, Placed] | None:
     """The smallest feasible multiple of ``step`` in [low, below), and its placement.
 
-    Of a few multiples, all are tried. Of many, those above a feasible one are assumed feasible, and the result is
-    the smallest to one part in `PRECISION`.
+    If there are few multiples, all are tried. If there are many, all above a feasible one are assumed feasible, and
+    the result is the smallest to one part in `PRECISION`.
     """
     first, last = -(-low // step), (below - 1) // step
     probe, reach = first, 1 if last - first < MAX_SCAN else 1 + (last - first) // PRECISION

@@ -36,8 +36,8 @@ class PaddingPolicy:
     """The limits of padding for `fully_shard`.
 
     Args:
-        scatter: ``"auto"`` lets the planner scatter a few tensors, which are then copied out after each gather, where
-            that is cheaper than the padding it avoids; ``"never"`` forbids it.
+        scatter: ``"auto"`` lets the planner scatter a few tensors, which are then copied out after each gather, if the
+            copies cost less than the padding they avoid; ``"never"`` forbids it.
         warn_above: padding, as a fraction of the payload, above which a `PaddingWarning` names remedies.
         refuse_above: padding above which `LayoutError` is raised; ``math.inf`` accepts any.
         ignore_below_bytes: padding per rank that is never reported, whatever its ratio.
@@ -65,7 +65,7 @@ class PaddingPolicy:
 
 @dataclass(frozen=True)
 class Remedies:
-    """Changes that bring a group's padding below a limit, with the padding each leaves; None where none does.
+    """Changes that bring a group's padding below a limit, with the padding that remains; None if there is none.
 
     Attributes:
         num_shards: (shards, padding); the largest suitable divisor of the number of shards.

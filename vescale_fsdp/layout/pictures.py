@@ -29,8 +29,8 @@ class Canvas:
     """The shapes of one picture, back to front.
 
     Args:
-        title: of the SVG document.
-        width_px, height_px: its size; the height may be set last.
+        title: title of the SVG document.
+        width_px, height_px: size of the picture; the height may be set last.
     """
 
     def __init__(self, title: str, width_px: float, height_px: float = 0) -> None:
@@ -79,7 +79,7 @@ class Canvas:
         anchor: str = "start",
         bold: bool = False,
     ) -> None:
-        """A line of text; ``anchor``, "start", "middle" or "end", is the part of its baseline at the point."""
+        """A line of text; ``anchor`` is the part of the text that is at x: "start", "middle" or "end"."""
         weight = " font-weight='600'" if bold else ""
         self._shapes.append(
             f"<text x='{x:.2f}' y='{y:.2f}' font-size='{size}' fill='{color}' "
@@ -130,7 +130,7 @@ def layout_picture(layouts: Sequence[GroupLayout], title: str = "layout") -> Can
     """Draw one group, buffer by buffer: a lane per rank, then a bar per tensor.
 
     Args:
-        layouts: of its buffers, at least one. Large ones are drawn in part.
+        layouts: one layout per buffer of the group. Large layouts are drawn in part.
         title: headline of the picture.
     """
     canvas = Canvas(title, LABEL_PX + BODY_PX + 40)
@@ -149,9 +149,9 @@ def layout_picture(layouts: Sequence[GroupLayout], title: str = "layout") -> Can
 
 
 def rank_color(rank: int, num_shards: int, *, shade: bool = False) -> str:
-    """The fill of a rank, in one of two shades: hues spread over at most 16 ranks, then repeat."""
+    """The fill color of a rank, in one of two shades. At most 16 ranks have different hues; then the hues repeat."""
     cycle = min(max(num_shards, 3), 16)
-    # Steps of 3/8 of the circle give adjacent ranks clearly different hues.
+    # Steps of the golden angle, about 3/8 of the circle, give adjacent ranks clearly different hues.
     hue = (0.58 + (rank % cycle) * (1 / cycle if cycle < 7 else 0.381966)) % 1.0
     red, green, blue = colorsys.hls_to_rgb(hue, 0.80 if shade else 0.72, 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"

@@ -1,6 +1,6 @@
 """RaggedShard: a DTensor placement that gives each rank any number of whole units, including none.
 
-The meaning is the published one (volcengine/veScale, ``docs/texts/raggedshard.md``): the tensor dims in ``dims``, a
+The semantics are as published (volcengine/veScale, ``docs/texts/raggedshard.md``): the tensor dims in ``dims``, a
 prefix (0, .., i-1), are flattened and cut into ``sum(local_units)`` equal units; rank r of the mesh axis owns
 ``local_units[r]`` of them, contiguous and in rank order. ``dims=()`` keeps the tensor whole on the one rank whose
 unit is not zero.
@@ -27,7 +27,7 @@ from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
 from vescale_fsdp.lazy import set_module
 
 _INSTEAD = (
-    "use vescale_fsdp.distribute_tensor, or set_model_state_dict and its like of vescale_fsdp.checkpoint"
+    "use vescale_fsdp.distribute_tensor, or set_model_state_dict etc. of vescale_fsdp.checkpoint.state_dict"
 )
 
 
@@ -81,7 +81,7 @@ class RaggedShard(Placement):
     if not TYPE_CHECKING:  # type checkers see the dataclass field
 
         def __getattr__(self, name: str) -> Any:
-            """``local_units``, a field that is not stored."""
+            """Compute ``local_units``, a field that is not stored."""
             if name == "local_units":
                 return tuple(self.units)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -109,8 +109,8 @@ class RaggedShard(Placement):
         return self
 
     def __format__(self, spec: str) -> str:
-        # torch's distribute_tensor formats a foreign placement into its error. No other method of the placement is
-        # called there, so this is the only way to tell the user what to call instead.
+        # torch's distribute_tensor formats an unknown placement into its error, and calls no other method of it. So
+        # only this method can tell the user what to call instead.
         return format(str(self), spec) if spec else f"{self!s} of vescale_fsdp ({_INSTEAD})"
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ class RaggedShard(Placement):
 
     @classmethod
     def of_runs(cls, dims: tuple[int, ...], units: RunLengths) -> RaggedShard:
-        """The placement with these units, kept as runs."""
+        """The placement with these units, stored as runs."""
         return RaggedShard(dims, units)  # type: ignore[arg-type]  # instead of the tuple
 
     @property
@@ -165,7 +165,8 @@ class RaggedShard(Placement):
             PlacementError: if the shape has too few dims, or its cut dims do not divide into the units.
         """
         numel, units = numel_of(shape), self.units.total
-        run_numel = numel_of(shape[len(self.dims) :])  # of the dims that are never cut (0 if empty)
+        # Elements over the dims that are never cut (0 if empty).
+        run_numel = numel_of(shape[len(self.dims) :])
         whole_runs = not self.dims or run_numel == 0 or (numel // units) % run_numel == 0
         if len(shape) >= len(self.dims) and numel % units == 0 and whole_runs:
             return numel // units

@@ -45,9 +45,9 @@ class PlannedGroup:
 
     Attributes:
         units: names of all units with these parameters; the first one represents them.
-        dtype: of the parameters.
-        params: in definition order.
-        layouts: for each number of shards of the report, the layout of one buffer, or of two where that costs less.
+        dtype: dtype of the parameters.
+        params: the parameters, in definition order.
+        layouts: for each number of shards of the report, the layout of one buffer, or of two if two cost less.
     """
 
     units: tuple[str, ...]
@@ -205,7 +205,7 @@ class PlanReport:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            part = folder / f".{name}.part"  # renamed when complete: no reader sees half a picture
+            part = folder / f".{name}.part"  # renamed when complete, so that no reader sees half a picture
             try:
                 part.write_text(text, encoding="utf-8", errors="backslashreplace")
                 part.replace(folder / name)
@@ -343,7 +343,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
 
 
 def _param_cells(group: PlannedGroup) -> list[tuple[str, ...]]:
-    """One line per name with * for numbers, so that the experts of a layer are one line."""
+    """One line per name, with * in place of numbers, so that the experts of a layer share a line."""
     counts: Counter[tuple[str, tuple[int, ...], str, int]] = Counter(
         (
             re.sub(r"(?<=\.)\d+(?=\.)", "*", param.fqn),

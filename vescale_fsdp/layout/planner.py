@@ -1,4 +1,4 @@
-"""The planner: tensors with blocks in, the smallest shard and every offset out. Integers only.
+"""The planner computes the smallest shard, and the offset of every tensor in the buffer. Integers only.
 
 `plan_group` and `plan_buffers` are the only way to a layout. `packing` searches for the smallest shard; this module
 checks the input, caches plans (equal lists of sizes, such as the layers of a model, are planned once) and compares the
@@ -42,7 +42,7 @@ ALIGN_BYTES = 128
 # Prices in hundredths of "one element sent by a collective" or "one element kept in memory": time and memory weigh the
 # same. They are integers, so that every machine makes the same decision.
 PADDED_WIRE_PRICE = 100  # a padded element is sent in every gather and reduction of its group
-PADDED_MEMORY_PRICE = 100  # and occupies the gathered buffer; its share of the sharded states is not counted
+PADDED_MEMORY_PRICE = 100  # a padded element is in the gathered buffer; sharded states are not counted
 COPIED_TIME_PRICE = 13  # copies take about 13 % of the time of the collective: arXiv 2602.22437, table 1
 COPIED_MEMORY_PRICE = 100  # a copied tensor is in memory twice while its unit is unsharded
 MESSAGE_PRICE = 100 << 17  # a second message takes as long as 128 Ki elements: about 5 us at 50 GB/s in bf16
@@ -131,7 +131,7 @@ def plan_by_rows(
     """Cut every tensor along its first dim as ``torch.chunk`` does, for code that expects FSDP2's shards.
 
     Rank r owns rows ``[r * c, (r + 1) * c)`` of each tensor, ``c = ceil(rows / num_shards)``; the last ranks own fewer
-    or none. Every shard has room for c rows of each, so padding is FSDP2's, and all tensors are scattered.
+    or none. Every shard has room for c rows of each tensor, so the padding equals FSDP2's, and tensors are scattered.
 
     Args:
         tensors: as for `plan_group`, of at least one dim each.
@@ -235,7 +235,7 @@ def _plan_sizes(sizes: Sizes, num_shards: int, align_numel: int, scatter: Scatte
     for numel, members in classes[:MAX_SCATTERED_CLASSES]:
         scattered.update(members)
         if len(scattered) > MAX_COPIED_TENSORS or _price(0, numel) >= price(best):
-            break  # later classes are even larger
+            break  # later classes are larger still
         packing = pack_scattered(sizes, frozenset(scattered), num_shards, align_numel, best.shard_numel)
         if packing is not None and price(packing) < price(best):
             best = packing
@@ -319,7 +319,7 @@ def _best_split(sizes: Sizes, num_shards: int, align_numel: int) -> frozenset[in
         )
 
     best, least_numel = frozenset[int](), pack_contiguous(sizes, num_shards, align_numel).shard_numel
-    # Lower bounds are mostly reached: few splits are packed before the bounds exclude the others.
+    # Lower bounds are mostly feasible, so few splits are packed before the bounds exclude all others.
     bounds = [
         (sum(least_shard(part, num_shards, align_numel) for part in parts_of(split)), split)
         for split in splits

@@ -118,7 +118,7 @@ class AdamW8bit(BatchedOptimizer):
         params: parameters or param groups. A group with ``state_bits=32`` keeps fp32 state, which embeddings need in
             some models.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, with its defaults.
-        block: elements that share a scale: ``Flat(256)``, ``Flat(2048)``, ``Tiles(32, 32)``, ... The last may be short.
+        block: elements that share a scale: ``Flat(256)``, ``Tiles(32, 32)``, ... The last block may be short.
         min_8bit_numel: parameters with fewer elements, over all ranks, keep fp32 state.
 
     Raises:
@@ -207,7 +207,7 @@ class AdamW8bit(BatchedOptimizer):
         return _Stepped(param, self.state[param], grid_of(tuple(param.shape), self._block))
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        """Step parameters as blocks if their state is 8-bit, else as flat elements. Zeros complete short blocks."""
+        """Step parameters as blocks if their state is 8-bit, else as flat elements. Zeros pad short blocks."""
         batch = [self._stepped(param) for param in params]
         beta1, beta2 = group["betas"]
         step = batch[0].state["step"]
@@ -228,7 +228,7 @@ class AdamW8bit(BatchedOptimizer):
 
 
 class _Stepped(NamedTuple):
-    """One parameter in one step."""
+    """A parameter in one step."""
 
     param: torch.Tensor
     state: dict[str, torch.Tensor]

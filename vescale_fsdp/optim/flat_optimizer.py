@@ -5,21 +5,21 @@ reduced shard. An optimizer that updates each element separately can treat them 
 
     shard              | w0      | b0 | w1          | b1 |        one param group for all: one run
     gradients          | w0      | b0 | w1          | b1 |
-    exp_avg, ...       | w0      | b0 | w1          | b1 |        state[w0]["exp_avg"] is a view, as w0 is one
+    exp_avg, ...       | w0      | b0 | w1          | b1 |        state[w0]["exp_avg"] is a view, like w0 itself
 
 A **run** is a sequence of parameters of one param group with the same step count, and only padding between them.
-Padding is stepped as well, with gradients of zeros, so it stays zero; users' collectives and quantisers rely on that.
+Padding is stepped as well, with gradients of zeros, so it stays zero; users' collectives and quantizers rely on that.
 The torch optimizer steps one flat tensor per run: a few kernels per unit, independent of the number of parameters. The
 public attributes are per parameter, as in the torch optimizer: `param_groups` has the sharded parameters, `state` has
 ragged tensors (views of the flat state). So `state_dict()`, torch's and this library's checkpoints, learning-rate
-schedulers and other numbers of ranks work, and checkpoints of either optimizer can be loaded into the other.
+schedulers and resuming on another number of ranks work. Checkpoints of either optimizer load into the other.
 
     event                                                  effect on the run
     all parameters have gradients in one allocation        stepped in place
     gradients are in several allocations                   stepped with one copy of the gradients
     no parameter has a gradient                            not stepped
     only some parameters have gradients                    split permanently, because step counts differ from now on
-    parameters moved (`.to()`, `assign=True`) or loaded    made again from the state of its parameters
+    parameters moved (`.to()`, `assign=True`) or loaded    rebuilt from the state of its parameters
 
 `FlatOptimizer.step_in_backward` steps a unit's runs after its reduction, so that few gradients exist at a time.
 """
@@ -64,13 +64,13 @@ _COUNTERS = ("step", "eta", "mu", "mu_product")  # names of state that is one nu
 
 @dataclass
 class _FlatRun:
-    """Adjacent parameters, and the flat tensor over them, which the torch optimizer steps."""
+    """Adjacent parameters, and the flat tensor over them that the torch optimizer steps."""
 
     params: list[torch.Tensor]
     starts: list[int]  # index in ``flat`` of each parameter's first element
     flat: torch.Tensor  # 1-D, the memory of the parameters
     gaps: list[tuple[int, int]]  # padding between the parameters: (start, stop) in ``flat``
-    shown: tuple[int, ...] = ()  # ids of the flat state tensors of which `state` has views
+    shown: tuple[int, ...] = ()  # ids of the flat state tensors whose views are in `state`
 
     @staticmethod
     def of(params: list[torch.Tensor]) -> _FlatRun:
@@ -92,7 +92,7 @@ class _FlatRun:
         )
 
     def flat_grad(self) -> torch.Tensor:
-        """The gradients as one tensor: a view if their offsets equal those of the parameters, else a copy."""
+        """The gradients as one tensor: a view if their offsets equal the parameters' offsets, else a copy."""
         grads = [local_grad(param) for param in self.params]
         first = grads[0]
         storage, base = storage_id(first), first.storage_offset()
@@ -142,10 +142,10 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
         self._kind = kind
         self._options = options
-        self._runs: list[_FlatRun] | None = None  # None: made at the next step
+        self._runs: list[_FlatRun] | None = None  # None: built at the next step
         self._inner: torch.optim.Optimizer | None = None  # steps the runs
-        # Parameters that were skipped in a step, because they had no gradient, get a number that is new in this step.
-        # So parameters with different numbers have different step counts, and cannot be in one run.
+        # A step gives a new number to the parameters that it skips because they have no gradient. Parameters with
+        # different numbers have different step counts, so they cannot be in one run.
         self._histories: dict[torch.Tensor, int] = {}
         # An optimizer of one dummy parameter checks the options and fills in the defaults.
         defaults = kind([torch.zeros(1, dtype=torch.float32, device="cpu")], **options).defaults
@@ -155,14 +155,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "_kind": self._kind, "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called after loading or unpickling; runs are made from the new state at the next step."""
+        """Restore after loading or unpickling; the next step builds runs from the new state."""
         super().__setstate__(state)
         self._runs = self._inner = None
         self._histories = {}
         self._order_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; runs are made again at the next step."""
+        """Add parameters; runs are rebuilt at the next step."""
         super().add_param_group(param_group)
         self._runs = None
 
@@ -184,8 +184,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         """From now on, step each unit in the backward, as soon as its gradients are reduced, and drop the gradients.
 
         So gradients of at most one unit exist at a time. The user still calls `step`, for parameters that are not
-        sharded. Methods that need all gradients before a parameter changes are not possible: clipping by norm, loss
-        scaling, and sums over several backwards other than under ``no_sync``.
+        sharded. Whatever needs all gradients before a parameter changes is not possible: clipping by norm, loss
+        scaling, and gradient accumulation other than under ``no_sync``.
 
         Args:
             model: a sharded model. Parameters that this optimizer does not have are ignored.
@@ -237,7 +237,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     # -- runs -----------------------------------------------------------------------------------------
 
     def _current_runs(self, only: set[torch.Tensor] | None = None) -> list[_FlatRun]:
-        """The runs. They are made again if one of the parameters to step has moved in memory."""
+        """The runs, rebuilt if one of the parameters to step has moved in memory."""
         if self._runs is not None and all(run.is_current() for run in _runs_of(self._runs, only)):
             return self._runs
         for param in self._params():
@@ -294,7 +294,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                     if _per_element(name, value):
                         flat_state[name] = torch.zeros_like(run.flat, dtype=value.dtype)
                     elif isinstance(value, torch.Tensor):
-                        flat_state[name] = value.clone()  # each run has counters of its own
+                        flat_state[name] = value.clone()  # each run has its own counters
                 self._show(run)
         self._order_state()
         # Copies between placements are collectives, so all ranks need the same order: the order of parameters. Runs are
@@ -334,7 +334,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _runs_of(runs: Sequence[_FlatRun], params: set[torch.Tensor] | None) -> list[_FlatRun]:
-    """The runs with one of these parameters; None: all runs."""
+    """The runs that contain any of these parameters; None: all runs."""
     return [run for run in runs if params is None or not params.isdisjoint(run.params)]
 
 

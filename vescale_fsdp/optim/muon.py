@@ -1,4 +1,4 @@
-"""Muon on ragged shards: momentum is sharded like the parameter; an owner iterates each matrix that is cut over ranks.
+"""Muon on ragged shards: momentum is sharded like the parameter; a matrix that is cut over ranks is sent to one owner.
 
 Per matrix: momentum ``m <- lerp(m, g)`` and update ``u = lerp(g, m)`` on the pieces; ``o`` = Newton-Schulz of the whole
 matrix ``u``; weight decay and ``p -= lr' * o`` on the pieces. Only Newton-Schulz needs whole matrices:
@@ -124,7 +124,7 @@ class Muon(StructuredOptimizer):
                 got=f"adjust_lr_fn={adjust_lr_fn!r}, ns_steps={ns_steps}",
             )
         self._bucket_bytes = bucket_bytes
-        self._plans: dict[tuple[int, ...], MuonPlan] = {}  # by which parameters have a gradient
+        self._plans: dict[tuple[int, ...], MuonPlan] = {}  # key: indices of the parameters with a gradient
         self._ranks: dict[tuple[DeviceMesh, int], Ranks] = {}
         defaults = {
             "lr": lr,
@@ -184,7 +184,7 @@ class Muon(StructuredOptimizer):
         return matrices, rest
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; their state is made at once."""
+        """Add parameters; their state is created at once."""
         super().add_param_group(param_group)
         self._plans.clear()  # its keys are indices of parameters
 
@@ -218,7 +218,7 @@ class Muon(StructuredOptimizer):
         run_step(plan, jobs, meanwhile=self._step_adamw)
 
     def _updates(self, stepped: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> list[torch.Tensor]:
-        """Update the momenta; returns this rank's elements of the updates to orthogonalise."""
+        """Update the momenta; returns this rank's elements of the updates to orthogonalize."""
         momenta = [local_tensor(self.state[p]["momentum_buffer"], "state") for p, _ in stepped]
         grads = [local_grad(p).to(m.dtype) for (p, _), m in zip(stepped, momenta, strict=True)]
         updates = list(momenta)
@@ -269,19 +269,19 @@ class NewtonSchulz:
 
 
 _STACK_NUMEL = 32 << 20
-"""Most elements of a stack, 64 MiB in bf16. An iteration has up to four such tensors: X, A, B and the next X."""
+"""Maximum elements of a stack, 64 MiB in bf16. An iteration has up to four such tensors: X, A, B and the next X."""
 
 _WIDENED_NUMEL = 8 << 20
-"""Most elements subtracted in one launch: 32 MiB of fp32 copies, and twice that for 16-bit parameters."""
+"""Maximum elements subtracted in one launch: 32 MiB of fp32 copies, and twice that for 16-bit parameters."""
 
 
 class ParamJob(NamedTuple):
-    """One parameter in one step."""
+    """A parameter in one step."""
 
     param: torch.Tensor
     group: dict[str, Any]
     pieces: PieceMap | None
-    update: torch.Tensor  # 1D [own piece], the update to orthogonalise
+    update: torch.Tensor  # 1D [own piece], the update to orthogonalize
 
     def own(self, flat: torch.Tensor, wanted: FlatRange) -> torch.Tensor:
         """The elements ``wanted`` of the parameter, from a 1-D tensor with the elements of this rank's piece."""
@@ -300,7 +300,7 @@ class ParamJob(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """A range of a parameter, and the elements of the orthogonalised update in this range."""
+    """A range of a parameter, and the elements of the orthogonalized update in this range."""
 
     job: ParamJob
     matrix: Matrix
@@ -309,7 +309,7 @@ class _Result(NamedTuple):
 
 
 def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[], None]) -> None:
-    """Orthogonalise all updates and subtract them.
+    """Orthogonalize all updates and subtract them.
 
     Args:
         plan: plan for the same parameters in the same order.
@@ -394,7 +394,7 @@ def _widened(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _orthogonalise_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]) -> None:
-    """Orthogonalise and subtract the matrices that are whole on this rank."""
+    """Orthogonalize and subtract the matrices that are whole on this rank."""
     for iteration, shape, positions in _stacks(here, jobs):
         members = [(jobs[here[position][0]], here[position][1]) for position in positions]
         stack = torch.empty(len(members), *shape, dtype=WIRE_DTYPE, device=members[0][0].update.device)
@@ -445,10 +445,10 @@ def _start_gather(bucket: Bucket, jobs: Sequence[ParamJob]) -> Pending:
 def _orthogonalise_arrived(
     bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]
 ) -> list[torch.Tensor]:
-    """The orthogonalised updates of the matrices that this rank owns, flat, in their order in the bucket."""
+    """The orthogonalized updates of the matrices that this rank owns, flat, in their order in the bucket."""
     owned = bucket.owned
-    # Parts arrive in the order of ranks, and those of one rank in the order of the bucket. A matrix has its parts in
-    # the order of shards.
+    # Parts arrive in the order of ranks, and from each rank in the order of the bucket. A matrix has its parts in the
+    # order of shards.
     keys = [(s, n) for r, s in bucket.everyone if r == bucket.ranks.replica for n in range(len(owned))]
     chunks = arrived.split([owned[n].part(s).numel for s, n in keys]) if keys else ()
     parts = dict(zip(keys, chunks, strict=True))
@@ -463,7 +463,7 @@ def _orthogonalise_arrived(
 
 
 def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequence[ParamJob]) -> Pending:
-    """Send every rank its parts of the orthogonalised updates."""
+    """Send every rank its parts of the orthogonalized updates."""
     wanted = [
         (result, t.part(shard).shift(-t.matrix.start))
         for _, shard in bucket.everyone
@@ -474,7 +474,7 @@ def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequen
 
 
 def _subtract_arrived(bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]) -> None:
-    """Subtract this rank's parts of a bucket's orthogonalised updates."""
+    """Subtract this rank's parts of a bucket's orthogonalized updates."""
     shard = bucket.ranks.shard
     parts = arrived.split([t.part(shard).numel for t in bucket.inbound])
     _subtract(

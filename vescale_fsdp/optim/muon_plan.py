@@ -1,6 +1,6 @@
-"""The plan of a Muon step: matrices, where each is orthogonalised, and the exchange of those that are cut over ranks.
+"""The plan of a Muon step: matrices, the rank that orthogonalizes each, and the exchange of matrices cut over ranks.
 
-A matrix is iterated as one, and it is one flat range of its parameter, because rows are contiguous:
+Newton-Schulz needs a whole matrix. A matrix is one flat range of its parameter, because rows are contiguous:
 
     shape (m, k)                      one matrix, the whole tensor
     shape (m, k), row_splits (q, r)   one per row block: fused projections, each with its own scale
@@ -100,7 +100,7 @@ def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = Non
 
 @dataclass(frozen=True)
 class SteppedParam:
-    """One parameter of a step."""
+    """A parameter of a step."""
 
     pieces: PieceMap | None  # None: its placements have no contiguous pieces
     matrices: tuple[Matrix, ...]
@@ -127,11 +127,11 @@ class MuonPlan:
 def plan_step(
     params: Sequence[SteppedParam], bucket_bytes: int, ranks_of: dict[tuple[DeviceMesh, int], Ranks]
 ) -> MuonPlan:
-    """Make the plan.
+    """Plan a step.
 
     Args:
         params: the parameters with a gradient, in the same order on every rank.
-        bucket_bytes: most bytes that a rank sends per bucket and direction.
+        bucket_bytes: maximum bytes that a rank sends per bucket and direction.
         ranks_of: ranks of each (mesh, axis). Missing entries are added, which is collective over the mesh.
     """
     here: list[tuple[int, Matrix]] = []
@@ -192,7 +192,7 @@ def _buckets(
     # All ranks own matrices of a bucket, so a rank receives about its share of it.
     limit_numel = max(1, bucket_bytes * replicas * num_shards // WIRE_DTYPE.itemsize)
     buckets: list[list[CutMatrix]] = []
-    free_numel = 0  # of the last bucket
+    free_numel = 0  # elements that still fit into the last bucket
     for each in cuts:
         if not buckets or each.matrix.numel > free_numel:
             buckets.append([])
@@ -237,8 +237,8 @@ def assign_owners(
 
     Args:
         flops: work of each matrix.
-        owned_numels: for each matrix, the number of elements that each rank has. Of the ranks with the least work, the
-            one with most elements becomes the owner, because its part is not sent.
+        owned_numels: for each matrix, the number of elements that each rank has. Among the ranks with the least work,
+            the rank with the most elements becomes the owner, because it need not send its part.
         fixed_loads: work of each rank for the matrices that are whole on it.
 
     Returns:
@@ -250,7 +250,7 @@ def assign_owners(
     owners = [0] * len(flops)
     # Ties are broken by index and by rank, so that all ranks compute the same owners.
     for index in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
-        while heap[0][0] != loads[heap[0][1]]:  # an outdated entry: the rank was assigned a matrix since
+        while heap[0][0] != loads[heap[0][1]]:  # an outdated entry: the rank has got a matrix since
             heapq.heappop(heap)
         least, owner = heap[0]
         numels = owned_numels[index]
@@ -312,17 +312,17 @@ class Bucket:
 
     @property
     def owned(self) -> list[CutMatrix]:
-        """The matrices that this rank orthogonalises."""
+        """The matrices that this rank orthogonalizes."""
         return self._by_owner[self.ranks.replica, self.ranks.shard]
 
     @cached_property
     def outbound(self) -> list[list[CutMatrix]]:
-        """For each rank of the group, the matrices of which this rank sends it parts in the gather."""
+        """For each rank of the group, the matrices whose parts this rank sends to it in the gather."""
         return [self._by_owner[r, s] if r == self.ranks.replica else [] for r, s in self.everyone]
 
     @cached_property
     def inbound(self) -> list[CutMatrix]:
-        """The matrices of which this rank receives parts in the scatter, in the order of their owners."""
+        """The matrices whose parts this rank receives in the scatter, in the order of their owners."""
         return [cut for owner in self.everyone for cut in self._by_owner[owner]]
 
     @cached_property

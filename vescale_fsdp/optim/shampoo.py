@@ -2,8 +2,8 @@
 
 Shampoo here works on blocks of at most b x b: factors, roots and grafting norms belong to a block. So a rank with whole
 bands of b rows steps them without communication, and the result has the same bits on 1 and on N ranks. The planner
-makes such shards for ``granularity=Shampoo.granularity(block_size=b)``. Other cuts raise: other blocks would be another
-optimizer. Factors are ragged tensors indexed by block, so they are resharded like the parameter's rows.
+makes such shards for ``granularity=Shampoo.granularity(block_size=b)``. Other cuts raise, because other blocks would
+give other updates. Factors are ragged tensors indexed by block, so they are resharded like the parameter's rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Shampoo(BatchedOptimizer):
 
     Args:
         params: parameters or param groups.
-        lr: learning rate; with grafting, a learning rate for AdamW fits.
+        lr: learning rate; with grafting, choose it as for AdamW.
         betas: decay rates of the averaged gradient and of the factors (1.0: plain sums).
         eps: lower bound of a factor's eigenvalues; it has an effect if gradients are zero.
         relative_eps: lower bound of a factor's eigenvalues, as a fraction of its largest eigenvalue. The default is ten
@@ -44,7 +44,7 @@ class Shampoo(BatchedOptimizer):
         update_every: number of steps between two computations of the inverse roots, the most expensive part.
         start_step: the first step that uses inverse roots; earlier steps are Adam's. Default: update_every.
         grafting: ``"adam"`` scales each block's direction to the norm of Adam's direction; ``"none"`` does not.
-        graft_beta2, graft_eps: arguments of this Adam.
+        graft_beta2, graft_eps: beta2 and eps of the Adam used for grafting.
         adamw_params: parameters for AdamW, such as embeddings.
         adamw: options of AdamW.
 
@@ -188,7 +188,7 @@ def _job(
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """1-D tensors as one in fp32; a single fp32 tensor is returned unchanged."""
+    """Concatenate 1-D tensors in fp32; a single fp32 tensor is returned unchanged."""
     if len(parts) == 1:
         return parts[0].float()
     numels = [part.numel() for part in parts]

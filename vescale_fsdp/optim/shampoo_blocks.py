@@ -47,8 +47,8 @@ class BlockArea(NamedTuple):
 
     top: int  # first line, counted from the start of the piece
     left: int  # first column
-    height: int  # of a block
-    width: int
+    height: int  # rows of a block
+    width: int  # columns of a block
     band: int  # the area's first band, counted from the first band of the piece
     column: int  # the area's first column of blocks
     bands: int = 1  # number of bands
@@ -65,7 +65,7 @@ class BlockArea(NamedTuple):
         return self.bands * self.columns * self.side_numel
 
     def parts(self, most_blocks: int) -> Iterator[BlockArea]:
-        """The area, divided into areas of at most ``most_blocks`` blocks."""
+        """Split the area into areas of at most ``most_blocks`` blocks."""
         columns = min(self.columns, most_blocks)
         bands = most_blocks // columns
         for band in range(0, self.bands, bands):
@@ -233,9 +233,9 @@ def inverse_roots(
 
 def _roots(factors: torch.Tensor, root: int, eps: float, relative_eps: float) -> torch.Tensor:
     # In fp32 the decomposition has an error of about 1e-7 of the largest eigenvalue. In the null space of a factor
-    # without full rank only this error remains, and the power of -1/4 makes it the largest entry of the root: results
-    # of two BLAS libraries differed by 100 %. So the decomposition is in fp64, and such eigenvalues are raised to one
-    # bound (adding a constant would keep their rounding). Only the rounding of the factor itself remains.
+    # without full rank the eigenvalues consist of this error, and the power of -1/4 makes them the largest entries of
+    # the root: results of two BLAS libraries differed by 100 %. So the decomposition is in fp64, and such eigenvalues
+    # are raised to one bound (adding a constant would keep their rounding). Only the factor's own rounding remains.
     values, vectors = torch.linalg.eigh(factors.double())
     floor = (values[:, -1:] * relative_eps).clamp_min(eps)
     values = torch.maximum(values, floor)
@@ -243,11 +243,11 @@ def _roots(factors: torch.Tensor, root: int, eps: float, relative_eps: float) ->
 
 
 _STACK_NUMEL = 4 << 20
-"""Most elements of a stack of factors, 16 MiB in fp32. About a dozen such tensors exist at once, with eigenvectors."""
+"""Maximum elements of a stack of factors, 16 MiB in fp32. About a dozen such tensors (eigenvectors, ..) coexist."""
 
 
 class BlockJob(NamedTuple):
-    """One parameter in one step."""
+    """A parameter in one step."""
 
     areas: Sequence[BlockArea]
     lines: tuple[torch.Tensor, ...]  # gradient, averaged gradient, grafted direction: [lines, cols] each
@@ -327,7 +327,7 @@ def _factors_of(factors: torch.Tensor, area: BlockArea, side: str) -> torch.Tens
 
 
 def _stacked(areas: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A contiguous copy of the blocks of all areas: with views, strides and so rounding would depend on the shards."""
+    """A contiguous copy of the blocks of all areas: strides of views, and so rounding, would depend on the shards."""
     stack = areas[0].new_empty(sum(each.shape[0] * each.shape[1] for each in areas), *areas[0].shape[2:])
     foreach_copy_(_as_areas(stack, areas), list(areas))
     return stack

@@ -3,14 +3,14 @@
 `adamw8bit.py` shows the pattern for another one: a `BatchedOptimizer` with a ``granularity()`` for `fully_shard`,
 ``_init_state`` with a tensor of one value per block (`zeros_sharded_with`), ``_kind`` and ``_step_batch``.
 
-- State is made at construction, for every parameter on every rank, so that a checkpoint has the same keys on all ranks
-  and can be loaded before the first step.
+- State is created at construction, for every parameter on every rank, so that a checkpoint has the same keys on all
+  ranks and can be loaded before the first step.
 - Each param group records the options that define the meaning of its state (momentum form, block size, map). Loading a
   checkpoint with other options raises.
 - A param group with ``algorithm="adamw"`` is stepped by torch's AdamW, on this rank's elements.
 - State keeps its dtype when loaded. `torch.optim.Optimizer.load_state_dict` casts floating-point state to the
   parameter's dtype: an fp32 scale or counter of a bf16 parameter would lose its value (a bf16 counter stops at 256).
-  Here loading copies values into the tensors made at construction (`copy_state`).
+  Here loading copies values into the tensors created at construction (`copy_state`).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         """Step all parameters that have a gradient: ``groups`` by this optimizer's own algorithm, others by AdamW."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; their state is made at once."""
+        """Add parameters; their state is created at once."""
         algorithm = param_group.setdefault("algorithm", self.algorithm)
         if algorithm not in (self.algorithm, "adamw"):
             raise LayoutError(
@@ -133,7 +133,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         self._make_state(self.param_groups[-1])
 
     def make_state(self) -> None:
-        """Make all state again, as before the first step. Called when parameters were moved to other ranks."""
+        """Recreate all state, as before the first step. Called when parameters were moved to other ranks."""
         for group in self.param_groups:
             self._make_state(group)
 
@@ -146,7 +146,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                     expected="a floating-point tensor with storage",
                     got=f"{param.dtype} on device {param.device}",
                     where=f"parameter of shape {tuple(param.shape)}",
-                    todo="materialise the model first: model.to_empty(device=...), initialise it, then build "
+                    todo="materialize the model first: model.to_empty(device=...), initialize it, then build "
                     "the optimizer",
                 )
             local_tensor(param)  # raises for a tensor that is not contiguous
@@ -199,8 +199,8 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         """Load state into the existing tensors. If any part does not fit, nothing changes.
 
         Raises:
-            CheckpointError: if the checkpoint recorded another momentum form, block size or map, or its
-                state has other parts or shapes.
+            CheckpointError: if the checkpoint recorded another momentum form, block size or map, or its state has
+                other names or shapes.
         """
         self._check_recorded(state_dict["param_groups"])
         own = dict(self.state)
@@ -305,7 +305,7 @@ def batches_of(items: Iterable[tuple[Hashable, int, T]], most_numel: int) -> Ite
 
     Args:
         items: tuples (kind, number of elements, item).
-        most_numel: most elements of a batch; a larger item is a batch of its own.
+        most_numel: maximum elements of a batch; a larger item is a batch of its own.
     """
     batches: dict[Hashable, list[T]] = {}
     numels: dict[Hashable, int] = {}
@@ -357,7 +357,7 @@ def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) 
     """Check that saved state can be copied into a parameter's state.
 
     Raises:
-        CheckpointError: if names, shapes or kinds of dtype differ.
+        CheckpointError: if names or shapes differ, or the dtype of a state that is not floating-point.
     """
     check_parts(saved, state, where)
     for name, target in state.items():
@@ -389,7 +389,7 @@ def check_parts(saved: Iterable[str], state: Iterable[str], where: str) -> None:
             got=sorted(saved),
             where=where,
             todo="build the optimizer with the param groups and options of the saved one; loading never "
-            "quantises or dequantises state",
+            "quantizes or dequantizes state",
         )
 
 
@@ -418,7 +418,7 @@ def _copy_value(value: Any, target: torch.Tensor) -> None:
     local = local_of(target)
     if isinstance(value, DTensor):
         if value.placements != target.placements:
-            value = redistribute(value, target.placements)  # torch's own does not know ragged targets
+            value = redistribute(value, target.placements)  # torch's redistribute rejects ragged placements
         local.copy_(local_of(value).view(local.shape))
         return
     pieces = pieces_of(target)

@@ -20,7 +20,7 @@ A tensor is divided into lines, and a *band* is a row of blocks over one or more
       bbbb                            a a a b b
       cc      last block short        c c c d d     last band short, b and d narrow
 
-A piece that begins and ends between bands can be quantised alone, without communication: its codes and scales have the
+A piece that begins and ends between bands can be quantized alone, without communication: its codes and scales have the
 same bits as those of the full tensor. A `Granularity` of the same block makes such pieces. Ranks can then gather codes
 (one byte per element, one scale per block) instead of values. Stacks (E, m, k) are treated as E * m rows.
 """
@@ -94,7 +94,7 @@ class BlockGrid:
         inner_stop = 0 if piece.stop == self.numel else piece.stop % self.band_numel
         if piece.numel and (piece.start % self.band_numel or inner_stop):
             raise LayoutError(
-                "A rank boundary cuts a quantisation block.",
+                "A rank boundary cuts a quantization block.",
                 expected=f"cuts at multiples of {self.band_numel} elements ({self.rows} x {self.line_numel})",
                 got=f"[{piece.start}, {piece.stop}) of {self.numel}",
                 where=f"{where} of shape {self.shape}",
@@ -128,7 +128,7 @@ class BlockGrid:
 
 
 def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
-    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; for tensors below 2-D, a tile is one of its rows.
+    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; below 2-D, the block of a tile is ``cols`` elements.
 
     Raises:
         LayoutError: for any other granularity.
@@ -147,7 +147,7 @@ def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
         run = block.numel if isinstance(block, Flat) else block.cols
         return BlockGrid(shape, run, 1, run, (-(-numel // run),))
     raise LayoutError(
-        "A quantisation block must be a Flat or Tiles granularity.",
+        "A quantization block must be a Flat or Tiles granularity.",
         expected="Flat(256), Flat(2048), Tiles(32, 32), ...",
         got=block,
         todo="pass Flat or Tiles as the block",
@@ -157,7 +157,7 @@ def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
 _E4M3_MAX = 448.0  # largest finite value of float8_e4m3fn
 _E4M3_MAX_EXPONENT = 8  # the largest power of two in e4m3 is 2^8
 _INT8_MAX = 127.0  # not 128, so that codes are symmetric
-_LEAST_AMAX = 1e-12  # blocks of zeros get this magnitude, as in torchao: no division by zero
+_LEAST_AMAX = 1e-12  # blocks of zeros get this magnitude, as in torchao, to avoid a division by zero
 _WHOLE_ROW = 1 << 40  # columns: more than any row has
 _E8M0_BIAS = 127
 _E8M0_NAN = 255

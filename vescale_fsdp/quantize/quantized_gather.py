@@ -33,7 +33,7 @@ from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
 
 CodecRule = BlockCodec | Mapping[str, BlockCodec] | Callable[[str, torch.Size], BlockCodec | None]
 
-# Each piece of ``rest`` is viewed in another dtype, and kernels load up to 16 bytes at once.
+# Parts of ``rest`` start at multiples of this: they are viewed in other dtypes, and kernels load up to 16 bytes.
 _ALIGN_BYTES = 16
 
 

@@ -115,13 +115,13 @@ def rows_of(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         like: a checked tensor of the class.
         values: plain, contiguous, of the wanted shape, dtype and device.
     """
-    # These classes implement new_zeros, because FSDP2 makes its shards by it.
+    # FSDP2 also creates shards with new_zeros, so classes with these hooks implement it.
     rows = like.new_zeros(values.shape, dtype=values.dtype, device=values.device)
     inner_of(rows).data = values
     return rows
 
 
-_LEAST = 1e-12  # least value of the largest magnitude, against division by zero; as in torchao
+_LEAST = 1e-12  # lower bound of a largest magnitude, against division by zero; the same as in torchao
 
 
 @runtime_checkable
@@ -139,14 +139,15 @@ def takes_scale(tensor: object) -> TypeGuard[TakesScale]:
 
 @contextmanager
 def scaled_together(weights: Sequence[TakesScale], ranks: dist.ProcessGroup) -> Iterator[None]:
-    """Set missing scales of a unit's weights inside the context, computed in one reduction.
+    """Set the missing scales of a unit's weights inside the context, with one all-reduce per dtype.
 
-    A weight is sent in float8 by a scale that all ranks share: the largest value of the dtype, divided by the largest
-    value of the whole weight. Without this, the hook of every weight would reduce that value in a small collective of
-    its own at each gather. Weights that have a scale (torchao's ``precompute_float8_dynamic_scale_for_fsdp``) keep it.
+    All ranks encode a weight in float8 with the same scale: the largest value of the dtype, divided by the largest
+    magnitude in the whole weight. Without this context, the hook of each weight would all-reduce that magnitude in a
+    small collective of its own at each gather. Weights that have a scale (torchao's
+    ``precompute_float8_dynamic_scale_for_fsdp``) keep it.
 
     Args:
-        weights: this rank's rows of a unit's weights; on every rank, the same weights have no scale.
+        weights: this rank's rows of a unit's weights. The same weights lack a scale on every rank.
         ranks: the process group that shards the weights.
     """
     without = [weight for weight in weights if weight._precomputed_scale is None]
@@ -163,7 +164,7 @@ def scaled_together(weights: Sequence[TakesScale], ranks: dist.ProcessGroup) -> 
 
 
 def _scales(weights: Sequence[Any], dtype: torch.dtype, ranks: dist.ProcessGroup) -> Sequence[torch.Tensor]:
-    """The scales, 0-d each, with the same bits as torchao's."""
+    """The scales, 0-d each, bitwise equal to torchao's."""
     rows = [inner_of(weight) for weight in weights]
     filled = [each for each in rows if each.numel()]  # torch raises for the infinity norm of an empty tensor
     norms = iter(foreach_norm_of(filled, math.inf) if filled else ())

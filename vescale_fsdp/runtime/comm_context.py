@@ -75,8 +75,8 @@ class CommContext:
         self._spare_grads: dict[GroupLayout, dict[torch.dtype, list[DBuffer]]] = {}
         self._kept: DBuffer | None = None  # on the CPU: the one spare buffer whose memory is not freed
         self._host_copies: dict[Stream, Event] = {}  # event of each stream's last copy from or to the host
-        self._ahead: set[ParamGroup] = set()  # groups gathered ahead, for which no unit has waited yet
-        # Groups that are sharded again, whose full buffers still have their memory, and the event of the last read.
+        self._ahead: set[ParamGroup] = set()  # prefetched groups, for which no unit has waited yet
+        # Resharded groups whose full buffers are still allocated, and the event after the last read of these buffers.
         self._lingering: list[ParamGroup] = []
         self._lingering_read: Event | None = None
         self._waits_for_event = False  # whether gathers wait for a user's event instead of the compute stream
@@ -95,7 +95,7 @@ class CommContext:
     def _new_stream(self) -> Stream | None:
         return self.streams.new() if self.streams is not None else None
 
-    # Made at the first use: every unit begins with its own context, which `lazy_init` replaces by the root's.
+    # Created at the first use: every unit begins with its own context, which `lazy_init` replaces by the root's.
     gather_stream = cached_property(_new_stream)  # gathers, casts before them, decoding after them
     reduce_stream = cached_property(_new_stream)  # reductions, and the work on reduced shards
     replica_stream = cached_property(_new_stream)  # all-reduces of replicas, during the next unit's reduction
@@ -154,12 +154,13 @@ class CommContext:
 
         Args:
             groups: the groups of a unit.
-            lasting: whether they stay gathered from the forward to the backward, as the root's do. Then the compute
-                stream owns their memory, which can be reused for gradients; the gather stream could not reuse so large
-                a block. The gather then waits for the compute stream, which has only the work of earlier units.
+            lasting: whether the groups stay gathered from the forward to the backward, like the root's. Then the
+                compute stream owns their memory, which can be reused for gradients; the gather stream could not reuse
+                so large a block. The gather then waits for the compute stream, which has only the work of earlier
+                units.
         """
         if lasting and not self._waits_for_event and any(group.state.is_sharded for group in groups):
-            # Here and below: the buffers outlive a forward under torch.func or in inference mode.
+            # Outside torch.func and inference mode, here and below, because the buffers outlive this forward.
             with outside_modes():
                 for group in groups:
                     group.allocate_full()
@@ -176,7 +177,7 @@ class CommContext:
             self._start_gathers(groups)
             for group in groups:
                 if self.gather_stream is not None and group.state is GroupState.GATHERING:
-                    # Decoding and copies after the collective use memory of this stream, so they must run here.
+                    # Decoding and copies after the collective use memory of the gather stream, so they must run on it.
                     group.finish_gather()
                     group.gathered = self.gather_stream.record_event()
         if brought and self.gather_stream is not None:
@@ -210,7 +211,7 @@ class CommContext:
         offloaded = [group for group in groups if group.is_offloaded and group.state is GroupState.SHARDED]
         if not offloaded or self.copy_stream is None or self.gather_stream is None:
             return []
-        while len(self._brought) > 1:  # so that copies of at most two units are in memory
+        while len(self._brought) > 1:  # keep copies of at most two units in memory
             self.copy_stream.wait_event(self._brought.popleft().event)
         if self._shards_ready is not None:
             self.copy_stream.wait_event(self._shards_ready)
@@ -257,8 +258,8 @@ class CommContext:
         Args:
             groups: the groups of a unit.
             keep_part: see `ParamGroup.reshard`.
-            lingers: if no unit is gathered ahead, free the memory only after the start of the next gather. That gather
-                then need not wait for this unit's compute. It takes as much memory as a gather ahead.
+            lingers: if no unit is prefetched, free the memory only after the start of the next gather, which then need
+                not wait for this unit's compute. This takes as much memory as a prefetch.
         """
         self.wait(groups)
         self.free_lingering()
@@ -287,11 +288,11 @@ class CommContext:
             group.grads.spare = self._spare_grads.setdefault(group.layout, {})
 
     def _take_spare(self, spares: list[DBuffer]) -> DBuffer | None:
-        """One of these buffers, or None if there is none; on the CPU, after waiting for the reductions in flight.
+        """Take one of these buffers, or None if there is none. On the CPU, first wait for the reductions in flight.
 
-        On the CPU the wait costs little, because the reduction uses the cores that would compute meanwhile. It returns
-        a buffer with its memory: fresh memory would cost a page fault for every 4 KiB. On an accelerator the reduction
-        and its buffer overlap with the next unit's backward.
+        On the CPU the wait costs little, because the reduction uses the cores that would compute meanwhile. After it
+        there is a spare buffer with its memory: new memory would cost a page fault for every 4 KiB. On an accelerator
+        the reduction and its buffer overlap with the next unit's backward.
         """
         if self.streams is None:
             while self.in_flight:
@@ -322,11 +323,12 @@ class CommContext:
             group.comm.watch.wait_until_compared()
         group.note_start("reduction")
         source = group.complete_grads()
-        self._free_kept()  # still there if this group's buffer was allocated earlier, as the root's at the loss
+        # `_take_spare` has not freed it if this group's buffer was allocated earlier, like the root's at the loss.
+        self._free_kept()
         owner = self.streams.current() if self.streams is not None else None
         started = None
         if owner is not None and self.reduce_stream is not None:
-            self.reduce_stream.wait_stream(owner)  # which has written the gradients
+            self.reduce_stream.wait_stream(owner)  # the owner has written the gradients
             while len(self._all_reducing) > 1:  # the last all-reduce may overlap with this reduction
                 self.reduce_stream.wait_event(self._all_reducing.popleft().event)
         with self._on(self.reduce_stream):
@@ -362,8 +364,8 @@ class CommContext:
     def _wait_until_reduced(self, reduction: _Reduction) -> Stream | None:
         """Let the stream of the next steps, and the owner of the gradient buffer, wait for a reduction over shards.
 
-        After this the owner may reuse the buffer's memory. It does not wait for the next steps (the all-reduce over
-        replicas, casts), which do not read the buffer.
+        After this the owner may reuse the buffer's memory. The owner does not wait for the next steps (the all-reduce
+        over replicas, casts), which do not read the buffer.
 
         Returns:
             The stream of the next steps.

@@ -40,8 +40,8 @@ _NOTHING = "nothing: its model ends here"  # in place of a line that a rank does
 def reach_consensus(units: Mapping[FSDPState, str]) -> None:
     """Compare these units, with their names, with the units of other ranks; a no-op if all were compared before.
 
-    Collective over the meshes of the units. Parameters that modules got in place of the sharded ones are adopted first
-    (`adopt_replaced_params`). If that fails on one rank, the ranks differ, so all of them raise.
+    Collective over the meshes of the units. Parameters that have replaced sharded parameters on modules are adopted
+    first (`adopt_replaced_params`). If that fails on one rank, the ranks differ, so all of them raise.
 
     Raises:
         LifecycleError: if ranks disagree, with the first difference and the ranks on each side; if a parameter
@@ -55,17 +55,15 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
             for group in unit.groups:
                 if not group.was_gathered:
                     adopt_replaced_params(group)
-    except (
-        LifecycleError
-    ) as error:  # raised after the comparison: other ranks wait for this rank's collective
-        failure = error
+    except LifecycleError as error:
+        failure = error  # raised after the comparison, because other ranks wait for this rank's collective
     by_mesh: dict[DeviceMesh, list[tuple[str, ...]]] = {}
     for unit, name in units.items():
         for number, group in enumerate(unit.groups):
             lines_of_group = _lines(f"unit {name!r}, group {number}", unit, group, units)
             by_mesh.setdefault(group.data.mesh, []).append(lines_of_group)
     differing = False
-    # The largest mesh first: ranks that differ in their smaller meshes still meet in its all-reduce.
+    # The largest mesh comes first: ranks that differ in their smaller meshes still meet in its all-reduce.
     for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.ndim, ranks_in(mesh))):
         first = f"mesh {ranks_in(mesh)}" if failure is None else str(failure)
         with outside_modes():  # a forward under torch.func or inference mode must not change these tensors
@@ -81,7 +79,7 @@ def require_uncompared(units: Iterable[FSDPState], switch: str) -> None:
     """Refuse to change a setting that ranks have compared.
 
     Raises:
-        LifecycleError: if a unit was compared, which is so on all ranks or on none.
+        LifecycleError: if a unit was compared; all ranks raise, or none does.
     """
     for unit in units:
         if unit.agreed:
@@ -130,7 +128,7 @@ def _compare(mesh: DeviceMesh, lines: list[str], differing: bool) -> bool:
     device = torch.device(mesh.device_type) if mesh.device_type != "cpu" else torch.device("cpu")
     for group in groups:
         digest = _hash("\n".join(lines))
-        # One MAX gives the largest and, by the negative, the smallest digest: they are equal if all digests are.
+        # The MAX of (digest, -digest) yields the largest and the smallest digest, which are equal if all digests are.
         extremes = torch.tensor([digest, -digest, int(differing)], dtype=torch.int64, device=device)
         if is_fake(extremes):
             continue  # under FakeTensorMode no values are computed or sent

@@ -109,7 +109,7 @@ class DataMesh:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1-D mesh over all ranks, on the accelerator if there is one. Initialises the process group if necessary."""
+    """A 1-D mesh over all ranks, on the accelerator if there is one. Initializes the process group if necessary."""
     accelerator = torch.accelerator.current_accelerator()
     device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
     if not dist.is_initialized():
@@ -117,7 +117,7 @@ def default_mesh() -> DeviceMesh:
             dist.init_process_group()
         except ValueError as unset:  # torch names the missing environment variable
             raise LifecycleError(
-                "There is no process group, and the environment variables to initialise one are missing.",
+                "There is no process group, and the environment variables to initialize one are missing.",
                 expected="a job under torchrun, a process group, or a mesh",
                 got=str(unset),
                 where="fully_shard(mesh=None)",
@@ -126,7 +126,8 @@ def default_mesh() -> DeviceMesh:
                 "mesh=init_device_mesh(..)",
             ) from unset
     assert dist.group.WORLD is not None
-    # Else torch gives the mesh's groups its default timeout, and under FakeTensorMode the mesh gets no rank numbers.
+    # Without these contexts torch would give the mesh's groups its default timeout, and a mesh under FakeTensorMode
+    # would have no rank numbers.
     with groups_with_timeout_of(dist.group.WORLD), outside_fake_mode():
         return init_device_mesh(device_type, (dist.get_world_size(),))
 
@@ -146,7 +147,7 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
         dims: torch's `DataParallelMeshDims`, or None.
 
     Raises:
-        PlacementError: if it is not a mesh, does not contain this rank, or lacks axes that ``dims`` names.
+        PlacementError: if ``mesh`` is not a mesh, does not contain this rank, or lacks axes that ``dims`` names.
     """
     if not isinstance(mesh, DeviceMesh):
         raise PlacementError(
@@ -306,7 +307,7 @@ class PriorSharding:
         """This rank's part of an unsharded gradient, summed over the axes of other parallelisms."""
         if self.spec is None or not isinstance(grad, DTensor):
             return grad
-        # Partial over data-parallel axes stays: the reduction sums over these.
+        # Keep Partial on data-parallel axes: the reduction sums over these axes.
         data_axes = self.data.spmd.data if self.data.spmd is not None else ()
         wanted = [
             now if axis in data_axes else own

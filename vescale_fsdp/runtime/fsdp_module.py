@@ -31,7 +31,7 @@ from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_takers
 
 if TYPE_CHECKING:
     # `fully_shard` makes a subclass of this class and of the module's own class, so every instance is a module. Type
-    # checkers then accept both `sharded(x)` and `sharded.unshard()`. A real base would initialise nn.Module twice.
+    # checkers then accept both `sharded(x)` and `sharded.unshard()`. A real base would initialize nn.Module twice.
     class _Base(TorchFSDPModule, nn.Module): ...
 else:
     _Base = TorchFSDPModule
@@ -47,7 +47,7 @@ class UnpicklableModuleError(MisuseError, pickle.PicklingError):
 class FSDPModule(_Base):
     """The class of a sharded module: a subclass of torch's ``FSDPModule`` with all its methods.
 
-    Methods that only a newer torch's class has raise an error that names them.
+    A method that exists only in a newer torch raises an error with the method's name.
 
     Examples:
         >>> import torch
@@ -61,7 +61,7 @@ class FSDPModule(_Base):
     _orig_cls_mro_index: int = 3
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an unsharded module of the original class: a slice of a container calls its own class so."""
+        """Create an unsharded module of the original class. Slicing a container, such as nn.Sequential, calls this."""
         original = cls.__mro__[cls._orig_cls_mro_index]
         return original(*args, **kwargs)
 
@@ -127,7 +127,7 @@ class FSDPModule(_Base):
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards reduce gradients; if not, they sum gradients without communication (``no_sync``).
+        """Set whether the next backwards reduce gradients; if not, they sum them without communication (``no_sync``).
 
         As in FSDP2 this also sets `set_requires_all_reduce`.
         """
@@ -156,7 +156,7 @@ class FSDPModule(_Base):
                 group.comm.change(requires_all_reduce=value)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last one of this forward.
+        """Set whether the next backward is the last one of this forward.
 
         False keeps the forward's order for the backwards that follow. The last backward also reduces units that no
         backward has reached, and gradients that arise without a unit's own forward. The setting applies to the whole
@@ -165,7 +165,9 @@ class FSDPModule(_Base):
         self._state().schedule.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether backwards leave their last reductions to `finalize_backward` (new in torch 2.15). On the root.
+        """Set whether backwards leave their last reductions to `finalize_backward` (new in torch 2.15).
+
+        Call it on the root.
 
         Raises:
             LifecycleError: below the root, or between a backward and its finalization.
@@ -179,7 +181,7 @@ class FSDPModule(_Base):
         """Reduce all gradients that backwards have left unreduced; sharded gradients may be read after this.
 
         Call it on the root; before the first forward it is a no-op. If several backwards precede this call, switch
-        gradient synchronisation off for them, and on again before the call.
+        gradient synchronization off for them, and on again before the call.
 
         Args:
             async_op: return a handle to wait on instead of waiting.
@@ -205,13 +207,13 @@ class FSDPModule(_Base):
         return None
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        """As in torch. Raises if another data parallelism of torch calls it to shard the module again."""
+        """Iterate as in torch. Raises if another data parallelism of torch calls this to shard the module again."""
         if not recurse:
             refuse_takers(f"a {type(self).__name__} inside the module")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Module.zero_grad; clears sharded gradients even while the modules have full parameters."""
+        """Clear gradients as Module.zero_grad; also clears sharded gradients while the modules have full parameters."""
         super().zero_grad(set_to_none)
         for group in self._groups(True):
             for param in group.params:
@@ -222,7 +224,7 @@ class FSDPModule(_Base):
                     grad.zero_()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full parameters are freed after the forward. Also overrides the root's default.
+        """Set whether full parameters are freed after the forward. Also overrides the root's default.
 
         Raises:
             ValueError: unless a bool is given.
@@ -237,24 +239,24 @@ class FSDPModule(_Base):
             state.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether full parameters are freed after the backward."""
+        """Set whether full parameters are freed after the backward."""
         for state in self._states(recurse):
             state.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """Units to gather when this unit's forward begins, instead of the unit that came next in the last forward."""
+        """Set the units to gather when this unit's forward begins, instead of the next unit of the last forward."""
         self._state().forward_prefetch = _states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """Units to gather when this unit's backward begins, instead of the previous unit of the forward."""
+        """Set the units to gather when this unit's backward begins, instead of the previous unit of the forward."""
         self._state().backward_prefetch = _states_of(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether this unit's backward needs its parameters (an embedding's does not)."""
+        """Set whether this unit's backward needs its parameters (an embedding's does not)."""
         self._state().unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the gathers of the next forward wait for this event, not for the compute stream. On the root."""
+        """Let the gathers of the next forward wait for this event, not for the compute stream. Call it on the root."""
         self._state().post_optim_event = event
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -262,16 +264,16 @@ class FSDPModule(_Base):
         _change(self._groups(False), divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """torch's former name of `set_gradient_divide_factor`."""
+        """Call `set_gradient_divide_factor`; this is its former name in torch."""
         warnings.warn("Use set_gradient_divide_factor instead", DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether this unit reduces with SUM and divides afterwards, instead of with AVG."""
+        """Set whether this unit reduces with SUM and divides afterwards, instead of with AVG."""
         _change(self._groups(False), force_sum=enable)
 
     def set_narrow_reduction(self, enable: bool, *, recurse: bool = True) -> None:
-        """Whether gradients are stored and sent in the dtype they were computed in, and summed in a wider one.
+        """Set whether gradients are stored and sent in the dtype they were computed in, and summed in a wider one.
 
         True, the default, halves bytes and memory: each rank sends every other rank its slice and sums the slices it
         receives in the wider dtype. False: gradients are widened before they are sent, as in FSDP2, and NCCL's
@@ -286,7 +288,7 @@ class FSDPModule(_Base):
         _change(self._groups(recurse), narrow=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be in flight, each with its own gradient buffer.
+        """Set how many reductions may be in flight, each with its own gradient buffer.
 
         The largest value of all units under a root applies to the whole tree. It may change at any time.
 
@@ -307,7 +309,7 @@ class FSDPModule(_Base):
             state.comm.set_limit(state, max_input_buffers)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards all-reduce over replicas (HSDP); if not, each replica keeps its own sums."""
+        """Set whether the next backwards all-reduce over replicas (HSDP); if not, each replica keeps its own sums."""
         _change(self._groups(recurse), requires_all_reduce=requires_all_reduce)
 
     def set_all_reduce_hook(  # type: ignore[override]
@@ -358,7 +360,7 @@ class FSDPModule(_Base):
             group.grads.spare = {}  # buffers that the user's object did not allocate
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether reductions use a communicator of their own. Collective: all ranks call it, in the same order."""
+        """Set whether reductions use a communicator of their own. Collective: all ranks call it, in the same order."""
         comms = [group.comm for group in self._groups(recurse)]
         if enable:
             separate_reductions(comms)
@@ -370,7 +372,7 @@ class FSDPModule(_Base):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters that no rank has used get gradients of zeros; if not, their gradient stays None.
+        """Set whether parameters that no rank has used get gradients of zeros; if not, their gradient stays None.
 
         All parameters are reduced in both cases, so no rank waits for another one. Parameters that only some ranks have
         used get the sum of those ranks' gradients.
@@ -378,14 +380,14 @@ class FSDPModule(_Base):
         _change(self._groups(recurse), zeros_unused=reduce_scatter_unused_params)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether the memory of full parameters stays allocated between uses (new in torch 2.15).
+        """Set whether the memory of full parameters stays allocated between uses (new in torch 2.15).
 
-        For CUDA graphs, which record addresses.
+        CUDA graphs need this, because they record addresses.
         """
         _change(self._groups(recurse), keeps_full=keep)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether gathered parameters and gradient buffers use memory from the process group's allocator.
+        """Set whether gathered parameters and gradient buffers use memory from the process group's allocator.
 
         Raises:
             UnsupportedOpError: without ``VESCALE_FSDP_UNTRIED=memory_pools``: this has never run on a GPU.
@@ -476,7 +478,7 @@ class FSDPModule(_Base):
             )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Module.to, .cuda, to_empty: reshard first, since they change sharded parameters, then adopt the new ones."""
+        """Apply Module.to, .cuda, to_empty etc. to the sharded parameters: reshard first, adopt new ones afterwards."""
         for state in self._states():
             state._reshard_hook()
         # Skip the method of torch's FSDPModule, which reads FSDP2's state.
@@ -520,7 +522,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 
 
 def refuse_unknown(ours: type, torchs: type) -> None:
-    """Override methods that only torch's class has by methods that raise: torch's would read FSDP2's state."""
+    """Override methods that exist only in torch's class, so that they raise: torch's would read FSDP2's state."""
 
     def refusing(name: str) -> Callable[..., NoReturn]:
         def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:

@@ -104,13 +104,14 @@ class FSDPState:
         self._took_part = False  # whether the unit ran with gradients enabled since its last reduction
         self._was_reduced = False  # whether this backward has reduced the unit
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
-        self._loads_own = False  # whether a running load_state_dict loads the unit's own, half loaded tensors
-        # Registered methods, which may call the forward and read parameters after it.
+        # Whether a running load_state_dict loads the unit's own, partly overwritten tensors.
+        self._loads_own = False
+        # Number of registered methods that are running. They may call the forward, and read parameters after it.
         self._methods_running = 0
         for module in modules:
             module.__dict__[_STATE] = self
             note_sharded(module, self.fsdp2)
-            # First of all pre-hooks, so that users' hooks see full parameters and cast inputs.
+            # This pre-hook runs first, so that users' hooks see full parameters and cast inputs.
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             # Last of the hooks so far, so that users' hooks see full parameters.
             module.register_forward_hook(self._post_forward, prepend=False)
@@ -121,7 +122,7 @@ class FSDPState:
     # -- root -----------------------------------------------------------------------------------------
 
     def lazy_init(self) -> None:
-        """At the first forward: make this unit the root, and let all units below it join its schedule.
+        """Make this unit the root, and let all units below it join its schedule. Called at the first forward.
 
         Raises:
             LifecycleError: for a list of modules, if a unit below has run before, or if ranks differ.
@@ -147,7 +148,7 @@ class FSDPState:
                     "vescale_fsdp.register_fsdp_forward_method), or do not shard the outermost module",
                 )
             state.set_name(name or type(state.modules[0]).__name__)
-        # Before the first change: after an error here, the model can be corrected and called again.
+        # Compare before the first change: after an error here, the model can be corrected and called again.
         reach_consensus({state: state.label for state in below})
         self.is_root = True
         for state in below:
@@ -157,7 +158,7 @@ class FSDPState:
         _log_sharding(type(self.modules[0]).__name__, list(below))
 
     def renew(self, groups: list[ParamGroup]) -> None:
-        """Replace the groups by groups over other ranks, and start as before the first forward, as new ranks do."""
+        """Replace the groups by groups over other ranks, and reset to before the first forward, like new ranks."""
         before, self.groups = self.schedule, groups
         self._use(CommContext(streams_of(self.device)))
         self.schedule = Schedule(self.comm)
@@ -225,7 +226,7 @@ class FSDPState:
         # A unit without trainable parameters is gathered in the backward as well, so it needs the node to reshard.
         trains = any(group.trainable for group in self.groups)
         self._took_part = self._took_part or trains
-        # A recomputed forward whose first run left its node in the graph must not add a second one.
+        # A recomputed forward must not add a second node: its first run left one in the graph.
         if self.schedule.in_backward and self._outstanding:
             return args, kwargs
         watched = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
@@ -266,7 +267,7 @@ class FSDPState:
         return self._post_forward(module, args, output)
 
     def finish_forward(self) -> None:
-        """Reshard: all modules of the unit that run in this forward have run. No-op if none has run."""
+        """Reshard; called once all modules of the unit that run in this forward have run. No-op if none has run."""
         if self._methods_running or not self._entered:
             return
         self._entered.clear()
@@ -277,9 +278,9 @@ class FSDPState:
         """Whether full parameters stay gathered from a forward to its backward."""
         if self.reshard_after_forward is not None:
             return not self.reshard_after_forward
-        # The backward begins with the root's parameters, so the root keeps them. If no backward followed, they would
-        # still be there after the optimizer, or a swap of weights, has changed the shards: silently stale weights
-        # (torch 2.13's FSDP2 has the same rule).
+        # The backward begins with the root's parameters, so the root keeps them. A forward without gradients must not:
+        # no backward would free them, and they would be stale once an optimizer or a swap of weights has changed the
+        # shards (torch 2.13's FSDP2 has the same rule).
         return self.is_root and torch.is_grad_enabled()
 
     def _watch_outputs(self, output: Any) -> Any:
@@ -331,7 +332,7 @@ class FSDPState:
             self._reduce()
 
     def end_backward(self, *, is_last: bool) -> None:
-        """The backward has ended: reduce a unit that no post-backward node has reduced.
+        """Reduce a unit that no post-backward node has reduced; called when the backward has ended.
 
         Args:
             is_last: no backward of this forward follows, so units that the backward skipped are reduced, too.
@@ -364,7 +365,7 @@ class FSDPState:
 
     def _reduce(self) -> None:
         trained = [group for group in self.groups if group.trainable]
-        if not trained:  # a frozen unit does not even wait for other units' reductions
+        if not trained:  # a frozen unit does not wait for other units' reductions
             return
         if not self.requires_gradient_sync:
             for group in self.groups:
@@ -398,7 +399,7 @@ class FSDPState:
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *unused: Any
     ) -> None:
         self._reshard_hook()
-        # Loading a half loaded group's own tensors into it would not repair it: it would stay marked.
+        # Loading a group's own, partly overwritten tensors does not repair the group, so the group stays marked.
         self._loads_own = any(
             half_loaded_in(group.shard) and is_own_state(group, state) for group in self.groups
         )
@@ -420,7 +421,7 @@ class _AbsentError(UnsupportedOpError, AttributeError):
 
 
 class Fsdp2State:
-    """A unit under the names of FSDP2's private state (torch 2.11-2.15), for torch's own code and for trainers.
+    """A unit with the attributes of FSDP2's private state (torch 2.11-2.15), which torch and trainers read.
 
     These attributes are read in addition to the public methods of FSDPModule:
 
@@ -469,7 +470,7 @@ class Fsdp2State:
             "FSDPMemTracker and other tools that read FSDP2's parameter groups are not supported.",
             expected="public methods of FSDPModule",
             got="_fsdp_param_group of a module's state",
-            todo="track memory by torch.distributed._tools.mem_tracker.MemTracker, or the device's own statistics",
+            todo="track memory with torch.distributed._tools.mem_tracker.MemTracker, or the device's own statistics",
         )
 
     def _root_post_backward_final_callback(self) -> None:
@@ -529,7 +530,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         running = state._methods_running
         try:
             output = method(*args, **kwargs)
-        except BaseException:  # of every kind, also KeyboardInterrupt: else the unit would never reshard
+        except BaseException:  # also KeyboardInterrupt: otherwise the unit would never reshard
             state._methods_running = running - 1
             raise
         return state.end_method(module, args, output)

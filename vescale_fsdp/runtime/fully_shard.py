@@ -82,8 +82,8 @@ def fully_shard(
     Args:
         module: one module, or a list of modules that gather and reduce as one unit.
         mesh: 1-D (shard) or 2-D (axis 0 replicates, axis 1 shards); None makes a 1-D mesh over all ranks.
-        reshard_after_forward: whether to free full parameters after the forward. None: free them, except those of the
-            root in a forward with gradients, because the backward begins with them. A number n: between forward and
+        reshard_after_forward: whether to free full parameters after the forward. None: free them, but keep the root's
+            in a forward with gradients, because the backward begins with the root. A number n: between forward and
             backward, each group of n ranks together keeps one copy of the full parameters.
         shard_placement_fn: as in torch, called for each parameter. ``None`` and ``Shard(dim)`` change nothing; the
             units of a `RaggedShard` stay whole; a ``ShardPlacementResult`` gives the parameter a mesh of its own.
@@ -103,7 +103,7 @@ def fully_shard(
 
     Raises:
         ValueError: for containers without a forward, 0-dim parameters, a mesh of more than two axes, or an
-            argument of another kind.
+            argument of the wrong type.
         NotImplementedError: for arguments or parameters that the runtime does not support.
         MisuseError: if a module is sharded twice, or another data parallelism of torch manages a part of it.
         LayoutError: if there is no layout, a pattern matches no parameter, or padding is above the policy's limit.
@@ -202,8 +202,8 @@ def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
     for module in modules:
         for name, below in module.named_modules():
             manager = None
-            # torch's fully_shard on an outer module marks the inner ones, as this library does, too; but its
-            # parameters are not ragged.
+            # Both torch's fully_shard and this library set this mark on the modules below; only torch's parameters are
+            # not ragged.
             is_fsdp2s = vars(below).get("_is_fsdp_managed_module", False) and any(
                 isinstance(param, DTensor) and not isinstance(param, RaggedDTensor)
                 for param in below._parameters.values()
@@ -226,7 +226,7 @@ def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
 
 
 def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
-    """Whether to reshard after the forward; None: except the root. `plan_groups` checks numbers."""
+    """Whether to reshard after the forward; None: all units but the root. `plan_groups` checks a number of ranks."""
     if wanted is not None and not isinstance(wanted, int):
         raise ArgumentError(
             "reshard_after_forward must be a bool, a number of ranks or None.",
@@ -280,7 +280,7 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
 
 
 def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
-    """The modules of this unit with their names: all modules below that no earlier call and no DDP manages."""
+    """The modules of this unit with their names: all that neither an earlier call nor torch's ``replicate`` manages."""
     managed: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
 
@@ -323,7 +323,7 @@ def _sharded_class(cls: type) -> type:
 
 
 def _names(modules: tuple[nn.Module, ...]) -> list[str]:
-    """Names of all parameters, including those of units below."""
+    """Names of all parameters, including the parameters of units below."""
     prefixes = [f"{index}." if len(modules) > 1 else "" for index in range(len(modules))]
     return [
         prefix + name

@@ -59,7 +59,7 @@ from vescale_fsdp.torch_private import ShardPlacementResult, grad_dtype_of
 
 @dataclass(frozen=True)
 class PlanRules:
-    """The arguments of `fully_shard` that decide layouts, by their names there."""
+    """The arguments of `fully_shard` that decide layouts, under the same names."""
 
     ignored_params: frozenset[nn.Parameter]
     reshard_after_forward: bool | int | None
@@ -125,7 +125,7 @@ def plan_groups(
 
     Args:
         managed: the modules of the unit, with the prefix of their parameters' names.
-        data: the mesh of parameters for which ``shard_placement_fn`` names no other.
+        data: the default mesh; ``shard_placement_fn`` may give a parameter another one.
         rules: the arguments of `fully_shard`.
 
     Raises:
@@ -213,7 +213,7 @@ class _PlacementWishes:
 
     Args:
         function: the user's function, or None.
-        default: the mesh of parameters for which the function names no other.
+        default: the default mesh; the function may give a parameter another one.
 
     Raises:
         PlacementError: if ``default`` only replicates, so that no axis shards.
@@ -229,8 +229,8 @@ class _PlacementWishes:
             )
         self._function = function
         self._default = default
-        # The first mesh info that the user returned for these process groups, and its mesh. A parameter group has one
-        # mesh, so all parameters of the same ranks must name the same one.
+        # For each set of process groups, the first mesh info that the user returned, and its mesh. A parameter group
+        # has one mesh, so the user must return the same mesh info for all parameters of the same ranks.
         self._first: dict[tuple[dist.ProcessGroup, ...], tuple[Any, DataMesh]] = {}
 
     def of(self, fqn: str, param: nn.Parameter) -> tuple[DataMesh, RaggedShard | None]:
@@ -389,7 +389,7 @@ def param_dtype_of(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) 
     """The dtype in which a parameter's unit computes with it; None: the parameter's own dtype.
 
     Raises:
-        ValueError: if ``param_dtype_override_fn`` returns another dtype than ``param_dtype`` or its own.
+        ValueError: if ``param_dtype_override_fn`` returns another dtype than ``param_dtype`` or the parameter's own.
     """
     override = vars(policy).get(_OVERRIDE)  # torch before 2.15 has no such field
     wanted = override(param) if override is not None else None

@@ -18,8 +18,8 @@ Life cycle (`GroupState`):
 PARTLY_SHARDED is for `reshard_after_forward=<int>`: between forward and backward each rank keeps its part of the full
 buffer over a smaller group, so that the second gather stays inside a node.
 
-The modules have the unsharded parameters in UNSHARDED, the sharded ones otherwise. Both are made once and never
-re-created: a new unsharded Parameter between forward and backward would lose its gradient.
+The modules have the unsharded parameters in UNSHARDED, and the sharded parameters otherwise. Both are created once: a
+new unsharded Parameter between forward and backward would lose its gradient.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from vescale_fsdp.torch_private import (
 
 
 class GroupState(Enum):
-    """Where a group's parameters are."""
+    """The state of a group in its life cycle."""
 
     SHARDED = auto()  # entered at construction and by reshard()
     PARTLY_SHARDED = auto()  # entered by reshard(keep_part=True), after a forward only
@@ -121,7 +121,7 @@ def managed_param_of(parameter: nn.Parameter) -> ManagedParam | None:
 class GradHook:
     """Called by autograd when an unsharded parameter has its gradient.
 
-    Its references are weak, because autograd keeps the hook alive with the parameter that it refers to.
+    The hook's references are weak, because autograd keeps the hook alive: strong ones would form a cycle.
 
     Args:
         take: a bound method, called as ``take(param, grad)``.
@@ -132,7 +132,8 @@ class GradHook:
         self._param = weakref.ref(param)
 
     def __call__(self, unsharded: torch.Tensor) -> None:
-        grad, unsharded.grad = unsharded.grad, None  # the buffer keeps it: no second copy stays alive
+        # The group stores the gradient; a second reference would keep it in memory.
+        grad, unsharded.grad = unsharded.grad, None
         take, param = self._take(), self._param()
         if grad is not None and take is not None and param is not None:
             take(param, grad)
@@ -145,7 +146,7 @@ class ParamGroup:
         plan: the original parameters, their owners, and their layout. The model is not changed until `install`.
         mp_policy: dtypes of compute and reduction.
         offload_policy: whether shards and gradients, and so the optimizer state, are on the host.
-        device: where the unit computes. Shards of meta parameters stay meta until materialised.
+        device: where the unit computes. Shards of meta parameters stay meta until materialized.
     """
 
     # Whether a full plain tensor can replace a parameter before the first gather.
@@ -167,8 +168,8 @@ class ParamGroup:
         self.device = device
         self.label = ""  # shown in profiles; `FSDPState.set_name` sets it
         self.state = GroupState.SHARDED
-        self.full: DBuffer | None = None  # made at the first unshard
-        self.gathered: Event | None = None  # on an accelerator: when the full buffer is filled
+        self.full: DBuffer | None = None  # created at the first unshard
+        self.gathered: Event | None = None  # on an accelerator: recorded once the full buffer is filled
         self.was_gathered = False
         # Whether gradients of several backwards are summed before a reduction; the same on all ranks.
         self.sums_grads = False
@@ -176,7 +177,7 @@ class ParamGroup:
         self._brought: torch.Tensor | None = None  # copy of an offloaded shard, which the gather reads
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], in PARTLY_SHARDED
         self._unreplicated: ReducedShard | None = None  # reduced over shards, not yet over replicas
-        # Used names that were not yet sent to other ranks.
+        # Names of used parameters that were not yet sent to other ranks.
         self._unreported_used: frozenset[str] | None = None
         # Reduced pieces of parameters that this rank has not used, by name.
         self._deferred_grads: dict[str, torch.Tensor] = {}
@@ -185,7 +186,7 @@ class ParamGroup:
         self.new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.params = [self._shard_param(slot, plan.params[slot.fqn]) for slot in plan.layout.slots]
         self.grads = UnshardedGrads(self.layout, self._new_grads, lambda: self.grad_dtype)
-        # A gather that the policy brings, in place of the all-gather.
+        # The policy's own gather, which replaces the all-gather.
         self.policy_gather: Gather | None = None
         if isinstance(mp_policy, GatherPolicy):
             self.policy_gather = mp_policy.gather_of(plan.layout, self.comm, self.compute_dtype)
@@ -193,9 +194,9 @@ class ParamGroup:
     # -- construction ---------------------------------------------------------------------------------
 
     def new_shard(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Replace the shard by one of zeros; under CPU offload it is on the host, unless ``device`` is meta."""
+        """Replace the shard with a new one of zeros; under CPU offload it is on the host, unless ``device`` is meta."""
         on_host = device.type != "meta" and self.offload is not None
-        # Zeros, because the padding is sent and stepped, too.
+        # Zeros, because padding is sent and stepped, too.
         self.shard = torch.zeros(
             self.layout.shard_numel,
             dtype=dtype,
@@ -224,7 +225,7 @@ class ParamGroup:
         return local_part(param)
 
     def install(self) -> None:
-        """Put the sharded parameters in place of the original ones."""
+        """Replace the original parameters by the sharded parameters on the modules."""
         for param in self.params:
             param.set_on_modules(param.sharded)
 
@@ -344,9 +345,9 @@ class ParamGroup:
         if self.shard.is_meta:
             raise LifecycleError(
                 "Parameters are still on the meta device.",
-                expected="materialised parameters before the first forward",
+                expected="materialized parameters before the first forward",
                 got=", ".join(param.slot.fqn for param in self.params[:4]),
-                todo="call model.to_empty(device=...) and initialise, or load a checkpoint",
+                todo="call model.to_empty(device=...) and initialize, or load a checkpoint",
             )
         if self.offload is not None and self.shard.device.type != "cpu":
             raise LifecycleError(
@@ -358,7 +359,7 @@ class ParamGroup:
             )
 
     def finish_gather(self) -> None:
-        """Wait for the all-gather. On an accelerator, the current stream waits; it must be the one that started it."""
+        """Wait for the all-gather. On an accelerator the current stream waits; it must be the stream that gathers."""
         assert self.state is GroupState.GATHERING, self.state
         self._finish_gather()
         self.state = GroupState.GATHERED
@@ -389,14 +390,14 @@ class ParamGroup:
             frees: free the memory now; False: the caller calls `free_full` later.
 
         Raises:
-            LifecycleError: if modules have other parameters than the unsharded ones.
+            LifecycleError: if unsharded parameters were replaced on the modules, or deleted.
         """
         assert self.state not in (GroupState.GATHERING, GroupState.GATHERED), "the gather was not waited for"
         if self.state is not GroupState.UNSHARDED:
             if not keep_part:  # the optimizer may run next, and make the part stale
                 self._part, self.state = None, GroupState.SHARDED
             return
-        # Only names: they are raised at the end, once the group is in order again.
+        # Keep the names, and raise only after the group is resharded.
         replaced = [param.slot.fqn for param in self.params if param.replacements()]
         for param in self.params:
             param.set_on_modules(param.sharded)
@@ -450,7 +451,7 @@ class ParamGroup:
         return DBuffer(self.layout, flat, self.comm.grads_pool)
 
     def write_grads(self) -> None:
-        """Write the gradients so far into the gradient buffer, which also sums those of later backwards."""
+        """Write the gradients so far into the gradient buffer, which also sums the gradients of later backwards."""
         with without_grad():
             self.grads.write_kept()
 
@@ -495,6 +496,8 @@ class ParamGroup:
             if not param.sharded.requires_grad:
                 continue
             fqn, piece = param.slot.fqn, shard[param.local]
+            # A parameter that has a gradient already needs no flags, because adding zeros does not change it. But hooks
+            # must run only if some rank has used the parameter.
             if (
                 settings.zeros_unused
                 or fqn in used
@@ -567,7 +570,8 @@ class ParamGroup:
         if not self.is_offloaded:
             return shard
         host = self._room_on_host(shard)
-        # If gradients are read at once, wait for the copy here; else `wait_for_host_copies` ends the backward.
+        # If gradients are read at once, wait for the copy here; otherwise `wait_for_host_copies` waits for it when the
+        # backward ends.
         read_at_once = self.comm.settings.on_delivery is not None or any(
             param.sharded.grad is not None or post_accumulate_grad_hooks(param.sharded)
             for param in self.params
@@ -590,7 +594,7 @@ class ParamGroup:
 
 
 def use_memory(groups: Sequence[ParamGroup], kind: MemoryKind | None) -> None:
-    """Put the buffers of groups over the same ranks into one pool of this kind; None: the usual allocator."""
+    """Put the buffers of groups over the same ranks into one pool of this kind; None: the caching allocator."""
     memory = None if kind is None or not groups else kind(groups[0].comm.shard_group, groups[0].device)
     for group in groups:
         group.comm.change(memory=kind)

@@ -108,14 +108,13 @@ class Schedule:
         self._order: list[FSDPState] = []  # units of this forward, in the order in which they began
         self._ended: list[FSDPState] = []  # units of this forward, in the order in which they ended
         self._begun: set[FSDPState] = set()  # units whose backward has begun
-        # The unit that began next in the last forward that ran the key.
+        # For each unit, the unit that began next in the last forward that ran it.
         self._successors: dict[FSDPState, FSDPState] = {}
         self._guessed: set[FSDPState] = set()  # units gathered ahead because they are successors
         self._left: set[FSDPState] = set()  # units that forwards without gradients have left gathered
         self._trace = Trace(0)  # trace of the last forward
-        self._reached: dict[
-            Trace, None
-        ] = {}  # traces that this backward has reached; a dict keeps their order
+        # Traces that this backward has reached; a dict keeps their order.
+        self._reached: dict[Trace, None] = {}
 
     def gather(self, unit: FSDPState) -> bool:
         """Start the all-gathers of a unit; returns False if they are in flight or done."""
@@ -142,7 +141,7 @@ class Schedule:
     # -- forward --------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """The root's forward begins: store the last order, and free parameters that an optimizer may have changed."""
+        """Begin the root's forward: store the last order, and free full parameters that may be stale."""
         for unit in self.units:
             parts = [group for group in unit.groups if group.state is GroupState.PARTLY_SHARDED]
             if parts:
@@ -164,16 +163,15 @@ class Schedule:
         self._order, self._ended = [], []
 
     def enter_forward(self, unit: FSDPState) -> None:
-        """A unit's forward begins: gather the unit and the next one."""
+        """Begin a unit's forward: gather the unit and the next one."""
         self.gather(unit)
         self.wait(unit)
         self._guessed.discard(unit)
         if self.in_backward:  # a recomputed forward; `enter_backward` prefetches
             return
-        for (
-            wrong
-        ) in self._guessed:  # this forward runs other units; one more full buffer would raise the peak
-            self.comm.reshard(wrong.groups)
+        # Free prefetched units that this forward does not run next: another full buffer would raise the peak.
+        for other in self._guessed:
+            self.comm.reshard(other.groups)
         self._guessed.clear()
         next_units: Sequence[FSDPState] = unit.forward_prefetch or ()
         if unit.forward_prefetch is None:
@@ -189,7 +187,7 @@ class Schedule:
             self._order.append(unit)
 
     def leave_forward(self, unit: FSDPState, *, reshards: bool) -> None:
-        """A unit's forward has ended; ``reshards``: free its full parameters."""
+        """End a unit's forward; ``reshards``: free its full parameters."""
         if self.in_backward:  # a recomputed forward: the unit's backward follows and needs the parameters
             return
         if unit in self._ended:
@@ -199,17 +197,17 @@ class Schedule:
             self.comm.reshard(unit.groups, keep_part=True, lingers=True)
 
     def end_forward(self) -> None:
-        """The root's forward ends; units of which only some modules ran end their forward here, too."""
+        """End the root's forward, and the forwards of units of which only some modules ran."""
         for unit in self.units:
             unit.finish_forward()
         self.comm.free_lingering()
-        # The caller may change parameters from now on, so gathers ahead must have read their shards.
+        # The caller may change parameters from now on, so prefetches must have read their shards.
         self.comm.wait_for_reads([group for unit in self._guessed for group in unit.groups])
         if not torch.is_grad_enabled():
             self._end_forward_without_grads()
             return
         if self.comm.watches:
-            # The facts that decide which collectives the backward issues; they must be the same on all ranks.
+            # Log what decides which collectives the backward issues; it must be the same on all ranks.
             run = ", ".join([unit.label for unit in self._order])
             unsynced = ", ".join([unit.label for unit in self.units if not unit.requires_gradient_sync])
             for watch in self.comm.watches.values():
@@ -242,7 +240,7 @@ class Schedule:
     # -- backward -------------------------------------------------------------------------------------
 
     def pass_by(self, moment: Moment) -> None:
-        """The backward reaches a moment; in the last backward, do the work of later moments that it has skipped."""
+        """Mark a moment as reached; in the last backward, do the work of later moments that were skipped."""
         moment.is_passed = True
         self._reached[moment.trace] = None
         if self.is_last_backward:
@@ -255,7 +253,7 @@ class Schedule:
             trace.make_up()
 
     def enter_backward(self, unit: FSDPState) -> None:
-        """A unit's outputs have gradients, so its backward begins: gather the unit and the next one."""
+        """Begin a unit's backward, once its outputs have gradients: gather the unit and the next one."""
         if not self.in_backward:
             self.in_backward = True
             autograd_engine_callback(self._end_backward)  # called once, after the whole backward
@@ -268,10 +266,11 @@ class Schedule:
             self._prefetch_in_backward(unit)
 
     def leave_backward(self, unit: FSDPState) -> None:
-        """A unit's backward has ended and its full parameters are freed; its reduction starts next.
+        """End a unit's backward: its full parameters are freed, and its reduction starts next.
 
-        On the CPU the next unit is gathered here, during the reduction. Earlier, its full buffer would be in memory
-        together with this unit's full buffer and gradients, and the gather would use the cores that compute.
+        On the CPU the next unit is gathered here, during the reduction. If it were gathered earlier, its full buffer
+        would be in memory together with this unit's full buffer and gradients, and the gather would use the cores that
+        compute.
         """
         if self.comm.streams is None and unit.backward_prefetch is None:
             self._prefetch_in_backward(unit)
@@ -292,7 +291,7 @@ class Schedule:
         return ()
 
     def set_finalizes_by_hand(self, enabled: bool) -> None:
-        """Whether the user calls `finalize_backward`, in place of the end of every backward.
+        """Set whether the user calls `finalize_backward`, which replaces the work at the end of every backward.
 
         Raises:
             LifecycleError: between a backward and its finalization.
@@ -326,10 +325,10 @@ class Schedule:
             is_last: no backward of this forward follows, so units that no backward has reached are reduced, too.
         """
         with profiled("FSDP::root_post_backward_callback", ""):
-            # In reverse order of the forward, which is the same on every rank whichever units autograd has reached.
+            # The reverse order of the forward is the same on all ranks, whichever units autograd has reached.
             for unit in dict.fromkeys([*reversed(self._order), *self.units]):
                 unit.end_backward(is_last=is_last)
-                # The optimizer writes shards next: a gather ahead that no unit has waited for must not read them then.
+                # The optimizer writes shards next, so a prefetch that no unit has waited for must not read them then.
                 self.comm.wait(unit.groups)
         if is_last:
             self._forget_order()

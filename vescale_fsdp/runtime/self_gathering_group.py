@@ -12,8 +12,8 @@ gather differs from a `ParamGroup`:
 Memory is handled as for a full buffer: a reshard frees the outputs and the tensors that ``post`` returns, and the next
 gather allocates them before ``post``. Gradients are plain tensors, and are reduced as in every group.
 
-Alternative: one byte buffer per group and gather, as in FSDP2. It needs fewer collectives, but copies all gathered
-bytes in and out; such weights are large, so the copies cost more.
+Rejected alternative: one byte buffer per group and gather, as in FSDP2. It needs fewer collectives, but copies all
+gathered bytes in and out; such weights are large, so the copies cost more.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from vescale_fsdp.torch_private import restore_version, version_of
 
 
 class SelfGatheringGroup(ParamGroup):
-    """A group whose parameters are gathered by the hooks of their class. Arguments as of `ParamGroup`."""
+    """A group whose parameters are gathered by the hooks of their class. The arguments are those of `ParamGroup`."""
 
     takes_plain = False
 

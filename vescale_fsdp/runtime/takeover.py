@@ -1,4 +1,4 @@
-"""Takeover: a group adopts parameters that modules got in place of the group's own.
+"""Takeover: a group adopts parameters that have replaced the group's own parameters on its modules.
 
     event                                            before the group's first gather     after it
     load_state_dict(assign=True)                     adopted                             adopted
@@ -102,7 +102,7 @@ def is_own_state(group: ParamGroup, state: Mapping[str, Any]) -> bool:
 
 
 def adopt_replaced_params(group: ParamGroup) -> None:
-    """Called before a gather: adopt parameters that modules got in place of the group's own.
+    """Adopt parameters that have replaced the group's own parameters on its modules. Called before a gather.
 
     Raises:
         LifecycleError: if a parameter was replaced by one that the group cannot adopt, is still on the meta device, or
@@ -110,13 +110,13 @@ def adopt_replaced_params(group: ParamGroup) -> None:
     """
     if half_loaded_in(group.shard):
         raise LifecycleError(
-            "A load failed after it had begun to overwrite these parameters: on this rank or another one, they have "
-            "values of two states.",
+            "A failed load has overwritten these parameters in part: on at least one rank they have values of two "
+            "states.",
             expected="parameters of one state",
             got=", ".join(half_loaded_in(group.shard)[:4]),
             where=group.label,
             todo="load a complete checkpoint, by vescale_fsdp.checkpoint or load_state_dict, or call to_empty() and "
-            "initialise",
+            "initialize",
         )
     if group.is_intact():
         return
@@ -133,9 +133,9 @@ def adopt_replaced_params(group: ParamGroup) -> None:
 
 
 def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, must_be_new: bool) -> None:
-    """Adopt a parameter that a module got in place of one of the group's."""
+    """Adopt a parameter that has replaced one of the group's parameters on its modules."""
     if new is None:
-        _refuse(param, new, "by none: it was deleted, or a parametrization moved it")
+        _refuse(param, new, "by None: it was deleted, or a parametrization moved it")
     tied = managed_param_of(new)
     if tied is not None and tied is not param:
         raise LifecycleError(
@@ -193,7 +193,7 @@ def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> No
         note_replaced(ours, param.slot.fqn)
         param.take(nn.Parameter(ragged, requires_grad=new.requires_grad))
     else:
-        # In place: an optimizer may already have the sharded parameter.
+        # Copy in place, because an optimizer may already have the sharded parameter.
         local_of(ours).copy_(piece)
         ours.requires_grad_(new.requires_grad)
     note_replaced(new, param.slot.fqn)
@@ -212,9 +212,9 @@ def _unite(group: ParamGroup, *, all_needed: bool) -> None:
         if all_needed and meta:
             raise LifecycleError(
                 "Parameters are still on the meta device.",
-                expected="all parameters of the unit materialised before the first forward",
+                expected="all parameters of the unit materialized before the first forward",
                 got=", ".join(meta[:4]),
-                todo="load them too, or call model.to_empty(device=...) and initialise",
+                todo="load them too, or call model.to_empty(device=...) and initialize",
             )
         if all_needed:
             raise LifecycleError(

@@ -1,8 +1,8 @@
-"""Raw bits of floats: casts between float types, and the codes of quantized weights. No torch import.
+"""Raw bits of floats: casts between float types, and the codes of quantized weights. Does not import torch by itself.
 
 Casts (`cast_array`, `cast_into`) round bit for bit as torch's ``.to(dtype)``. The converter starts without torch, which
-takes a second and 200 MiB to import; where torch is already loaded, as next to live shards, it casts: several times as
-fast. bfloat16, which numpy lacks, is the upper half of a float32 and is computed by integer arithmetic.
+takes a second and 200 MiB to import. If torch is already loaded, as next to live shards, torch casts, because it is
+several times as fast. bfloat16, which numpy lacks, is the upper half of a float32, computed by integer arithmetic.
 
 Codes of quantized weights, by table of `code_table` and `nibble_table`:
 
@@ -158,7 +158,8 @@ def cast_array(raw: np.ndarray, source: DType, target: DType) -> np.ndarray:
 def cast_into(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> int:
     """`cast_array` into ``out`` of the same shape; returns the number of finite items that became infinite."""
     overflows = 0
-    # torch, if it is loaded, casts these two types to exactly the same bits; for float16 its NaNs differ.
+    # torch, if it is loaded, casts these two types to exactly the same bits; for float16 its NaNs differ. Read-only
+    # arrays are left to numpy, because torch.from_numpy warns about them.
     torch_casts = "torch" in sys.modules and {source.name, target.name} == {"bfloat16", "float32"}
     # Torch warns about read-only arrays.
     cast = _by_torch if torch_casts and raw.flags.writeable else _by_numpy

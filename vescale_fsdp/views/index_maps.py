@@ -1,10 +1,10 @@
 """Maps that only move items: concatenation, slices, stacks, permutations, reshapes, interleaving and padding.
 
-A map tells which boxes of its inputs an output box needs and where their items go; it reads nothing itself. Each map is
-the inverse of another:
+A map computes which boxes of its inputs an output box needs, and where their items go; it reads no data. Each map has
+an inverse:
 
-    Concat - Slice     Stack - Index     Permute, Reshape: of the same kind
-    Interleave - the same with ``back=True``          Pad - Slice
+    Concat - Slice     Stack - Index     Permute - Permute     Reshape - Reshape
+    Interleave - Interleave with ``back=True``                 Pad - Slice
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class InputPiece(NamedTuple):
         box: the part of the input to read.
         offset: position of the first item in the row-major output box.
         strides: distances of items in the output box, one number per dim of the box (or of ``shape``).
-        shape: the shape in which the items of the box, row-major, are viewed; None for that of the box.
-        take: the part of that view that is used; None for all.
+        shape: the shape in which the items of the box, row-major, are viewed; None for the shape of the box.
+        take: the part of that view that is used; None for the whole view.
     """
 
     input: int
@@ -42,7 +42,7 @@ class InputPiece(NamedTuple):
 class IndexMap(ABC):
     """A tensor whose items are items of other tensors."""
 
-    problem: ClassVar[str]  # the error's sentence for inputs that do not fit
+    problem: ClassVar[str]  # first sentence of the error for inputs that do not fit
     has_gaps: ClassVar[bool] = False  # whether items without a piece are zeros
 
     @abstractmethod
@@ -263,7 +263,7 @@ class Interleave(IndexMap):
         )
 
     def _in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[InputPiece]:
-        """Items from ``low`` of one group. Reads only these: a group may be the whole tensor."""
+        """Items from ``low`` of one group. Reads only these items, because a group may be the whole tensor."""
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
         for p in range(parts):
@@ -275,7 +275,7 @@ class Interleave(IndexMap):
                 yield InputPiece(0, inner, offset, _replace(strides, dim, parts * strides[dim]))
 
     def _back_in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[InputPiece]:
-        """The inverse; reads at most ``parts`` times the items that it needs."""
+        """The inverse of `_in_group`; reads at most ``parts`` times the items that it needs."""
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
         within_one = low // run == (high - 1) // run

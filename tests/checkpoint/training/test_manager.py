@@ -111,13 +111,13 @@ def test_restore_falls_back_and_says_so(tmp_path: Path) -> None:
     state = _state(0)
     with (
         pytest.warns(UserWarning, match="damaged"),
-        pytest.raises(CorruptCheckpointError, match="No step of this run is good"),
+        pytest.raises(CorruptCheckpointError, match="All steps of this run are damaged"),
     ):
         manager.restore(state, verify="before")
     assert torch.equal(_state(0)["w"], state["w"])
     with (
         pytest.warns(UserWarning, match="damaged"),
-        pytest.raises(DamagedLoadError, match="No step of this run is good") as caught,
+        pytest.raises(DamagedLoadError, match="All steps of this run are damaged") as caught,
     ):
         manager.restore(state)
     assert caught.value.overwritten == ("w",) and (_state(0)["w"] != state["w"]).any()

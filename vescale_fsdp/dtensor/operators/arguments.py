@@ -1,8 +1,8 @@
-"""From an operator's arguments to this rank's pieces, and from its result to a tensor.
+"""Conversion of an operator's arguments to this rank's pieces, and of its result to a tensor.
 
-All rules of `operators.dispatch_table` use these functions, so each check has one home: ragged arguments must be cut
-alike, replicated ones are cut to match, plain ones are refused unless they are 0-d, and an operator may write only to
-ragged tensors.
+All rules of `operators.dispatch_table` use these functions, so each check exists once: ragged arguments must be cut
+alike, replicated arguments are cut to match, plain tensors are refused unless they are 0-d, and an operator may write
+only to ragged tensors.
 """
 
 from __future__ import annotations
@@ -117,9 +117,10 @@ def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: Ragg
                     func,
                     like,
                     f"it writes to {name!r}, which is not ragged",
-                    todo=f"{OUTSIDE_FORWARD}. In an optimizer's step: its moments are full tensors, which "
-                    "vescale_fsdp.checkpoint.load and set_optimizer_state_dict(full_state_dict=True) shard. Elsewhere: "
-                    "write to a ragged tensor cut the same way, or gather first with .full_tensor()",
+                    todo=f"{OUTSIDE_FORWARD}. In an optimizer's step: its moments are full tensors; shard them with "
+                    "vescale_fsdp.checkpoint.load, or set_optimizer_state_dict(full_state_dict=True) of "
+                    "vescale_fsdp.checkpoint.state_dict. Elsewhere: write to a ragged tensor cut the same way, or "
+                    "gather first with .full_tensor()",
                 )
             if is_partial(written):
                 raise refuse(func, written, f"it writes to {name!r}, which has pending sums")
@@ -155,7 +156,7 @@ def localise(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> An
     """An argument as this rank's piece, to be combined with the piece of ``like``.
 
     Raises:
-        UnsupportedOpError: if its pieces do not correspond to those of ``like``.
+        UnsupportedOpError: if its pieces do not correspond to the pieces of ``like``.
         PlacementError: if it has the same shape, but is cut differently.
     """
     if not isinstance(value, torch.Tensor):
@@ -193,7 +194,7 @@ def _check_same_cut(func: torch._ops.OpOverload, tensor: RaggedDTensor, like: Ra
         raise refuse(func, like, f"it is combined with a ragged tensor of shape {tuple(have.shape)}")
     if have.placements != want.placements or have.mesh != want.mesh:
         raise PlacementError(
-            f"{func} met two ragged tensors that are cut differently.",
+            f"{func} got two ragged tensors that are cut differently.",
             expected=f"shape {tuple(want.shape)} placed {tuple(map(str, want.placements))}",
             got=f"shape {tuple(have.shape)} placed {tuple(map(str, have.placements))}",
             todo="redistribute one to the placements of the other",

@@ -1,4 +1,4 @@
-"""The dispatch table: the rule of each operator on ragged tensors, and the document made from it.
+"""The dispatch table: the rule of each operator on ragged tensors, and the document generated from it.
 
 `rule_of` selects the rule of an operator; `FAMILIES` describes each rule. ``python tools/operators_table.py`` writes
 OPERATORS.md from `rule_of` itself, and tests/dtensor/test_operator_table.py compares the two, so the document cannot
@@ -26,17 +26,17 @@ def _unsupported(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
 
 
 def _decomposed(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A composite operator. torch decomposes these before dispatch, except without autograd, as in inference mode."""
+    """Decompose a composite operator. torch does this before dispatch, except in inference mode."""
     return func.decompose(*args, **kwargs)
 
 
 def _on_local(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A query about storage, answered for the piece."""
+    """Run a query about storage on the piece."""
     return func(args[0]._local_tensor, *args[1:], **kwargs)
 
 
 class Family(NamedTuple):
-    """A rule's row in OPERATORS.md, and the operators that have this rule whatever their tags and schemas."""
+    """A rule's row in OPERATORS.md, and the operators that are listed for it, whatever their tags and schemas."""
 
     title: str
     support: str
@@ -58,7 +58,7 @@ FAMILIES: dict[Rule, Family] = {
         "_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_",
     ),
     elementwise.like_factory: Family(
-        "copies and tensors like it",
+        "copies and `*_like`",
         "The result is cut like the input.",
         "_pin_memory _to_copy clone empty_like full_like ones_like zeros_like",
     ),
@@ -96,8 +96,8 @@ FAMILIES: dict[Rule, Family] = {
         "Ragged if every piece contains that dim whole; else gathered, and replicated.",
         "_log_softmax _softmax cumprod cumsum logcumsumexp sort topk",
     ),
-    reductions.equal: Family("equality", "One answer, the same on all ranks of the mesh.", "equal"),
-    reductions.all_close: Family("closeness", "One answer, the same on all ranks of the mesh.", "allclose"),
+    reductions.equal: Family("equality", "One result, the same on all ranks of the mesh.", "equal"),
+    reductions.all_close: Family("closeness", "One result, the same on all ranks of the mesh.", "allclose"),
     whole_tensors.gathered: Family(
         "whole tensors",
         "All others that return new tensors and draw no random numbers, such as `mm` and `cat`: gathered first, the "
@@ -109,12 +109,14 @@ FAMILIES: dict[Rule, Family] = {
     ),
     _decomposed: Family(
         "composite",
-        "In inference mode, such as `chunk` and `linear`: as the operators they consist of.",
+        "In inference mode, such as `chunk` and `linear`: decomposed into other operators.",
     ),
-    whole_tensors.eye: Family("identity matrix", "Into a ragged tensor of its shape."),
+    whole_tensors.eye: Family(
+        "identity matrix", "`torch.eye(out=tensor)`, for a tensor of the matrix's shape."
+    ),
     whole_tensors.rewritten: Family(
         "rewritten",
-        "As an expression of other operators; nothing is gathered.",
+        "Computed by other operators; nothing is gathered.",
         " ".join(whole_tensors.REWRITTEN),
     ),
     random.random_fill: Family(
@@ -122,10 +124,8 @@ FAMILIES: dict[Rule, Family] = {
         "The same for any number of ranks and any cut, under vescale_fsdp.manual_seed.",
         "bernoulli_ normal_ uniform_",
     ),
-    random.random_like: Family(
-        "random tensors like it", "As random values in place.", "rand_like randn_like"
-    ),
-    _on_local: Family("queries about storage", "Answered for this rank's piece.", "is_pinned record_stream"),
+    random.random_like: Family("random `*_like`", "As random values in place.", "rand_like randn_like"),
+    _on_local: Family("queries about storage", "Runs on this rank's piece.", "is_pinned record_stream"),
 }
 _BY_NAME = {name: rule for rule, family in FAMILIES.items() for name in family.names.split()}
 # Names that are elementwise with two tensors, and reductions with one.
@@ -139,7 +139,7 @@ _FOREACH_OF_WHOLES = ("_foreach_mm", "_foreach_powsum")  # products and sums, no
 
 
 def _is_pointwise(func: torch._ops.OpOverload, name: str) -> bool:
-    """Whether torch tags an operator as pointwise, or the functional form of an in-place operator."""
+    """Whether torch tags an operator, or for an in-place operator its functional form, as pointwise."""
     if torch.Tag.pointwise in func.tags:
         return True
     if not name.endswith("_") or name.endswith("__"):  # `__and__` is not an in-place form
@@ -151,7 +151,7 @@ def _is_pointwise(func: torch._ops.OpOverload, name: str) -> bool:
 
 @cache
 def rule_of(func: torch._ops.OpOverload) -> Rule:
-    """The function that runs an operator on ragged tensors; one that raises if no rule applies."""
+    """The function that runs an operator on ragged tensors; if no rule applies, a function that raises."""
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten" or func in _REFUSED_OVERLOADS:  # nothing is known of other libraries' operators
         return _unsupported
@@ -177,7 +177,7 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
         return elementwise.flat_view if single else _unsupported
     written = [argument for argument in arguments if argument.alias_info is not None]
     if not written:
-        # Batch norms write to these, but their schemas do not declare it.
+        # Batch norms write to these two arguments, but their schemas do not declare it.
         writes_statistics = any(argument.name in ("running_mean", "running_var") for argument in arguments)
         return _unsupported if writes_statistics else whole_tensors.gathered
     # inplace_view: these change the shape, as `squeeze_` does

@@ -1,4 +1,4 @@
-"""Rules of operators that need no elements of other ranks: elementwise ones, lists of tensors, copies and views.
+"""Rules of operators that need no elements of other ranks: elementwise operators, lists of tensors, copies, views.
 
 They run on the flat pieces, and the result is cut like the input. Pending sums (Partial on another mesh axis) are
 reduced first, because most elementwise operators are not linear.
@@ -10,8 +10,8 @@ to the view is a write to the tensor::
                                             x[1]           elements [3, 6)    pieces of 2, 1
                                             x[2:4]         elements [6, 12)   pieces of 0, 6
 
-torch itself tells the run: the operator runs on a tensor without values, and the result's storage offset is the start.
-Other views, such as columns and transposes, correspond to no memory on any rank and are refused.
+torch computes the run: the operator runs on a tensor without values, and the result's storage offset is the run's
+start. Other views, such as columns and transposes, are not one run of elements, and are refused.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _on_pieces(
 
 
 def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copies and the family of zeros_like: a piece of the same size, contiguous."""
+    """Run copies and the family of zeros_like: the result's piece has the same size, and is contiguous."""
     tensor: RaggedDTensor = args[0]
     # channels_last needs 4 dims, and a piece has one
     kwargs = {**kwargs, "memory_format": torch.contiguous_format} if "memory_format" in kwargs else kwargs
@@ -86,10 +86,10 @@ def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
 
 
 def new_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """new_zeros and its family: ragged for the tensor's own shape, replicated for other shapes."""
+    """Run new_zeros and its family: the result is ragged for the tensor's own shape, else replicated."""
     tensor: RaggedDTensor = args[0]
     shape, local = torch.Size(args[1]), tensor._local_tensor
-    if func is aten.new_empty_strided.default:  # strides mean nothing for a flat piece
+    if func is aten.new_empty_strided.default:  # drop the strides, which have no meaning for a flat piece
         func, args = aten.new_empty.default, (*args[:2], *args[3:])
     if shape == tensor.shape:
         return wrap_result(func, func(local, list(local.shape), *args[2:], **kwargs), tensor)
@@ -99,7 +99,7 @@ def new_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
 
 def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[mask] = value`` with one value, and a mask of x's own shape and cut."""
+    """Run ``x[mask] = value`` with one value, and a mask of x's own shape and cut."""
     named = bind(func, args, kwargs)
     tensor, indices, value = named["self"], named["indices"], named["values"]
     mask = indices[0] if len(indices) == 1 else None
@@ -110,7 +110,7 @@ def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 
 def flat_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view, or several as from ``split``, each of one run of the tensor's flat order."""
+    """Create a view, or several as ``split`` does; each must be one run of the tensor's flat order."""
     tensor: RaggedDTensor = args[0]
     # Without values: only the view's offset, shape and strides are used.
     views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
@@ -126,7 +126,7 @@ def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Ten
         UnsupportedOpError: if the view is not one run of the tensor's elements.
     """
     if view.is_conj() or view.is_neg() or view.dtype != tensor.dtype:
-        raise refuse(func, tensor, "the values of such a view differ from the stored ones")
+        raise refuse(func, tensor, "the values of such a view differ from the stored values")
     if view.shape == tensor.shape and view.is_contiguous():
         local = tensor._local_tensor
         return wrap_result(func, local.view_as(local), tensor)  # type: ignore[no-any-return]
@@ -134,7 +134,7 @@ def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Ten
     if not view.ndim:
         why, todo = "0-d tensors are not ragged", "take a range of one element, x[i : i + 1]"
     elif not view.is_contiguous():
-        why = "its elements are not adjacent, as those of whole rows are"
+        why = "its elements are not adjacent in the flat tensor (whole rows are)"
     elif inner_box(tensor._spec).sizes != tuple(tensor.shape):
         why = "another mesh axis cuts the tensor's dims"
     if why is not None:
@@ -174,7 +174,7 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     def column(index: int) -> Iterator[Any]:
         return (values[index] for values in lists if len(values) == length)
 
-    # For every index in the lists a ragged tensor there, if any: usually all parameters, or their gradients, are.
+    # For each index in the lists, a ragged tensor at this index or None. Usually all tensors of the first list are.
     likes: list[RaggedDTensor | None]
     if set(map(type, lists[0])) == _RAGGED:
         likes = list(lists[0])
@@ -211,7 +211,7 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
 def _separate_calls(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], stock: set[int], length: int
 ) -> Any:
-    """A call on lists that contain torch's own DTensors: torch runs those, and a second call runs the rest."""
+    """Split a call whose lists contain torch's own DTensors: torch runs these, and a second call runs the rest."""
 
     def call_on(indices: list[int]) -> Any:
         def some(value: Any) -> Any:
@@ -261,7 +261,7 @@ def _check_lists_written(
 
 
 def non_finite_check(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """GradScaler's check: unscale the pieces, and agree among all ranks whether any contained inf or nan."""
+    """Run GradScaler's check: unscale the pieces, and agree among all ranks whether any piece has inf or nan."""
     tensors, found_inf, inverse_scale = args
     func([local_of(t) for t in tensors], found_inf, inverse_scale)
     cut_axes: dict[DeviceMesh, set[int]] = {}

@@ -50,7 +50,7 @@ class _StreamCounter:
         self.next_stream = 0
 
     def take(self, mesh: DeviceMesh) -> tuple[int, int]:
-        """(seed, stream) for one random call."""
+        """Return (seed, stream) for one random call. Collective, if no seed was set."""
         if self.seed is None:
             initial = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF  # it is sent as int64
             seed = torch.tensor(initial, dtype=torch.int64, device=mesh.device_type)
@@ -158,7 +158,7 @@ def _check(func: torch._ops.OpOverload, tensor: RaggedDTensor, named: dict[str, 
 
 
 def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedDTensor:
-    """normal_, uniform_ and bernoulli_."""
+    """Run normal_, uniform_ and bernoulli_."""
     named = bind(func, args, kwargs)
     tensor: RaggedDTensor = named["self"]
     _check(func, tensor, named)
@@ -179,7 +179,7 @@ def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
 
 def random_like(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """rand_like and randn_like."""
+    """Run rand_like and randn_like."""
     named = bind(func, args, kwargs)
     tensor: RaggedDTensor = named["self"]
     _check(func, tensor, named)
@@ -214,7 +214,7 @@ def philox(counters: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[to
     c0, c1, c2, c3 = counters
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # int64 products overflow, but only their lowest 64 bits are read, and those are right.
+        # int64 products overflow, but only their lowest 64 bits are read, and these bits are correct.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((p1 >> 32) & _MASK) ^ c1 ^ k0,
@@ -246,7 +246,7 @@ def _pick(
             group.append(FlatRange(start, stop))
             room -= -(-stop // per_counter) - start // per_counter
             start = stop
-            if room <= 1:  # a run that starts inside a counter's values may need one counter more
+            if room <= 1:  # a run that starts inside a counter's values may need one more counter
                 yield _address(group, per_counter, device)
                 group, room = [], _COUNTERS_AT_ONCE
     if group:
@@ -317,7 +317,7 @@ def normals(spans: Sequence[FlatRange], seed: int, stream: int, device: torch.de
 
 
 def _series(x: torch.Tensor, coefficients: list[float]) -> torch.Tensor:
-    """Horner's rule; separate kernels for multiplication and addition rule out a fused multiply-add."""
+    """Evaluate a series by Horner's rule; separate kernels for multiplication and addition rule out an FMA."""
     total = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         total = total * x + coefficient
@@ -328,7 +328,7 @@ def _log(x: torch.Tensor) -> torch.Tensor:
     """Natural logarithm of positive normal float64 numbers, to about 1e-15 relative to 1.
 
     x = m * 2**e with m in [sqrt(1/2), sqrt(2)); log m = 2 atanh(s), s = (m - 1) / (m + 1), |s| <= 0.1716;
-    the first term left out is s**23 / 23 < 1e-18.
+    the first omitted term is s**23 / 23 < 1e-18.
     """
     mantissa, exponent = torch.frexp(x)  # exact; mantissa in [1/2, 1)
     small = mantissa < math.sqrt(0.5)

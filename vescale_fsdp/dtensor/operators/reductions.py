@@ -1,11 +1,11 @@
 """Rules of operators along dims: reductions, softmax, cumulative sums, sorting, and comparisons of whole tensors.
 
-    over all dims     the answers of all ranks for their pieces are gathered and combined: a replicated DTensor. A nan
-                      on one rank is a nan on all (an all-reduce with MAX may lose it)
+    over all dims     the results of all ranks for their pieces are gathered and combined into a replicated DTensor. A
+                      nan on one rank is a nan on all (an all-reduce with MAX may lose it)
     over whole dims   every piece contains these dims whole, cut only between their rows: each rank computes its
                       rows, and the result is ragged
-    over cut dims     sums, means and norms: an all-reduce of the contribution of each rank's boxes. Other operators,
-                      such as a maximum over rows that are cut in the middle, gather the tensor
+    over cut dims     sums, means and norms all-reduce the contributions of each rank's boxes. Other operators, such as
+                      a maximum over rows that are cut in the middle, gather the tensor
 
 No sum is left Partial: torch 2.13 adds a plain scalar to a Partial DTensor once per rank, so the next operator would
 return a wrong sum (seen in cosine_embedding_loss). Norms of a finite order may stay Partial: torch reduces those
@@ -68,7 +68,7 @@ def _call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def along_dims(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Operators along one dim, such as softmax, cumulative sums and sorting."""
+    """Run an operator along one dim, such as softmax, cumulative sums and sorting."""
     call = _call_of(func, args, kwargs)
     if call.tensor.numel() == 0 or not _are_whole_from(call.tensor, call.dims[0]):
         return whole_tensors.gathered(func, args, kwargs)
@@ -76,7 +76,7 @@ def along_dims(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 
 def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A reduction over any dims."""
+    """Run a reduction over any dims."""
     call, name = _call_of(func, args, kwargs), name_of(func)
     if call.tensor.numel() == 0 and name in _NEED_ELEMENTS:
         raise refuse(func, call.tensor, "the tensor has no elements")
@@ -96,8 +96,9 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _needs_whole_tensor(call: _Call, name: str) -> bool:
-    """Whether the results of the pieces do not determine the result of the tensor."""
-    if name in ("argmax", "argmin"):  # where another mesh axis cuts too, flat positions are not known
+    """Whether the result cannot be combined from the results of the pieces."""
+    if name in ("argmax", "argmin"):
+        # If another mesh axis cuts as well, a piece's index does not give the flat position in the tensor.
         return inner_box(call.tensor._spec).sizes != tuple(call.tensor.shape)
     if name in ("linalg_vector_norm", "norm"):
         order = _order(call.options)
@@ -198,7 +199,7 @@ _Total = Callable[[_Call], Any]
 
 
 def _gather_answers(answer: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor:
-    """[num_ranks, *answer.shape]: the answers of all ranks that own different parts of the tensor."""
+    """The results of all ranks that own different parts of the tensor: [num_ranks, *answer.shape]."""
     answers = answer.unsqueeze(0)
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
@@ -222,7 +223,7 @@ def _mean(call: _Call) -> DTensor:
 
 
 def _of_parts(part: Callable[..., torch.Tensor], whole: Callable[..., torch.Tensor]) -> _Total:
-    """A reduction that applies ``part`` to each piece and ``whole`` to the gathered answers."""
+    """A reduction that applies ``part`` to each piece and ``whole`` to the gathered results."""
 
     def total(call: _Call) -> DTensor:
         answer = part(call.tensor._local_tensor.reshape(-1), **call.options)
@@ -255,7 +256,7 @@ _max, _min = partial(_extreme, largest=True), partial(_extreme, largest=False)
 
 
 def _arg_extreme(call: _Call, *, largest: bool) -> DTensor:
-    """argmax and argmin: the first flat position of the extreme value (a nan counts as extreme)."""
+    """Run argmax or argmin: the first flat position of the extreme value (a nan counts as extreme)."""
     tensor, local = call.tensor, call.tensor._local_tensor.reshape(-1)
     no_index = torch.iinfo(torch.int64).max  # of an empty piece
     index = torch.full((), no_index, dtype=torch.int64, device=local.device)
@@ -300,7 +301,7 @@ def _order(options: dict[str, Any]) -> float:
 def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
     if local.numel() or not math.isinf(order):
         return torch.linalg.vector_norm(local, order, dtype=dtype)
-    # torch has no infinity norm of an empty tensor. This value is neutral among the norms of other ranks.
+    # torch raises for the infinity norm of an empty tensor. This value does not affect the norms of other ranks.
     return torch.full((), 0.0 if order > 0 else math.inf, dtype=dtype or local.dtype, device=local.device)
 
 
@@ -316,17 +317,18 @@ def _local_norms(
 
 
 def _norm_of_norms(norms: torch.Tensor, order: float) -> torch.Tensor:
-    """The norm of a whole from the norms of its parts: [num_parts, ..] -> [..]."""
+    """Combine the norms of parts into the norm of the whole: [num_parts, ..] -> [..]."""
     if order == 0:
         return norms.sum(0)  # counts of elements that are not zero
     return torch.linalg.vector_norm(norms, order, dim=0)
 
 
 def _pending_norms(norms: Sequence[torch.Tensor], like: RaggedDTensor, order: float) -> list[DTensor]:
-    """Norms of tensors cut like ``like``, with the collective left to the operator that needs them.
+    """Norms of tensors cut like ``like``, with the collective deferred to the operator that reads them.
 
-    So clipping a hundred gradients costs one collective. Every operator brings torch's NormPartial of a finite order to
-    Replicate (seen for adding scalars, powers, logarithms and reductions on torch 2.13), unlike a Partial sum.
+    So clipping a hundred gradients costs one collective. Every operator redistributes torch's NormPartial of a finite
+    order to Replicate first (verified for adding scalars, powers, logarithms and reductions on torch 2.13), unlike a
+    Partial sum.
     """
     placements = [p if p.is_replicate() else NormPartial(order) for p in like.placements]
     spec = make_spec(like.device_mesh, placements, norms[0].shape, norms[0].dtype)
@@ -344,7 +346,7 @@ def _norm(call: _Call) -> DTensor:
 
 
 def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Norms of a list of tensors. If all are cut over the same mesh axes, the collective is deferred.
+    """Compute the norms of a list of tensors. If all are cut over the same mesh axes, the collective is deferred.
 
     Otherwise tensors that are cut alike share one collective, and all norms are replicated on the mesh of the first
     ragged tensor. So gradients with and without tensor parallelism can be clipped together: torch would refuse to
@@ -409,12 +411,12 @@ _SUMMABLE = ("sum", "mean", "linalg_vector_norm", "norm")
 
 
 def equal(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """torch.equal: true only if the pieces of all ranks are equal. A collective."""
+    """Run torch.equal: true only if the pieces of all ranks are equal. A collective."""
     return args[0].shape == args[1].shape and all_close(func, args, kwargs)
 
 
 def all_close(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """torch.allclose, over the pieces of all ranks. A collective."""
+    """Run torch.allclose over the pieces of all ranks. A collective."""
     left, right, *rest = args
     like = left if isinstance(left, RaggedDTensor) else right
     if is_partial(like):

@@ -2,7 +2,7 @@
 
     matmul, sort, qr ..    every DTensor among the arguments is gathered; the result is a replicated DTensor
     triu_, index_fill_ ..  the same, and then each rank keeps its piece of the written tensor
-    eye (out=)             the matrix is made whole, each rank keeps its piece
+    eye (out=)             each rank creates the whole matrix and keeps its piece
     dot, dist, mse_loss    rewritten as operators that have rules of their own; nothing is gathered
     foreach max            the maximum of each tensor
 
@@ -53,7 +53,7 @@ def _whole(func: torch._ops.OpOverload, values: Any, like: RaggedDTensor) -> Any
     """Arguments, nested or not, as plain tensors that are the same on all ranks.
 
     Raises:
-        UnsupportedOpError: for a plain tensor, which may differ between ranks, and for one on another mesh.
+        UnsupportedOpError: for a plain tensor, which may differ between ranks, and for a DTensor on another mesh.
     """
 
     def whole(value: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def _whole(func: torch._ops.OpOverload, values: Any, like: RaggedDTensor) -> Any
 
 
 def eye(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.eye(n, m, out=tensor)``, which ``torch.nn.init.eye_`` calls."""
+    """Run ``torch.eye(n, m, out=tensor)``, which ``torch.nn.init.eye_`` calls."""
     named = bind(func, args, kwargs)
     out: RaggedDTensor = named["out"]
     check_written(func, named, out)
@@ -82,7 +82,7 @@ def eye(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def rewritten(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator as an equivalent expression of others."""
+    """Run an operator as an equivalent expression of other operators."""
     return REWRITTEN[name_of(func)](*args, **kwargs)
 
 

@@ -11,8 +11,8 @@ copies its own slice into the buffer, because gloo's all-gather reads and writes
 A scattered tensor is an exception: its pieces are not adjacent in the buffer, so the full tensor has its own storage,
 which is filled from the pieces when a gather ends. Writing needs no such copy: `places` returns a view of each piece.
 
-Tensor objects are made once. Only their storage is freed and allocated (``resize_``), so a view that autograd saved in
-the forward is valid again once the buffer is gathered for the backward.
+Tensor objects are created once. Only their storage is freed and allocated (``resize_``), so a view that autograd saved
+in the forward is valid again once the buffer is gathered for the backward.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DBuffer:
 
     Args:
         layout: the offset of each tensor.
-        flat: 1-D [layout.numel], the memory. It is never freed if its storage cannot be resized, as the memory of a
-            communication library.
+        flat: 1-D [layout.numel], the memory. It is never freed if its storage cannot be resized, which may be so for
+            memory of a communication library.
         pool: context that is entered around each allocation.
     """
 
@@ -52,10 +52,9 @@ class DBuffer:
         self.flat = flat
         self._pool = pool
         self._views: dict[str, torch.Tensor] = {}
-        self._copies: dict[
-            str, torch.Tensor
-        ] = {}  # scattered tensors by name: 1-D, full, with their own storage
-        self._padding: list[torch.Tensor] | None = None  # made at the first use
+        # Scattered tensors by name: 1-D, full, with their own storage.
+        self._copies: dict[str, torch.Tensor] = {}
+        self._padding: list[torch.Tensor] | None = None  # created at the first use
         self._work: Work | None = None
         self._version = version_of(flat)
         self._storage = flat.untyped_storage()
@@ -131,7 +130,7 @@ class DBuffer:
     def places(
         self, given: Sequence[tuple[TensorSlot, torch.Tensor]]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views of the buffer to which full tensors are written, and the tensors' values, cut to the views' shapes."""
+        """Views of the buffer to write full tensors to, and the tensors' values, split into the views' shapes."""
         targets: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
         for slot, values in given:
@@ -150,7 +149,7 @@ class DBuffer:
             piece.copy_(part)
 
     def add(self, slot: TensorSlot, values: torch.Tensor) -> None:
-        """Add the values of a full tensor to those in the buffer."""
+        """Add the values of a full tensor to the values in the buffer."""
         for piece, part in zip(*self.places([(slot, values)]), strict=True):
             piece.add_(part)
 
@@ -192,6 +191,6 @@ class DBuffer:
 
 
 def _split(flat: torch.Tensor, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A 1-D tensor cut into parts of the shapes of its pieces."""
+    """Split a 1-D tensor into parts with the shapes of the pieces."""
     parts = flat.split([piece.numel() for piece in pieces])
     return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]

@@ -9,10 +9,11 @@ Unsharded gradients since the last reduction (`UnshardedGrads`):
     buffer    1-D [m*S] DBuffer, if allocated: the sum of the gradients written into it, which the reduction reads
 
 On an accelerator gradients are kept until the unit's backward has ended. Then the unit's full parameters and the
-previous reduction's buffer are freed, and only then the buffer is allocated, and filled with one fused copy. So at the
-memory peak there are full parameters with gradients, or gradients with a buffer, but never all three. The buffer's
+previous reduction's buffer are freed. Only then is the buffer allocated, and filled with one fused copy. So at the
+memory peak there are full parameters and gradients, or gradients and a buffer, but never all three. The buffer's
 memory belongs to the stream that starts the reduction, whichever streams computed the gradients. On the CPU each
-gradient is written into the buffer at once, and dropped: the previous layer's buffer is reused with its memory pages.
+gradient is written into the buffer at once and then dropped; the buffer and its memory pages are those of the previous
+layer.
 
 Every rank reduces all parameters of a unit, unused ones as zeros, so that no rank waits for another one. But a gradient
 of zeros differs from no gradient: Adam's momentum and weight decay would change the weight. So all ranks exchange flags
@@ -47,7 +48,7 @@ class UnshardedGrads:
 
     Args:
         layout: the group's layout.
-        new_buffer: makes a buffer of a dtype.
+        new_buffer: creates a buffer of the given dtype.
         dtype: returns the dtype of the next buffer.
     """
 
@@ -95,7 +96,7 @@ class UnshardedGrads:
             return
         here = self.streams.current()
         others = [stream for stream in self._made_on if stream != here]
-        for stream in others:  # these streams compute the gradients
+        for stream in others:  # wait until these streams have computed the gradients
             here.wait_stream(stream)
         buffer = self._allocated()
         kept = [(self.layout.slot(fqn), grad) for fqn, grad in self._kept.items()]
@@ -107,7 +108,9 @@ class UnshardedGrads:
                 buffer.add(slot, grad)
         self._written.update(slot.fqn for slot, _ in new)
         self._kept, self._made_on = {}, {}
-        for stream in others:  # these streams own the memory of the gradients, which is freed now
+        for (
+            stream
+        ) in others:  # these streams own the gradients' memory, and must not reuse it before the copy
             stream.wait_stream(here)
 
     def _write(self, slot: TensorSlot, grad: torch.Tensor) -> None:
@@ -183,7 +186,7 @@ class UsedFlags:
             # uint8, which gloo and NCCL both reduce
             self._flags = torch.ones(len(used), dtype=torch.uint8, device=device)
             unused = [index for index, flag in enumerate(used) if not flag]
-            if unused:  # usually none is, and then nothing is copied to the device
+            if unused:  # usually empty, which saves a copy to the device
                 self._flags[unused] = 0
             self._work: Work | None = None
             for axis in range(mesh.ndim):

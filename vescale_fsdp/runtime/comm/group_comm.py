@@ -20,7 +20,7 @@ Communication libraries avoid copies if buffers are in their own memory:
 
 Buffers free their memory and allocate it again (`vescale_fsdp.runtime.comm.dbuffer`), so the library's pool is entered
 around every allocation. Then the full parameters themselves are in the library's memory, and no collective copies
-them. Neither kind has run on a GPU. A user's own collectives may bring a pool (`PooledComm`).
+them. Neither pool has run on a GPU. A user's own collectives may provide a pool (`PooledComm`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ProcessGroupMemory:
 
 
 class SymmetricMemory(ProcessGroupMemory):
-    """Symmetric memory of a group's ranks. Arguments as of `ProcessGroupMemory`."""
+    """Symmetric memory of a group's ranks. The arguments are those of `ProcessGroupMemory`."""
 
     def _new_pool(self, group: dist.ProcessGroup, device: torch.device) -> Any:
         return symmetric_pool(group, device)
@@ -165,13 +165,13 @@ class GroupSettings:
 
     @property
     def changes(self) -> str:
-        """The text of the settings that were changed, each after a comma."""
+        """The text of the settings that differ from their defaults, with a comma before each."""
         changed = [each for each in fields(self) if getattr(self, each.name) != each.default]
         return "".join(f", {self._shown(each)}" for each in changed)
 
     def _shown(self, each: Field[Any]) -> str:
         value = getattr(self, each.name)
-        # Objects of ranks are never equal. Of a hook, ranks compare the presence; of other objects, the class.
+        # Objects of two ranks are never equal, so ranks compare whether a hook is set, and the class of other objects.
         if each.name in ("all_reduce_hook", "on_delivery"):
             value = value is not None
         elif isinstance(value, type):
@@ -181,7 +181,7 @@ class GroupSettings:
         return f"{SETTERS[each.name]} {value}"
 
 
-# The method that sets each field, which errors name.
+# The method that sets each field; error messages name it.
 SETTERS = {
     "divide_factor": "set_gradient_divide_factor",
     "force_sum": "set_force_sum_reduction_for_comms",
@@ -209,7 +209,7 @@ class GatherPolicy(MixedPrecisionPolicy, ABC):
 
     @abstractmethod
     def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> Gather | None:
-        """The gather of one group, from shards of any dtype to a full buffer of ``dtype``; None: an all-gather."""
+        """The gather of one group, from shards of any dtype to a full buffer of ``dtype``; None: a plain all-gather."""
 
 
 class GroupComm:
@@ -218,7 +218,7 @@ class GroupComm:
     Args:
         mesh: 1-D (shard) or 2-D (replicate, shard).
         part_size: number of ranks that together keep one copy of the full parameters between forward and backward; a
-            divisor of the number of shards. None: they are not kept.
+            divisor of the number of shards. None: they keep no copy.
 
     Attributes:
         shard_axis: index of the axis that shards, the last one.
@@ -239,12 +239,12 @@ class GroupComm:
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self.settings = GroupSettings()
         self.watch: OrderWatch | None = None
-        self.memory: ProcessGroupMemory | None = None  # None: the caching allocator's
+        self.memory: ProcessGroupMemory | None = None  # None: memory of the caching allocator
         # If a list: `all_gather` adds (full, shard) to it, and the caller starts all gathers of the list together.
         self.noted: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        self.reduce_group: dist.ProcessGroup | None = None  # communicator of reductions; None: the gathers'
+        self.reduce_group: dist.ProcessGroup | None = None  # communicator of reductions; None: `shard_group`
         self._part_group: dist.ProcessGroup | None = None  # the ``part_size`` ranks
-        self.part_rank = 0  # this rank's index among them
+        self.part_rank = 0  # this rank's index in `_part_group`
         if part_size is not None:
             # Else torch gives the new groups its default timeout.
             with groups_with_timeout_of(self.shard_group), outside_fake_mode():
@@ -309,7 +309,7 @@ class GroupComm:
             return torch.empty(numel, dtype=dtype, device=device)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work | None:
-        """Start the reduction of 1-D ``full`` into ``shard``, in the shard's dtype. For fp16, ``full`` is divided."""
+        """Start the reduction of 1-D ``full`` into ``shard``, in the shard's dtype. fp16 divides ``full`` in place."""
         before = self._divide_before(shard.dtype)
         if before != 1:
             full.div_(before)
@@ -337,7 +337,7 @@ class GroupComm:
             all_reduce_at_once(shard, self._op(shard.dtype, self.mesh.size(0)), self.replicate_group)
 
     def finish_division(self, shard: torch.Tensor) -> None:
-        """Divide a summed shard, in place, where the collective did not average."""
+        """Divide a summed shard, in place; a no-op if the collective has averaged."""
         if not self._averages(shard.dtype):
             # Without the part divided before the sum.
             shard.div_(self._total_factor() / self._divide_before(shard.dtype))

@@ -1,9 +1,10 @@
 """OrderWatch: checks that the ranks of a mesh start the same collectives in the same order.
 
-If ranks differ (only some of them run a unit, or set a switch), gradients of different units are mixed up: wrong values
-without an error, or a deadlock. So every rank keeps a log of the collectives that it starts, and a background thread
-compares a digest of the log with other ranks, once per forward and backward, through the process group's store. No
-communicator is used, and training does not wait for the comparison, apart from a short wait before the first reduction:
+If ranks differ (only some of them run a unit, or set a switch), collectives of different units are matched with each
+other: gradients are wrong without an error, or the job hangs. So every rank keeps a log of the collectives that it
+starts, and a background thread compares a digest of the log with other ranks, once per forward and backward, through
+the process group's store. No communicator is used, and training does not wait for the comparison, apart from a short
+wait before the first reduction:
 
     training                         thread                                  store
     note() each gather, reduction
@@ -14,8 +15,8 @@ communicator is used, and training does not wait for the comparison, apart from 
     note() raises                    <- names the first difference
 
 If no collective was started for `BOUND_S`, or one failed, logs of the running step are compared as well. If one log is
-the beginning of the other, one rank may only be slow. Otherwise the ranks are in a deadlock: the thread ends the
-collectives that wait in their process groups (`break_group`), and all ranks raise.
+a prefix of the other, one rank may only be slow. Otherwise the ranks are in a deadlock: the thread aborts their process
+groups (`break_group`), so pending collectives fail and all ranks raise.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ _SETTLE_S = 0.05
 _FAILED_S = 1.0  # how long a rank whose collective failed waits for other ranks' logs
 # A log is compared at this length at the latest: a step of forwards only would never end.
 _MOST_ENTRIES = 4096
-_MOST_LOGS = 64  # logs of other ranks that are read for an error message
-_PARTNERS = 8  # first ranks of the mesh that every late rank compares itself with
+_MOST_LOGS = 64  # maximum number of other ranks' logs that are read for an error message
+_PARTNERS = 8  # number of first ranks of the mesh with which every late rank compares its log
 _KEPT_KEYS = 64  # steps whose digests stay in the store, for ranks that are behind
 _NOTHING = "nothing more"  # shown for a rank whose log is shorter
 _log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class OrderWatch:
 
     Attributes:
         error: the error that all ranks raise, once their logs differ.
-        over: the communicators whose waiting collectives are then ended.
+        over: the communicators that are aborted once the logs differ.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -116,7 +117,7 @@ class OrderWatch:
         step, entries = self._step, self._entries
         self._step, self._entries = step + 1, []
         self._logs[step + 1] = self._entries
-        self._logs.pop(step - 2, None)  # ranks that differ are found within two steps
+        self._logs.pop(step - 2, None)  # a difference is detected within two steps
         self._last = time.monotonic()
         _thread.put(self, step, entries)
 
@@ -162,7 +163,7 @@ class OrderWatch:
         self._is_compared.set()
 
     def compare(self, step: int, entries: list[str]) -> bool:
-        """Compare the log of a step with the one of the first rank that ended it."""
+        """Compare the log of a step with the log of the first rank that ended this step."""
         digest = xxhash.xxh3_64_hexdigest("\n".join(entries).encode())
         # Sets only a key that does not exist, and returns the first rank's value.
         first = self._store.compare_set(f"{self._key} {step}", "", f"{digest} {self._rank}").decode()
@@ -177,7 +178,8 @@ class OrderWatch:
         """Read the alarm. If this rank is late, also compare the log of the running step with other ranks' logs.
 
         Args:
-            is_late: whether this rank's collective failed; else it is late if none has started for `BOUND_S`.
+            is_late: whether this rank's collective failed. If not, the rank is late if it has started no collective for
+                `BOUND_S`.
 
         Returns:
             Whether the comparison is complete: ranks differ, or all have published logs that agree.
@@ -187,7 +189,7 @@ class OrderWatch:
         if self.error is not None or not (is_late or time.monotonic() - self._last > BOUND_S):
             return self.error is not None
         self._show()
-        # Not all ranks, since every rank reads; but enough for at least one rank to see each difference.
+        # Some ranks are enough: since every rank reads, at least one rank sees each difference.
         index, size = self._ranks.index(self._rank), len(self._ranks)
         partners = {*self._ranks[:_PARTNERS], *(self._ranks[(index + step) % size] for step in range(3))}
         logs = self._shown_logs(self._step, partners)
@@ -221,9 +223,9 @@ class OrderWatch:
         return logs
 
     def _conclude(self, step: int) -> None:
-        """Ranks differ in this step: end the collectives that wait, and set the error."""
+        """Called if ranks differ in this step: abort the process groups, and set the error."""
         sources = {self._rank, *self._ranks[:_MOST_LOGS]}
-        # By then every rank has read the alarm at least once, and published its logs.
+        # By this deadline every rank has read the alarm at least once, and published its logs.
         deadline = time.monotonic() + 2 * BOUND_S / _ALARMS_PER_BOUND
         self._show()
         for group in {group for each in self.over for group in each.process_groups()}:
@@ -256,8 +258,8 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
     (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
     # At most 16 ranks are shown per entry, and 5 entries: a mesh may have thousands of ranks.
     return LifecycleError(
-        "The ranks have started different collectives, or the same ones in another order.",
-        expected=f"on all ranks the collective that ranks {sorted(here)[:16]} started: {expected}",
+        "The ranks have started different collectives, or the same collectives in another order.",
+        expected=f"the same collective on all ranks; ranks {sorted(here)[:16]} started: {expected}",
         got="; ".join(f"ranks {sorted(side)[:16]} started: {entry}" for entry, side in others[:4])
         or f"another order on some of ranks {list(ranks)[:16]}, which have not published their logs",
         where=f"collective {index} of a step",

@@ -3,10 +3,10 @@
     streams_of(cuda)  -> DeviceStreams     the device module's own streams and events
     streams_of(cpu)   -> None              work runs in the host's order
 
-The runtime gets streams only here. A test gives `CommContext` another `Streams`, which records which stream waits for
-which one, and checks the order on a CPU.
+The runtime gets all streams from this module. A test passes a `Streams` to `CommContext` that records the waits between
+streams, and checks the order on a CPU.
 
-Streams and events are made by ``torch.cuda`` (or another device's module), not by the generic ``torch.Stream``: a
+Streams and events come from ``torch.cuda`` (or another device's module), not from the generic ``torch.Stream``: a
 ``torch.cuda.Event`` keeps its handle in a field that the generic ``wait_event`` does not read (torch 2.11-2.13,
 ``torch/csrc/Stream.cpp`` and ``cuda/Event.cpp``), so a wait for a user's event could have no effect. The device
 module's classes accept both kinds of event.
