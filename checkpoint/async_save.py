@@ -44,7 +44,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
     Coordinator,
     SoloCoordinator,
     coordinator_for,
-    num_neighbours,
+    num_neighbors,
 )
 from vescale_fsdp.checkpoint.ranks.first_error import adding_note, noting
 from vescale_fsdp.checkpoint.save import Format, Saved, Saver, plain_json
@@ -259,7 +259,7 @@ class AsyncSaver:
         error: BaseException | None = None
         try:
             self.drain()  # the staging buffer belongs to the last save until it ends
-            storage = open_storage(path, neighbours=num_neighbours())
+            storage = open_storage(path, neighbors=num_neighbors())
             meter = meter_for(progress, self._coordinator.rank)
             saver = partial(
                 Saver,

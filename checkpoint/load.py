@@ -32,7 +32,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointErro
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbours
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbors
 from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.live_objects import has_meta_modules, is_meta
@@ -214,7 +214,7 @@ def load(
     }
     with coordinator.together(f"opening {path}", _NOTHING_LOADED, alike, is_first=True):
         check_choices(verify, read)
-        storage = open_storage(path, neighbours=num_neighbours())
+        storage = open_storage(path, neighbors=num_neighbors())
         meter = meter_for(progress, coordinator.rank)
         manifest = _manifest_of(storage, path)
         has_options = bool(casts) or init is not None or source is not None

@@ -33,7 +33,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
     Coordinator,
     coordinator_for,
     is_of_storage,
-    num_neighbours,
+    num_neighbors,
 )
 from vescale_fsdp.checkpoint.ranks.first_error import adding_note, noting
 from vescale_fsdp.checkpoint.restore import Restored, StepSearch, no_such_step, restore_newest
@@ -159,7 +159,7 @@ class CheckpointManager:
         policy = check_policy(EverySteps(1) if save_policy is None else save_policy)
         self._retention = retention_of(retention)
         self._best = tuple(rule for rule in leaves_of(policy) if isinstance(rule, BestOf))
-        self._root = open_storage(root, neighbours=num_neighbours())
+        self._root = open_storage(root, neighbors=num_neighbors())
         self._progress, self._optimizer = progress, optimizer
         self._export = None if export is None else form_of(export)
         self._export_every = export_every

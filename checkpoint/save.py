@@ -40,7 +40,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import (
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, decode, depth_of
 from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
 from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas, begin_comparison, check_choice
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbours
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbors
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.state.per_rank import leaf_of, pack_blob, unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -113,7 +113,7 @@ def save(
     coordinator = coordinator_for(process_group)
     try:
         saver = Saver(
-            open_storage(path, neighbours=num_neighbours()),
+            open_storage(path, neighbors=num_neighbors()),
             coordinator,
             overwrite=overwrite,
             format=format,

@@ -116,9 +116,9 @@ def verify(
         return _verify_source(path, deep, progress)
     # Imported here because they import torch, which is not needed to verify a `Source`.
     from vescale_fsdp.checkpoint.formats.read_state import read_manifest
-    from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbours
+    from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbors
 
-    storage = open_storage(path, neighbours=num_neighbours())
+    storage = open_storage(path, neighbors=num_neighbors())
     try:
         manifest = read_manifest(storage)
     except NoCheckpointError as error:

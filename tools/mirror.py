@@ -51,16 +51,16 @@ HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 @dataclass
 class Delays:
-    """Milliseconds that a GPU waits before a collective and before a layer; ``synchronised``: no overlap."""
+    """Milliseconds that a GPU waits before a collective and before a layer; ``synchronized``: no overlap."""
 
     collective: float = 0.0
     compute: float = 0.0
-    synchronised: bool = False
+    synchronized: bool = False
 
 
 DELAYS = Delays()
 MODES = {
-    "synchronised": Delays(synchronised=True),
+    "synchronized": Delays(synchronized=True),
     "as it comes": Delays(),
     "late collectives": Delays(collective=3),
     "late compute": Delays(compute=2),
@@ -119,14 +119,14 @@ class MirroredGroup(_Base):  # type: ignore[misc]
         if self._stream is None or not tensor.is_cuda:
             work()
             return MirroredWork(None)
-        if DELAYS.synchronised:
+        if DELAYS.synchronized:
             torch.cuda.synchronize()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             sleep(DELAYS.collective)
             work()
             event = self._stream.record_event()
-        if DELAYS.synchronised:
+        if DELAYS.synchronized:
             torch.cuda.synchronize()
         return MirroredWork(event)
 

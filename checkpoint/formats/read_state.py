@@ -31,7 +31,7 @@ from vescale_fsdp.checkpoint.manifest.rank_file import ShareFinder
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, dotted_name, join_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
-from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbours
+from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbors
 from vescale_fsdp.checkpoint.state.per_rank import leaf_of, unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
@@ -99,7 +99,7 @@ def read_state(path: str | os.PathLike[str]) -> CheckpointReader:
         >>> read_state("to_read").metadata
         {'loss': 2.5}
     """
-    return CheckpointReader(open_storage(path, neighbours=num_neighbours()))
+    return CheckpointReader(open_storage(path, neighbors=num_neighbors()))
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.checkpoint.moves.verified_reads import SeenPieces
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, num_neighbours
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, num_neighbors
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.state.live_objects import (
     LiveObjects,
@@ -376,7 +376,7 @@ class _ViewReads(Reads):
                 self.meter.advance(read.box.numel * read.target.itemsize)
 
         # Views compute, and the ranks of a node share its cores.
-        cores = max(1, (os.cpu_count() or 1) // num_neighbours())
+        cores = max(1, (os.cpu_count() or 1) // num_neighbors())
         in_threads(min(self.storage.read_threads, cores), work, self._boxes())
         self.num_bytes_read = total
 

@@ -682,6 +682,6 @@ def _first_difference(values: Sequence[Json], name: str) -> tuple[str, Sequence[
     return name, values
 
 
-def num_neighbours() -> int:
+def num_neighbors() -> int:
     """The number of ranks that may share this machine's cores: the world size, since ranks per machine are unknown."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

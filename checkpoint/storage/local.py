@@ -295,7 +295,7 @@ class LocalStorage(Storage):
         root: the folder; made by the first write. A relative path is resolved now, since the process may change its
             current folder during a save.
         durable: False omits every fsync, for file systems in memory.
-        neighbours: ranks that share this rank's cores, if torchrun's LOCAL_WORLD_SIZE is not set.
+        neighbors: ranks that share this rank's cores, if torchrun's LOCAL_WORLD_SIZE is not set.
         private: only this user may access the folder, and no other user can have made it, see `make_private`.
         whole_files: for few processes that read and write files from end to end: files stay open for reading, and
             blocks are reserved before a file is written.
@@ -306,7 +306,7 @@ class LocalStorage(Storage):
         root: str | os.PathLike[str],
         *,
         durable: bool = True,
-        neighbours: int = 1,
+        neighbors: int = 1,
         whole_files: bool = False,
         private: bool = False,
     ) -> None:
@@ -314,14 +314,12 @@ class LocalStorage(Storage):
         self.folders = MadeFolders(self.root, sync_names if durable else lambda _: None)
         self._private = self.root if private else None
         self._probe = FileSystemProbe()
-        self._like_this = partial(
-            LocalStorage, durable=durable, neighbours=neighbours, whole_files=whole_files
-        )
+        self._like_this = partial(LocalStorage, durable=durable, neighbors=neighbors, whole_files=whole_files)
         self._durable, self._whole_files = durable, whole_files
         self._open_files: dict[str, _LocalReader] = {}
         # This rank's share of the cores: more threads would not copy faster.
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        self.read_threads = max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", neighbours))))
+        self.read_threads = max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", neighbors))))
         # While one of these threads waits for the disk, another copies or hashes.
         self.far_read_threads = self.write_threads = max(2, self.read_threads)
 

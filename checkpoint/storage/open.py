@@ -10,11 +10,11 @@ from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ArgumentError
 
 
-def open_storage(path: str | os.PathLike[str] | Storage, *, neighbours: int = 1) -> Storage:
+def open_storage(path: str | os.PathLike[str] | Storage, *, neighbors: int = 1) -> Storage:
     """The storage of a path or URL (``s3://``, ``gs://``, ``memory://``, ..); a storage is returned as it is.
 
     Args:
-        neighbours: ranks that share the machine's cores.
+        neighbors: ranks that share the machine's cores.
 
     Raises:
         ArgumentError: if ``path`` is not a path.
@@ -28,7 +28,7 @@ def open_storage(path: str | os.PathLike[str] | Storage, *, neighbours: int = 1)
             "This is not a path.", expected="a folder or a URL, as str or os.PathLike", got=repr(path)
         )
     folder = _on_disk(text)
-    return _open_url(text) if folder is None else LocalStorage(folder, neighbours=neighbours)
+    return _open_url(text) if folder is None else LocalStorage(folder, neighbors=neighbors)
 
 
 def open_store(url: str) -> Storage:

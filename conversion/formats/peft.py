@@ -141,7 +141,7 @@ class PeftConfig:
         kind: ``LORA`` or ``IA3``.
         rank, alpha: of LoRA, for all modules without a pattern.
         rank_patterns, alpha_patterns: regular expression for the end of a module's name -> rank or alpha.
-        is_rank_stabilised: whether alpha is divided by the square root of the rank, not by the rank.
+        is_rank_stabilized: whether alpha is divided by the square root of the rank, not by the rank.
         is_dora: whether rows have trained magnitudes.
         biases: which biases of the base were trained too: ``none``, ``all`` or ``lora_only``.
     """
@@ -151,7 +151,7 @@ class PeftConfig:
     alpha: float = 0.0
     rank_patterns: Mapping[str, int] = field(default_factory=dict)
     alpha_patterns: Mapping[str, float] = field(default_factory=dict)
-    is_rank_stabilised: bool = False
+    is_rank_stabilized: bool = False
     is_dora: bool = False
     biases: str = "none"
 
@@ -204,7 +204,7 @@ class PeftConfig:
     def scaling_of(self, module: str) -> float:
         """The factor of the product of a module's two LoRA matrices."""
         rank, alpha = self.rank_of(module), _of_pattern(self.alpha_patterns, module, self.alpha)
-        return alpha / math.sqrt(rank) if self.is_rank_stabilised else alpha / rank
+        return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:

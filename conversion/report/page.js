@@ -154,7 +154,7 @@ function holderBar(tensor) {
     const width = (560 * count * size) / all, left = x;
     x += width;
     const names = file < 0 ? "no file (zeros)" : count > 1 ? `${fileName(file)} to ${fileName(file + count - 1)}, ${size} items each` : `${fileName(file)}, ${size} items`;
-    const block = `<rect x="${left}" y="0" width="${Math.max(1, width)}" height="18" fill="${colour(file)}"><title></title></rect>`;
+    const block = `<rect x="${left}" y="0" width="${Math.max(1, width)}" height="18" fill="${color(file)}"><title></title></rect>`;
     const ticks = count > 1 && count < 200 ? Array.from({ length: count - 1 }, (_, i) => `<line x1="${left + ((i + 1) * width) / count}" x2="${left + ((i + 1) * width) / count}" y1="0" y2="18" stroke="var(--paper)"/>`).join("") : "";
     return [block + ticks, names];
   });
@@ -169,7 +169,7 @@ function fileName(i) {
   const name = report.files[i] || "?", rank = /(\d{5})-of-\d{5}\.safetensors$/.exec(name);
   return rank && report.kind === "native" ? `rank ${Number(rank[1])}` : name;
 }
-const colour = (i) => (i < 0 ? "var(--rule)" : `hsl(${(i * 137.5) % 360} 55% 55%)`);
+const color = (i) => (i < 0 ? "var(--rule)" : `hsl(${(i * 137.5) % 360} 55% 55%)`);
 function choose(tensor) {
   state.chosen = tensor;
   const detail = $("detail"), stats = tensor.stats;

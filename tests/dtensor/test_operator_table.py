@@ -263,7 +263,7 @@ def users_code() -> list[str]:
         "scale of columns": lambda t: t.div_(t.abs().amax(0)),
         "weight norm": lambda t: t.mul_(1 / torch.norm_except_dim(t, 2, 0)),
         "spectral norm": lambda t: t.div_(torch.linalg.matrix_norm(t, 2)),
-        "centred rows": lambda t: t.sub_(t.mean(1, keepdim=True)).div_(t.std(1, keepdim=True)),
+        "centered rows": lambda t: t.sub_(t.mean(1, keepdim=True)).div_(t.std(1, keepdim=True)),
         "gram matrix": lambda t: t.mul_(t.mm(t.new_ones((5, 4))).diagonal().sum()),
         "softmax": lambda t: t.copy_(t.softmax(0)),
         "sorted": lambda t: t.copy_(t.sort(dim=1).values),
@@ -288,5 +288,5 @@ def test_views() -> None:
 
 
 def test_what_users_do_to_parameters() -> None:
-    """Initialisations and rescalings give the values they give on plain tensors."""
+    """Initializations and rescalings give the values they give on plain tensors."""
     assert len(run_ranks(3, users_code)[0]) == 15

@@ -57,7 +57,7 @@ def test_bands_of_runs(case: tuple[tuple[int, ...], PieceMap], block: int) -> No
 
 @given(even_cuts(), st.integers(1, 4))
 def test_scales_of_runs(case: tuple[tuple[int, ...], PieceMap], block: int) -> None:
-    """Scales of quantisation blocks, flat ones and tiles."""
+    """Scales of quantization blocks, flat ones and tiles."""
     shape, pieces = case
     for granularity in (Flat(block), Tiles(block, 3)):
         grid = grid_of(shape, granularity)

@@ -121,7 +121,7 @@ INITS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def initialised(mesh_shape: tuple[int, ...], style: str, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
+def initialized(mesh_shape: tuple[int, ...], style: str, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
     """Full tensors of all shapes after every kind of init, for one way of cutting them."""
     mesh = cpu_mesh(*mesh_shape)
     vescale_fsdp.manual_seed(1234)
@@ -164,7 +164,7 @@ def placements(shape: tuple[int, ...], mesh_shape: tuple[int, ...], style: str) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_init_knows_nothing_of_ranks_and_cuts(dtype: torch.dtype) -> None:
     """Every init gives bit-identical full tensors on 1, 2, 3 and 7 ranks, whatever the cut or the mesh."""
-    reference = run_ranks(1, initialised, (1,), "elements", dtype)[0]
+    reference = run_ranks(1, initialized, (1,), "elements", dtype)[0]
     cases = [
         ((2,), "elements"),
         ((3,), "rows"),
@@ -174,7 +174,7 @@ def test_init_knows_nothing_of_ranks_and_cuts(dtype: torch.dtype) -> None:
         ((2, 2), "shard"),
     ]
     for mesh_shape, style in cases if dtype == torch.float32 else cases[:2]:
-        for result in run_ranks(math.prod(mesh_shape), initialised, mesh_shape, style, dtype):
+        for result in run_ranks(math.prod(mesh_shape), initialized, mesh_shape, style, dtype):
             for name, tensors in reference.items():
                 for tensor, want in zip(result[name], tensors, strict=True):
                     assert torch.equal(tensor, want), (name, mesh_shape, style, tuple(want.shape))
@@ -186,7 +186,7 @@ def test_init_knows_nothing_of_ranks_and_cuts(dtype: torch.dtype) -> None:
 
 
 def model_digest(world: int, granularity: object) -> list[torch.Tensor]:
-    """Parameters of a model initialised on the meta device and sharded."""
+    """Parameters of a model initialized on the meta device and sharded."""
     mesh = cpu_mesh()
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(13, 7), nn.LayerNorm(7), nn.Linear(7, 5, bias=False))

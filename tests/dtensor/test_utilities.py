@@ -37,7 +37,7 @@ def from_a_vector(p: nn.Parameter, q: nn.Parameter) -> nn.Parameter:
 
 
 def fused(p: nn.Parameter, q: nn.Parameter) -> torch.Tensor:
-    """How fused weights are initialised: parts of other shapes, made and filled, joined, copied."""
+    """How fused weights are initialized: parts of other shapes, made and filled, joined, copied."""
     parts = [p.new_empty((4, 6)).fill_(value) for value in (1.0, 2.0)]
     return p.copy_(torch.cat(parts))
 

@@ -46,11 +46,11 @@ def test_wheel_holds_every_source_and_one_top_level_name(built: tuple[Path, Path
 
 
 def test_licence_and_metadata(built: tuple[Path, Path]) -> None:
-    """The whole licence goes along, and the version is the one that the package says of itself."""
+    """The whole license goes along, and the version is the one that the package says of itself."""
     with zipfile.ZipFile(built[0]) as wheel:
-        (licence,) = [name for name in wheel.namelist() if name.endswith("/licenses/LICENSE")]
-        text = wheel.read(licence).decode()
-        metadata = email.message_from_bytes(wheel.read(licence.replace("licenses/LICENSE", "METADATA")))
+        (license,) = [name for name in wheel.namelist() if name.endswith("/licenses/LICENSE")]
+        text = wheel.read(license).decode()
+        metadata = email.message_from_bytes(wheel.read(license.replace("licenses/LICENSE", "METADATA")))
 
     assert text == (ROOT / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in text and "APPENDIX: How to apply the Apache License" in text

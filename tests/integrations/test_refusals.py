@@ -1,4 +1,4 @@
-"""What a stack asks for and nobody can honour: refused by name, with the model as it was."""
+"""What a stack asks for and nobody can honor: refused by name, with the model as it was."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_names_lose_only_what_all_share() -> None:
     assert short_names(["only.one"]) == {"only.one": "only.one"}
 
 
-def test_neighbouring_ranks_differ_in_colour() -> None:
+def test_neighboring_ranks_differ_in_color() -> None:
     """No two of sixteen ranks share a fill."""
     assert len({rank_color(rank, 16) for rank in range(16)}) == 16
 

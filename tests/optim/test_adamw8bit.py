@@ -112,13 +112,13 @@ def test_a_group_may_keep_fp32_state() -> None:
 
 
 def misaligned_run() -> tuple[str, float]:
-    """The refusal's text, and how far quantising misaligned pieces would be off."""
+    """The refusal's text, and how far quantizing misaligned pieces would be off."""
     full = full_tensors([(33, 130)], 0)
     try:
         AdamW8bit(list(as_ragged(full, cpu_mesh(), Element()).values()))
     except LayoutError as error:
         refusal = str(error)
-    # What would happen: each piece quantised by itself, as if it were a tensor.
+    # What would happen: each piece quantized by itself, as if it were a tensor.
     params = as_ragged(full, cpu_mesh(), Element())
     ((fqn, param),) = params.items()
     piece = torch.nn.Parameter(param.to_local().detach().clone().view(1, -1))  # type: ignore[attr-defined]

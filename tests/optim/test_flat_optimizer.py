@@ -305,7 +305,7 @@ def test_plain_parameters_and_closures() -> None:
     assert torch.equal(one.weight, other.weight)
 
 
-def neighbours() -> list[torch.Tensor]:
+def neighbors() -> list[torch.Tensor]:
     """Two plain parameters, one behind the other in one allocation: a run."""
     both = torch.arange(8.0)
     return [nn.Parameter(both[:4]), nn.Parameter(both[4:])]
@@ -313,7 +313,7 @@ def neighbours() -> list[torch.Tensor]:
 
 def test_gradients_of_two_allocations_are_not_taken_for_one() -> None:
     """That their offsets fit is not enough: they are copied together."""
-    params = neighbours()
+    params = neighbors()
     optimizer = FlatOptimizer(torch.optim.SGD, params, lr=1.0)
     params[0].grad, params[1].grad = torch.full((8,), 1.0)[:4], torch.full((8,), 2.0)[4:]
     optimizer.step()
@@ -322,8 +322,8 @@ def test_gradients_of_two_allocations_are_not_taken_for_one() -> None:
 
 
 def test_loaded_step_counts_part_a_run() -> None:
-    """Neighbours that have taken different numbers of steps are stepped apart, with the bits of one by one."""
-    params, twins = neighbours(), neighbours()
+    """Neighbors that have taken different numbers of steps are stepped apart, with the bits of one by one."""
+    params, twins = neighbors(), neighbors()
     saved = torch.optim.AdamW(twins, lr=0.1)
     for present in ([0, 1], [0]):
         for index, twin in enumerate(twins):

@@ -368,7 +368,7 @@ def test_another_momentum_form_is_refused() -> None:
 
 
 def test_other_parts_and_shapes_are_refused() -> None:
-    """fp32 moments are not quantised in silence, and another model's state does not fit."""
+    """fp32 moments are not quantized in silence, and another model's state does not fit."""
     optimizer = plain("adamw8bit")
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0] = {k: torch.zeros(64, 64) for k in ("exp_avg", "exp_avg_sq")} | {

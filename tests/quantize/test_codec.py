@@ -131,7 +131,7 @@ def sharded_run(name: str, kind: str) -> list[tuple[bool, bool, bool, int]]:
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize(("world", "kind"), [(2, "ragged"), (4, "ragged"), (4, "hybrid"), (2, "fsdp2")])
 def test_gathered_codes_are_the_full_tensors(name: str, world: int, kind: str) -> None:
-    """Quantise-then-gather equals gather-then-quantise, bit for bit: codes, scales, values."""
+    """Quantize-then-gather equals gather-then-quantize, bit for bit: codes, scales, values."""
     results = run_ranks(world, sharded_run, name, kind)
     for rank in results:
         assert all(codes and scales and values for codes, scales, values, _ in rank)

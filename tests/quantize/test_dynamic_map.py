@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def torchao_quant() -> ModuleType:
-    """torchao's quantiser; its import reports kernels that this machine cannot load."""
+    """torchao's quantizer; its import reports kernels that this machine cannot load."""
     logging.getLogger("torchao").setLevel(logging.CRITICAL)
     pytest.importorskip("torchao", reason="the oracle of these tests: pip install torchao")
     return importlib.import_module("torchao.optim.quant_utils")
@@ -44,7 +44,7 @@ def test_the_tables_facts() -> None:
 
 
 def hard_values(signed: bool) -> torch.Tensor:
-    """Random values, every entry, every midpoint, and the neighbours of both, in [-1, 1]."""
+    """Random values, every entry, every midpoint, and the neighbors of both, in [-1, 1]."""
     table = dynamic_map(signed, CPU)
     middles = (table[:-1] + table[1:]) / 2
     exact = torch.cat([table, middles, table[:-1] + (table[1:] - table[:-1]) * 0.5])
@@ -91,7 +91,7 @@ def test_zero_blocks_stay_zero() -> None:
 
 
 def test_a_cut_inside_a_block_changes_values() -> None:
-    """Negative control: quantised in misaligned halves, a quarter and more of all values differ."""
+    """Negative control: quantized in misaligned halves, a quarter and more of all values differ."""
     full = torch.randn(4096, generator=torch.Generator().manual_seed(1))
     grid = grid_of((4096,), Flat(256))
 

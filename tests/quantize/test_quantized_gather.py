@@ -65,7 +65,7 @@ def sharded_run(name: str, dtype: torch.dtype | None) -> list[tuple[torch.Tensor
 
 @exact_products()
 def rounded_run(name: str, dtype: torch.dtype | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """One process: the model with its matrices quantised and decoded beforehand."""
+    """One process: the model with its matrices quantized and decoded beforehand."""
     model = make_model()
     for param in model.parameters():
         value = CODECS[name].quantize(param).dequantize() if param.ndim == 2 else param.detach()
@@ -101,7 +101,7 @@ def test_bf16_computing() -> None:
         assert all(torch.equal(results[0][1][fqn], grads[fqn]) for fqn in grads)
 
 
-def test_it_differs_from_not_quantising() -> None:
+def test_it_differs_from_not_quantizing() -> None:
     """Negative control: the plain model computes something else."""
     output, _ = rounded_run("fp8", None)
     assert (run_model(make_model(), None)[0] - output).norm() > 0
@@ -154,7 +154,7 @@ def test_cut_blocks_are_refused_with_the_cure() -> None:
 
 
 def choice_run() -> list[str]:
-    """Which parameters a function rule quantises."""
+    """Which parameters a function rule quantizes."""
     asked = []
 
     def rule(fqn: str, shape: torch.Size) -> BlockCodec | None:

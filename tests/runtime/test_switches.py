@@ -224,7 +224,7 @@ def reductions_per_backward() -> list[int]:
 
 
 def test_one_reduction_per_backward() -> None:
-    """Several forwards before one backward cost one reduction, and none without synchronisation."""
+    """Several forwards before one backward cost one reduction, and none without synchronization."""
     assert run_ranks(2, reductions_per_backward) == [[1, 1, 1, 0]] * 2
 
 

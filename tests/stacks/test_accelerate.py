@@ -195,7 +195,7 @@ def _refusals() -> list[str]:
 
 
 def test_flags_are_refused_by_name() -> None:
-    """What cannot be honoured is refused before anything is replaced."""
+    """What cannot be honored is refused before anything is replaced."""
     own = [torch.distributed.fsdp.fully_shard]
     fsdp1, offload = _refusals()
 

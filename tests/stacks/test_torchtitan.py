@@ -164,7 +164,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_what_cannot_be_honoured() -> None:
+def test_what_cannot_be_honored() -> None:
     """It is refused by name before the model is touched."""
     ((symmetric, backend, manager),) = run_ranks(1, refusals)  # off this process: torchtitan's imports warn
 

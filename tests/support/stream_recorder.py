@@ -9,7 +9,7 @@ before the next work of s. An access that is not ordered behind what it conflict
 
     a read, with the last write           a write, with the last write and all reads since
     an allocation on s, with every use of memory that was freed into s's pool (the caching allocator may give
-    out any of it at once)                a host's access, with work that it has not synchronised with
+    out any of it at once)                a host's access, with work that it has not synchronized with
 
 A collective is work of the stream that starts it, as NCCL has it where the caller asks for none beside. With
 ``beside`` it is work of its communicator's own stream, behind the one that started it, and ``wait`` makes the

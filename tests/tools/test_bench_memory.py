@@ -58,13 +58,13 @@ def write_at_once(grads: UnshardedGrads, slot: TensorSlot, grad: torch.Tensor) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_peaks_are_below_fsdp2(name: str) -> None:
-    """With bf16 travelling by a tenth at least."""
+    """With bf16 traveling by a tenth at least."""
     assert max(ratios(name, "bf16")) <= 0.9
 
 
 @pytest.mark.parametrize(("name", "dtypes"), [("ends in root", "fp32"), ("blocks", "bf16 wide")])
 def test_peaks_in_fp32_are_not_above(name: str, dtypes: str) -> None:
-    """Nor with fp32 travelling."""
+    """Nor with fp32 traveling."""
     live, pools = ratios(name, dtypes)
     assert live <= 1.001 and pools <= 1.05
 

@@ -43,7 +43,7 @@ WIDTH, HIDDEN, STEPS = 64, 192, 3
 
 
 class Block(nn.Module):
-    """A normalised two-layer network with a residual."""
+    """A normalized two-layer network with a residual."""
 
     def __init__(self) -> None:
         super().__init__()

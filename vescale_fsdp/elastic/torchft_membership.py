@@ -31,8 +31,6 @@ from vescale_fsdp.checkpoint.ranks.stores import (
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.errors import LifecycleError
 
-_POLL_S = 0.1
-
 
 class TorchftMembership:
     """A `Membership` that asks torchft's lighthouse (torchft 0.2; ``pip install torchft``).

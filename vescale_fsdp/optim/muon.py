@@ -252,7 +252,7 @@ class NewtonSchulz:
     eps: float = MUON_EPS
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """Orthogonalise every matrix of a bf16 stack [n, rows, cols]; the stack may be overwritten."""
+        """Orthogonalize every matrix of a bf16 stack [n, rows, cols]; the stack may be overwritten."""
         if len(stack) == 1:  # torch's own function, so its bits
             return zeropower_via_newtonschulz(stack[0], self.coefficients, self.steps, self.eps).unsqueeze(0)
         a, b, c = self.coefficients
@@ -319,16 +319,16 @@ def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[]
     gathering = _start_gather(plan.buckets[0], jobs) if plan.buckets else None
     meanwhile()
     _decay(jobs)
-    _orthogonalise_here(plan.here, jobs)
+    _orthogonalize_here(plan.here, jobs)
     for index in plan.gathered:
-        _orthogonalise_everywhere(index, jobs)
+        _orthogonalize_everywhere(index, jobs)
     scattering: Pending | None = None
     for number, bucket in enumerate(plan.buckets):
         assert gathering is not None
         arrived = gathering
         if number + 1 < len(plan.buckets):
             gathering = _start_gather(plan.buckets[number + 1], jobs)
-        results = _orthogonalise_arrived(bucket, arrived.wait(), jobs)
+        results = _orthogonalize_arrived(bucket, arrived.wait(), jobs)
         before, scattering = scattering, _start_scatter(bucket, results, jobs)
         if before is not None:
             _subtract_arrived(plan.buckets[number - 1], before.wait(), jobs)
@@ -393,7 +393,7 @@ def _widened(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return wide
 
 
-def _orthogonalise_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]) -> None:
+def _orthogonalize_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]) -> None:
     """Orthogonalize and subtract the matrices that are whole on this rank."""
     for iteration, shape, positions in _stacks(here, jobs):
         members = [(jobs[here[position][0]], here[position][1]) for position in positions]
@@ -407,7 +407,7 @@ def _orthogonalise_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[Param
         )
 
 
-def _orthogonalise_everywhere(index: int, jobs: Sequence[ParamJob]) -> None:
+def _orthogonalize_everywhere(index: int, jobs: Sequence[ParamJob]) -> None:
     """Step a parameter without contiguous pieces: every rank gathers the update and subtracts its own part."""
     job = jobs[index]
     assert isinstance(job.param, DTensor)
@@ -442,7 +442,7 @@ def _start_gather(bucket: Bucket, jobs: Sequence[ParamJob]) -> Pending:
     return start_exchange(parts, bucket.gather_numels, bucket.ranks.group, _device(bucket, jobs))
 
 
-def _orthogonalise_arrived(
+def _orthogonalize_arrived(
     bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]
 ) -> list[torch.Tensor]:
     """The orthogonalized updates of the matrices that this rank owns, flat, in their order in the bucket."""

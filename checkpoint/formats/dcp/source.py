@@ -167,7 +167,7 @@ class _MetadataReader:
         for chunk in entry.chunks:
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             if not box.numel:
-                continue  # an empty box has no bytes, and may share its offset with a neighbour
+                continue  # an empty box has no bytes, and may share its offset with a neighbor
             file, offset, nbytes = self._byte_range(name, box.offsets)
             chunks.append(StoredChunk(box, file, offset, nbytes))
         return StoredTensor(info, tuple(chunks))

@@ -60,11 +60,11 @@ def set_model_state_dict(
     if full is not None:
         template = get_model_state_dict(model)
         model_state_dict = _cut(template, model_state_dict, full.broadcast_from_rank0)
-        _materialise(model, template, model_state_dict)
+        _materialize(model, template, model_state_dict)
     return _torch_set_model(model, model_state_dict, options=plain)
 
 
-def _materialise(model: nn.Module, template: dict[str, Any], state: dict[str, Any]) -> None:
+def _materialize(model: nn.Module, template: dict[str, Any], state: dict[str, Any]) -> None:
     """Replace the model's tensors on the meta device by those of the state."""
     missing = {fqn for fqn, value in template.items() if isinstance(value, torch.Tensor) and value.is_meta}
     values = {}

@@ -49,7 +49,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
     Coordinator,
     SoloCoordinator,
     coordinator_for,
-    num_neighbours,
+    num_neighbors,
     solo_coordinator,
 )
 from vescale_fsdp.checkpoint.save import Saver
@@ -185,7 +185,7 @@ class RaggedWriter(StorageWriter):
     ) -> None:
         check_choice(check_replicas)
         self._check_replicas: CheckReplicas = check_replicas
-        self._storage = open_storage(path, neighbours=num_neighbours())
+        self._storage = open_storage(path, neighbors=num_neighbors())
         self._metadata = metadata
         self._overwrite = overwrite
         self._ranks = _DcpRanks(process_group, no_dist)
@@ -196,7 +196,7 @@ class RaggedWriter(StorageWriter):
         """Release the lock of a failed save; use another path, if one is given."""
         self._held.close()
         if checkpoint_id is not None:
-            self._storage = open_storage(checkpoint_id, neighbours=num_neighbours())
+            self._storage = open_storage(checkpoint_id, neighbors=num_neighbors())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check that DCP saves with the ranks that this writer was made for."""
@@ -311,7 +311,7 @@ class RaggedReader(StorageReader):
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
     ) -> None:
-        self._storage = open_storage(path, neighbours=num_neighbours())
+        self._storage = open_storage(path, neighbors=num_neighbors())
         self._ranks = _DcpRanks(process_group, no_dist)
         self._reader: CheckpointReader | None = None  # opened by `read_metadata`, which DCP calls first
         self._stored: dict[str, Any] = {}
@@ -320,7 +320,7 @@ class RaggedReader(StorageReader):
         """Close the open checkpoint; use another path, if one is given."""
         self._reader = None
         if checkpoint_id is not None:
-            self._storage = open_storage(checkpoint_id, neighbours=num_neighbours())
+            self._storage = open_storage(checkpoint_id, neighbors=num_neighbors())
 
     def read_metadata(self, *args: Any, **unused: Any) -> Metadata:
         """The checkpoint as DCP sees it: every tensor is one chunk, every other leaf is bytes."""

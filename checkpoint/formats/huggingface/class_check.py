@@ -1,4 +1,4 @@
-"""Check whether the class in config.json loads a repository: names, shapes, ties and quantisation, never values.
+"""Check whether the class in config.json loads a repository: names, shapes, ties and quantization, never values.
 
     table          the shipped table of common classes says yes                     nothing is imported
     class          the class itself, with ``from_pretrained`` on the meta device    a child process (`model_class`)
@@ -125,14 +125,14 @@ def _check(
     quantized = find_quantized(infos.values(), config)
     is_declared = any(config.get(key) for key in QUANTIZATION_KEYS)
     if is_declared != bool(quantized):
-        weights = f"{min(quantized)} is quantised" if quantized else "no weight is quantised"
+        weights = f"{min(quantized)} is quantized" if quantized else "no weight is quantized"
         has = "a" if is_declared else "no"
-        problem = f"quantisation: {weights}, and config.json has {has} {QUANTIZATION_KEYS[0]}"
+        problem = f"quantization: {weights}, and config.json has {has} {QUANTIZATION_KEYS[0]}"
         return ClassCheck("table", class_name, (problem,))
     if is_declared and (unpaired := _unpaired_scales(infos, config)):
         return ClassCheck("table", class_name, unpaired)
     known: ClassCheck | None = None
-    if not is_declared:  # neither the table nor earlier answers describe quantised weights
+    if not is_declared:  # neither the table nor earlier answers describe quantized weights
         shapes = {name: info.shape for name, info in infos.items()}
         if (by_table := known_class(config, class_name)) is not None:
             known = ClassCheck("table", class_name, by_table.problems(shapes))
@@ -149,7 +149,7 @@ def _check(
 def _unpaired_scales(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> tuple[str, ...]:
     """Problems of FP8 weights: codes without scales, or scales without codes, under the names that transformers writes.
 
-    Without a GPU, its quantiser accepts one without the other, and the values are wrong.
+    Without a GPU, its quantizer accepts one without the other, and the values are wrong.
     """
     settings = config.get(QUANTIZATION_KEYS[0])
     if not isinstance(settings, dict) or settings.get("quant_method") != "fp8":

@@ -84,7 +84,7 @@ def _describe(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Problems that ``from_pretrained`` reports of tensors on meta, with the class's renames, ties and quantiser."""
+    """Problems that ``from_pretrained`` reports of tensors on meta, with the class's renames, ties and quantizer."""
     import torch
 
     if find_spec("accelerate") is None:  # transformers needs it for a device map
@@ -112,7 +112,7 @@ def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
             ignore_mismatched_sizes=True,  # lists them instead of raising for the first
             local_files_only=True,
         )
-    except ImportError as error:  # a quantiser or a class needs another package
+    except ImportError as error:  # a quantizer or a class needs another package
         return {"unknown": str(error).strip()}
     except Exception as error:  # noqa: BLE001  transformers may raise anything for tensors that it does not load
         failed = sorted(set(_CONVERSION.findall(reports.text)))

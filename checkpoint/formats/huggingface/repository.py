@@ -172,7 +172,7 @@ class Assets:
         self._changes[key] = name
 
     def set_quantization(self, settings: dict[str, Any] | None) -> None:
-        """Set the quantisation settings; None if no weight is quantised any more."""
+        """Set the quantization settings; None if no weight is quantized any more."""
         self._changes |= {**dict.fromkeys(QUANTIZATION_KEYS), QUANTIZATION_KEYS[0]: settings}
 
     def correct_dtype(self, infos: Iterable[TensorInfo], quantized: Collection[str]) -> None:
@@ -196,7 +196,7 @@ class Assets:
         return {key: value for key, value in changed.items() if value is not None or key not in self._changes}
 
     def disagreements(self, infos: Iterable[TensorInfo], quantized: Collection[str]) -> list[str]:
-        """Warnings where config.json and the weights disagree about types or quantisation."""
+        """Warnings where config.json and the weights disagree about types or quantization."""
         config, warnings = self.settings, list[str]()
         counts, named = _float_types(infos, quantized), _named_dtype(config)
         if named and counts and named not in counts:
@@ -210,11 +210,11 @@ class Assets:
         is_said = any(config.get(key) for key in QUANTIZATION_KEYS)
         if is_said and not quantized:
             warnings.append(
-                "config.json has a quantization_config, but no weight is quantised: remove it there"
+                "config.json has a quantization_config, but no weight is quantized: remove it there"
             )
         if quantized and self.config is not None and not is_said:
             warnings.append(
-                f"weights are quantised ({min(quantized)}), but config.json has no quantization_config"
+                f"weights are quantized ({min(quantized)}), but config.json has no quantization_config"
             )
         return warnings
 

@@ -172,7 +172,7 @@ _DAMAGE = (
 
 
 class Record:
-    """Stand-in for a record type of torch: its pickled attributes, without behaviour."""
+    """Stand-in for a record type of torch: its pickled attributes, without behavior."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -453,7 +453,7 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
 # Functions that rebuild tensors which no format here can store, even from a trusted pickle.
 _NOT_DENSE = {
     ("torch._utils", "_rebuild_sparse_tensor"): "a sparse tensor",
-    ("torch._utils", "_rebuild_qtensor"): "a tensor of a quantised type",
+    ("torch._utils", "_rebuild_qtensor"): "a tensor of a quantized type",
     ("torch._utils", "_rebuild_nested_tensor"): "a nested tensor",
     ("torch.nested._internal.nested_tensor", "_rebuild_njt"): "a nested tensor",
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): "a tensor on the meta device, which has no values",

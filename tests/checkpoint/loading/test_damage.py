@@ -137,7 +137,7 @@ def test_missing_file(saved: Path) -> None:
 
 
 def test_swapped_file(saved: Path, tmp_path: Path) -> None:
-    """A file of the same size from another save of the same state is recognised."""
+    """A file of the same size from another save of the same state is recognized."""
     save(tmp_path / "other", _state(seed=2))
     file = _data_file(saved)
     file.write_bytes(_data_file(tmp_path / "other").read_bytes())

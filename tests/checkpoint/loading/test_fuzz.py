@@ -97,7 +97,7 @@ def _assert_old_or_saved(path: Path, mode: Verify) -> None:
 
 
 def test_files_of_another_step(tmp_path: Path) -> None:
-    """Two steps of one run have files of one size; a file that went from one to the other is recognised."""
+    """Two steps of one run have files of one size; a file that went from one to the other is recognized."""
     for step in (1, 2):
         save(tmp_path / f"{step}", _state(step))
     (one,), (two,) = (list((tmp_path / step).glob("data-*/*")) for step in "12")

@@ -169,7 +169,7 @@ def test_names_that_are_no_file_names(tmp_path: Path) -> None:
 
 
 def _pairs(folder: Path) -> list[tuple[Path, Path]]:
-    """Files of an equal size and different bytes: neighbours in the list of all."""
+    """Files of an equal size and different bytes: neighbors in the list of all."""
     files = sorted(path for path in folder.glob("data-*/**/*") if path.is_file())
     by_size: dict[int, list[Path]] = {}
     for file in files:

@@ -19,7 +19,7 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 Shape = tuple[int, ...]
-# Meshes of four ranks: all, halves, neighbours that overlap both, one alone.
+# Meshes of four ranks: all, halves, neighbors that overlap both, one alone.
 MESHES = ([0, 1, 2, 3], [[0, 1], [2, 3]], [[0, 2], [1, 3]], [0, 1], [2, 3], [1, 2], [0, 1, 3], [2])
 
 

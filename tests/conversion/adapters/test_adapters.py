@@ -74,13 +74,13 @@ def _merge(tmp_path: Path, *options: str) -> dict[str, torch.Tensor]:
     return load_file(tmp_path / "out" / "model.safetensors")
 
 
-@pytest.mark.parametrize("is_rank_stabilised", [False, True])
+@pytest.mark.parametrize("is_rank_stabilized", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lora(tmp_path: Path, dtype: torch.dtype, is_rank_stabilised: bool) -> None:
+def test_lora(tmp_path: Path, dtype: torch.dtype, is_rank_stabilized: bool) -> None:
     """Ranks and alphas by pattern; whole weights that were trained beside; all else as it was."""
     base = _base(tmp_path / "base", dtype)
     shapes = _pair("l.0.q", 2, 20, 24) | _pair("l.1.up", 4, 40, 24) | {"emb.weight": (31, 24)}
-    patterns = {"rank_pattern": {"0.q": 2}, "alpha_pattern": {"l.1.up": 9}, "use_rslora": is_rank_stabilised}
+    patterns = {"rank_pattern": {"0.q": 2}, "alpha_pattern": {"l.1.up": 9}, "use_rslora": is_rank_stabilized}
     adapter = _adapter(tmp_path / "adapter", shapes, **patterns)
     found = _merge(tmp_path)
     assert found.keys() == base.keys() and same_bytes(found["l.0.q.bias"], base["l.0.q.bias"])
@@ -88,7 +88,7 @@ def test_lora(tmp_path: Path, dtype: torch.dtype, is_rank_stabilised: bool) -> N
     for module, alpha, rank in (("l.0.q", 6, 2), ("l.1.up", 9, 4)):
         expected = base[f"{module}.weight"].clone()
         a, b = adapter[f"{module}.lora_A.weight"], adapter[f"{module}.lora_B.weight"]
-        expected += (b @ a) * (alpha / (math.sqrt(rank) if is_rank_stabilised else rank))
+        expected += (b @ a) * (alpha / (math.sqrt(rank) if is_rank_stabilized else rank))
         assert same_bytes(found[f"{module}.weight"], expected)
         assert (expected - base[f"{module}.weight"]).norm() > 0
 

@@ -300,8 +300,8 @@ def test_parts_are_checked_by_the_one_that_publishes(misnamed: None, llama: Path
     assert all(file.name.startswith(".") for file in (tmp_path / "out").iterdir())
 
 
-def test_quantised_weights_and_a_config_that_does_not_say_so(tmp_path: Path) -> None:
-    """And the other way round; where both agree, the quantiser of transformers is asked."""
+def test_quantized_weights_and_a_config_that_does_not_say_so(tmp_path: Path) -> None:
+    """And the other way round; where both agree, the quantizer of transformers is asked."""
     settings = {
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -320,7 +320,7 @@ def test_quantised_weights_and_a_config_that_does_not_say_so(tmp_path: Path) -> 
         (tmp_path / folder / "config.json").write_bytes(wrong)
         with pytest.raises(ConversionError) as refused:
             convert(open_source(str(tmp_path / folder)), tmp_path / "out", "hf")
-        assert "quantisation" in str(refused.value.got)
+        assert "quantization" in str(refused.value.got)
     (tmp_path / "fp8" / "config.json").write_bytes(said)
     options = ConvertOptions(exclude=["*.mlp.up_proj.weight_scale_inv"])
     with pytest.raises(ConversionError) as refused:

@@ -1,4 +1,4 @@
-"""Quantised folders into live shards, with the bits that the converter makes of them."""
+"""Quantized folders into live shards, with the bits that the converter makes of them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_live_shards_get_the_converters_bits(tmp_path: Path) -> None:
             assert same > 0 and 0.3 * whole < read < 0.7 * whole, (name, read, whole)
 
 
-def test_what_cannot_be_dequantised_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_dequantized_is_refused(tmp_path: Path) -> None:
     """No codes, a type that is none, and codes that were not asked for."""
     _folders(tmp_path)
     save_file({"w": torch.ones(2)}, tmp_path / "plain.safetensors")

@@ -103,7 +103,7 @@ def test_every_byte_is_written_once_from_its_place(
 
 
 def test_jobs_follow_the_source_and_skip_large_gaps() -> None:
-    """Neighbours in the file are read together although others lie between them in the output."""
+    """Neighbors in the file are read together although others lie between them in the output."""
     mib = 2**20
     plan = make_plan([[("a", 5000, 1000)], [("a", 3 * mib, 10)], [("a", 0, 4000)], [("b", 7, 1)]])
     jobs = [job for job in jobs_by_source(plan, 8 * mib) if isinstance(job, MoveJob)]

@@ -106,7 +106,7 @@ def test_what_does_not_come_apart_is_named(
         ("torchtitan-gpt-oss", "model.layers.0.mlp.experts.gate_up_proj_blocks", "dequantize"),
     ],
 )
-def test_quantised_weights_are_refused_with_the_way_on(
+def test_quantized_weights_are_refused_with_the_way_on(
     tmp_path: Path, rules: str, name: str, todo: str
 ) -> None:
     """Scales would not follow what is stacked or renamed: refused, with what to do; carried over without rules."""

@@ -1,4 +1,4 @@
-"""Quantised weights to floats and back, against the reference operations of transformers and formulas of torch."""
+"""Quantized weights to floats and back, against the reference operations of transformers and formulas of torch."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_there_and_back_through_another_format(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(tmp_path: Path, tensors: Any, options: Any, told: str) -> None:
-    """By name, with what to do; nothing is requantised unless that is said."""
+    """By name, with what to do; nothing is requantized unless that is said."""
     source = open_source(str(_folder(tmp_path / "hf", tensors)))
     with pytest.raises(ConversionError, match=told):
         convert(source, str(tmp_path / "out"), "hf", ConvertOptions(**options))
@@ -306,7 +306,7 @@ def test_scales_that_do_not_fit(tmp_path: Path) -> None:
         _convert(_folder(tmp_path / "hf", tensors, FP8_CONFIG), dequantize="bf16")
 
 
-def test_requantised_if_both_are_said(tmp_path: Path) -> None:
+def test_requantized_if_both_are_said(tmp_path: Path) -> None:
     """And a pattern keeps what the default would take."""
     torch.manual_seed(6)
     made: dict[str, torch.Tensor] = {}
@@ -321,7 +321,7 @@ def test_requantised_if_both_are_said(tmp_path: Path) -> None:
 
 
 def test_config_and_weights_that_disagree(tmp_path: Path) -> None:
-    """On the type, and on whether they are quantised; a config that is right is not spoken of."""
+    """On the type, and on whether they are quantized; a config that is right is not spoken of."""
 
     def warned(config: dict[str, Any], tensors: dict[str, torch.Tensor], **options: Any) -> str:
         folder = _folder(tmp_path / str(len(list(tmp_path.iterdir()))), tensors)
@@ -336,7 +336,7 @@ def test_config_and_weights_that_disagree(tmp_path: Path) -> None:
     )
     assert warned({"dtype": "float32"}, plain) == "" == warned({}, plain)
     assert warned({"dtype": "bfloat16"}, plain, dtype=["bf16"]) == ""
-    assert "no weight is quantised" in warned({"quantization_config": {"quant_method": "fp8"}}, plain)
+    assert "no weight is quantized" in warned({"quantization_config": {"quant_method": "fp8"}}, plain)
     assert "no quantization_config" in warned({}, coded)
     assert warned({"quantization_config": FP8_CONFIG}, coded) == ""
     assert warned({"quantization_config": FP8_CONFIG}, coded, dequantize="bf16") == ""
@@ -429,8 +429,8 @@ def test_casts_say_what_they_cannot_hold(tmp_path: Path, dtype: str) -> None:
     assert "mask (2000 of 3000" in warning and "w (" not in warning
 
 
-def test_dequantising_says_what_it_cannot_hold(tmp_path: Path) -> None:
-    """The same of weights that are dequantised to float16: blocks cut by tiles and buffers are counted once."""
+def test_dequantizing_says_what_it_cannot_hold(tmp_path: Path) -> None:
+    """The same of weights that are dequantized to float16: blocks cut by tiles and buffers are counted once."""
     codes = torch.full((1280, 256), 448.0).to(FP8)
     codes[0] = float("nan")
     scales = torch.ones(10, 2)

@@ -1,4 +1,4 @@
-"""--dtype beside quantised weights: codes and scales keep their types, parameters that are called alike do not."""
+"""--dtype beside quantized weights: codes and scales keep their types, parameters that are called alike do not."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def _samples(name: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     wide = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=generator, dtype=torch.int64)
     found = wide.to(torch.int32).view(torch.float32).to(dtype)
-    # Exactly half way between two bfloat16 (and float16) neighbours: where rounding goes wrong.
+    # Exactly half way between two bfloat16 (and float16) neighbors: where rounding goes wrong.
     halves = (torch.arange(65536, dtype=torch.int32) * 65536 + 32768).view(torch.float32).to(dtype)
     return torch.cat([found, halves, torch.tensor([0.0, -0.0, float("inf"), -float("inf")], dtype=dtype)])
 

@@ -187,7 +187,7 @@ class _Marked(torch.Tensor):
 _REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse": (lambda: torch.eye(3).to_sparse(), "sparse"),
     "sparse_csr": (lambda: torch.eye(3).to_sparse_csr(), "sparse"),
-    "quantised": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantised|QInt8"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized|QInt8"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
     "jagged": (
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
@@ -200,7 +200,7 @@ _REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of sparse, quantised and nested tensors
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of sparse, quantized and nested tensors
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("name", sorted(_REFUSED))
 def test_what_is_not_dense_is_refused_by_name(tmp_path: Path, name: str, trust: bool) -> None:

@@ -233,7 +233,7 @@ class _PlainMuon:
 
 
 class _PlainAdamW(torch.optim.AdamW):
-    """What 8-bit AdamW's first step is, whose moments are quantised behind it."""
+    """What 8-bit AdamW's first step is, whose moments are quantized behind it."""
 
     granularity = vescale_fsdp.optim.AdamW8bit.granularity
 

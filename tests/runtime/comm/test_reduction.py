@@ -129,7 +129,7 @@ def used_by_some(mesh_shape: tuple[int, ...]) -> None:
 
 
 def none_of_a_rank_that_used_nothing_else() -> None:
-    """Accumulated without synchronisation: what an earlier micro-batch used counts."""
+    """Accumulated without synchronization: what an earlier micro-batch used counts."""
     model = build(fully_shard)
     with model.no_sync():
         model(rows(0), "ab" if dist.get_rank() else "a").sum().backward()

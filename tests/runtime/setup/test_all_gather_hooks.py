@@ -133,7 +133,7 @@ def differs_from_plain() -> bool:
 
 
 def test_the_hooks_decide_what_the_forward_reads() -> None:
-    """Quantised weights give another output than plain ones: the comparison above is of something."""
+    """Quantized weights give another output than plain ones: the comparison above is of something."""
     assert run_ranks(2, differs_from_plain) == [False, False]
 
 

@@ -141,7 +141,7 @@ def load_other_ways(way: str) -> list[str]:
     "way", ["to_empty first", "to_empty of one module", "module by module", "set_model_state_dict"]
 )
 def test_loaded_in_other_ways(way: str) -> None:
-    """Loading a part, materialising, loading all; each module by itself; torch's function."""
+    """Loading a part, materializing, loading all; each module by itself; torch's function."""
     assert run_ranks(2, load_other_ways, way) == [[], []]
 
 

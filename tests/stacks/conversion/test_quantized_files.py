@@ -1,4 +1,4 @@
-"""Weights that bitsandbytes and compressed-tensors quantised, as floats: to the bits of the libraries themselves."""
+"""Weights that bitsandbytes and compressed-tensors quantized, as floats: to the bits of the libraries themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models that are quantised: as floats, every weight is the one that transformers makes when it dequantises."""
+"""Whole models that are quantized: as floats, every weight is the one that transformers makes when it dequantizes."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class CountingRun(Run):
     """A run that can say when its gradients are reduced."""
 
     def reduced_by_micro_batch(self) -> list[bool]:
-        """Whether parameters have gradients after the backward without, and after the one with synchronisation."""
+        """Whether parameters have gradients after the backward without, and after the one with synchronization."""
         found = []
         for enabled in (True, False):
             with self.fabric.no_backward_sync(self.model, enabled=enabled):

@@ -259,7 +259,7 @@ class _Stage:
             patched.setattr(
                 import_module("vescale_fsdp.checkpoint.load"),
                 "open_storage",
-                lambda path, neighbours: self.storage(setting),
+                lambda path, neighbors: self.storage(setting),
             )
             load("the source", state, source=SourceOptions(), process_group=self.group)
         return _proven(state, setting.form)

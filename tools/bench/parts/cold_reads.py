@@ -55,7 +55,7 @@ def _cold_worker(rank: int, settings: Settings) -> None:
     raw, native = root / f"raw{rank}", root / "native"
     shards.write_raw(raw)
     save(native, shards.state)
-    threads = open_storage(native, neighbours=settings.ranks).far_read_threads
+    threads = open_storage(native, neighbors=settings.ranks).far_read_threads
     seconds: dict[str, list[float]] = {}
     held = 0.0
 

@@ -152,7 +152,7 @@ def check_not_resized(func: torch._ops.OpOverload, named: dict[str, Any], like: 
         )
 
 
-def localise(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> Any:
+def localize(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> Any:
     """An argument as this rank's piece, to be combined with the piece of ``like``.
 
     Raises:

@@ -34,7 +34,7 @@ from vescale_fsdp.dtensor.operators.arguments import (
     check_written,
     first_ragged,
     is_partial,
-    localise,
+    localize,
     refuse,
     replicated,
     summed,
@@ -72,8 +72,8 @@ def _on_pieces(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], like: RaggedDTensor
 ) -> Any:
     return func(
-        *(localise(func, arg, like) for arg in args),
-        **{name: localise(func, value, like) for name, value in kwargs.items()},
+        *(localize(func, arg, like) for arg in args),
+        **{name: localize(func, value, like) for name, value in kwargs.items()},
     )
 
 
@@ -196,7 +196,7 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
         if isinstance(value, RaggedDTensor):
             raise refuse(func, value, "one ragged tensor is combined with a list of tensors")
         if isinstance(value, DTensor) and some_ragged is not None:
-            return localise(func, value, some_ragged)
+            return localize(func, value, some_ragged)
         return value
 
     result = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
@@ -236,7 +236,7 @@ def _local_list(func: torch._ops.OpOverload, values: Any, likes: list[RaggedDTen
     if all_ragged and all(map(operator.is_, map(_spec, values), map(_spec, likes))):
         return list(map(piece_in, values))
     return [
-        item if like is None else localise(func, item, like) for item, like in zip(values, likes, strict=True)
+        item if like is None else localize(func, item, like) for item, like in zip(values, likes, strict=True)
     ]
 
 

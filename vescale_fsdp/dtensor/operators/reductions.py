@@ -29,7 +29,7 @@ from vescale_fsdp.dtensor.operators.arguments import (
     bind,
     first_ragged,
     is_partial,
-    localise,
+    localize,
     name_of,
     refuse,
     replicated,
@@ -421,6 +421,6 @@ def all_close(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     like = left if isinstance(left, RaggedDTensor) else right
     if is_partial(like):
         raise refuse(func, like, "it has pending sums")
-    is_same = func(localise(func, left, like), localise(func, right, like), *rest, **kwargs)
+    is_same = func(localize(func, left, like), localize(func, right, like), *rest, **kwargs)
     answer = torch.tensor(int(is_same), dtype=torch.int64, device=like._local_tensor.device)
     return bool(_gather_answers(answer, like).all().item())
