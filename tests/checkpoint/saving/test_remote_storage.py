@@ -118,7 +118,7 @@ def test_a_store_that_removes_nothing(calm: tuple[str, Weather]) -> None:
     manager.save(1, _state(1))
     weather.refuse_if = lambda method, path: method == "DELETE" or (method == "POST" and path == "/bucket")
     with pytest.warns(
-        UserWarning, match="older ones could not be removed from s3://bucket/policy: step-00000001"
+        UserWarning, match="older steps could not be removed from s3://bucket/policy: step-00000001"
     ):
         manager.save(2, _state(2))
     weather.calm_down()
