@@ -283,7 +283,7 @@ def test_target_may_not_touch_the_source(tmp_path: Path, place: str) -> None:
     """Over, inside and around the source are refused, with the source unharmed."""
     _save({"model": {"w": torch.ones(3)}}, tmp_path / "dcp")
     before = sorted(os.listdir(tmp_path / "dcp"))
-    with pytest.raises(ConversionError, match="outside of the source"):
+    with pytest.raises(ConversionError, match="inside nor around the source"):
         _convert(tmp_path / "dcp", tmp_path / place, overwrite=True)
     assert sorted(os.listdir(tmp_path / "dcp")) == before
 
