@@ -263,6 +263,10 @@ def _path(*parts: str) -> str:
     return "/".join(parts)
 
 
+def _device(*parts: str | int) -> str:
+    return ":".join(map(str, parts))  # torch pickles the type and the index apart
+
+
 def _first(value: Any, *_: Any) -> Any:
     """The first argument of a call whose other arguments are not needed to read tensors."""
     return value
@@ -417,7 +421,7 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     ("torch", "Tensor"): type("Tensor", (Record,), {}),  # the class of a tensor with attributes
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_typed,
     ("torch._utils", "_rebuild_wrapper_subclass"): _rebuild_wrapper,
-    ("torch", "device"): _path,
+    ("torch", "device"): _device,
     **{
         (module, name): type(name, (Record,), {})
         for module, names in {
