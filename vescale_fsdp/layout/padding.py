@@ -196,7 +196,9 @@ def _smaller_blocks(
         names = tuple(spec.fqn for spec in members)
         row_numels = [_row_numel(spec.shape) for spec in members]
         blocks_and_rows = [(spec.block_numel, row) for spec, row in zip(members, row_numels, strict=True)]
-        if any(block % row for block, row in blocks_and_rows):  # a smaller block could not be written as Rows(n)
+        if any(
+            block % row for block, row in blocks_and_rows
+        ):  # a smaller block could not be written as Rows(n)
             continue
         rows = math.gcd(*(block // row for block, row in blocks_and_rows))
         for divisor in _powers_of_two(rows):
