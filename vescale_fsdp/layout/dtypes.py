@@ -142,8 +142,8 @@ def _odd_shape(dtype: DType, shape: Sequence[int], expected: str) -> ConversionE
     )
 
 
-# In the order of the safetensors enum, narrow types first. The reference writer sorts data in the reverse order, so that
-# every tensor is naturally aligned after a header padded to 8 bytes.
+# In the order of the safetensors enum, narrow types first. The reference writer sorts data in the reverse order, so
+# that every tensor is naturally aligned after a header padded to 8 bytes.
 DTYPES: tuple[DType, ...] = (
     DType("BOOL", "bool", 8, "bool", is_numpy=True),
     DType("F4", "float4_e2m1fn_x2", 4, "quantized"),

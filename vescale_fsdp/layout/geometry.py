@@ -210,7 +210,7 @@ class RunLengths(Sequence[int]):
         for count, value in self.runs:
             if joined and joined[-1][1] == value:
                 joined[-1] = (joined[-1][0] + count, value)
-            elif count:
+            elif count:  # empty runs are dropped, so that equal sequences compare equal
                 joined.append((count, value))
         object.__setattr__(self, "runs", tuple(joined))  # the class is frozen
 
@@ -276,7 +276,7 @@ class RunLengths(Sequence[int]):
             (_, value), origin = self.runs[run], self._starts[run]
             if value:
                 first = (max(start, origin) - origin) // value
-                # - 1: the last element, not the end
+                # - 1: the owner of the last element; the end may belong to the next index
                 last = (min(stop, self._starts[run + 1]) - 1 - origin) // value
                 yield from range(self._firsts[run] + first, self._firsts[run] + last + 1)
             run += 1

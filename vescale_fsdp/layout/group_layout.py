@@ -309,7 +309,7 @@ class GroupLayout:
             if left.offset + left.numel > right.offset:
                 raise _overlap(left, right)
         scattered = [slot for slot in filled if slot.runs]
-        starts = [slot.offset for slot in contiguous] if scattered else []
+        starts = [slot.offset for slot in contiguous] if scattered else []  # used only for scattered slots
         for index, slot in enumerate(scattered):
             for run in slot.runs:
                 # Only slots that reach into the shards of these ranks can overlap the run. - 1, because the last slot

@@ -143,7 +143,7 @@ def units_of(shapes: Sequence[ParamShape], names: Sequence[str] | None = None) -
     for shape in shapes:
         unit = next((module for module in reversed(_ancestors(shape.fqn)) if module in modules), "")
         units.setdefault(unit, []).append(_relative(shape, unit))
-    if "" in units:
+    if "" in units:  # the root is wrapped last, so it comes last
         units[""] = units.pop("")
     return units
 

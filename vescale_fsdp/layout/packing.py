@@ -272,7 +272,8 @@ class Packing(NamedTuple):
 
 def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
     """The smallest shard for tensors that are each one run of the buffer, and their starts."""
-    # One shard that holds everything, gaps for aligned starts included, is always feasible.
+    # A shard that holds everything, gaps for aligned starts included, is always feasible. + align_numel, because the
+    # search ends below the bound.
     bound = sum(round_up(numel, align_numel) for numel, _ in sizes) + align_numel
     low = _volume_bound(sizes, num_shards, align_numel)
     least = least_shard(sizes, num_shards, align_numel)

@@ -184,8 +184,8 @@ def _smaller_blocks(
 ) -> Iterator[tuple[tuple[tuple[str, ...], int], list[TensorSpec]]]:
     """Tensors with repeatedly halved blocks, as ((names, divisor), all tensors).
 
-    Halved are first the blocks of one class of tensors (equal blocks), the class with the fewest elements first, then
-    the blocks of all classes together.
+    Tensors with equal blocks form a class. Each class is tried alone, the one with the fewest elements first; then all
+    classes are tried together.
     """
     classes: dict[int, list[TensorSpec]] = {}
     for spec in specs:
@@ -196,9 +196,8 @@ def _smaller_blocks(
         names = tuple(spec.fqn for spec in members)
         row_numels = [_row_numel(spec.shape) for spec in members]
         blocks_and_rows = [(spec.block_numel, row) for spec, row in zip(members, row_numels, strict=True)]
-        if any(
-            block % row for block, row in blocks_and_rows
-        ):  # a smaller block could not be written as Rows(n)
+        # A smaller block could not be written as Rows(n).
+        if any(block % row for block, row in blocks_and_rows):
             continue
         rows = math.gcd(*(block // row for block, row in blocks_and_rows))
         for divisor in _powers_of_two(rows):

@@ -8,8 +8,8 @@ unit is not zero.
     RaggedShard((0,), (1, 2, 0, 1)) on shape (8, 3): 4 units of 2 rows
         rank 0: rows [0, 2)   rank 1: rows [2, 6)   rank 2: nothing   rank 3: rows [6, 8)
 
-A rank owns one flat range of the tensor (`RaggedShard.piece`); the local tensor is 1-D, with the elements of this range.
-A placement is a value: compared by content, hashable, picklable, deep-copyable. It stores the units as runs
+A rank owns one flat range of the tensor (`RaggedShard.piece`). Its local tensor is 1-D and has these elements. A
+placement is a value: compared by content, hashable, picklable, deep-copyable. It stores the units as runs
 (`RunLengths`), whose size does not grow with the ranks; ``local_units`` is computed on demand.
 """
 

@@ -121,7 +121,7 @@ class PlanReport:
             sum(row.shard_bytes * row.num_units for row in rows),
             sum(row.padding_ratio * weight for row, weight in weights),
             sum(row.copied_ratio * weight for row, weight in weights),
-            min((row.blocks_per_rank for row in rows), default=0.0),
+            min((row.blocks_per_rank for row in rows), default=0.0),  # the worst group decides
             tuple(name for row in rows for name in row.scattered),
             tuple(name for row in rows for name in row.apart),
         )

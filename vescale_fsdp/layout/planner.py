@@ -323,6 +323,7 @@ def _best_split(sizes: Sizes, num_shards: int, align_numel: int) -> frozenset[in
             tuple(size for i, size in enumerate(sizes) if i in second),
         )
 
+    # Start: no tensor in the second buffer. A split must be smaller than this.
     best, least_numel = frozenset[int](), pack_contiguous(sizes, num_shards, align_numel).shard_numel
     # Lower bounds are mostly feasible. So after few packed splits, the bounds exclude the remaining splits.
     bounds = [

@@ -329,6 +329,7 @@ def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[]
         if number + 1 < len(plan.buckets):
             gathering = _start_gather(plan.buckets[number + 1], jobs)
         results = _orthogonalize_arrived(bucket, arrived.wait(), jobs)
+        # This scatter starts before the wait for the previous one, so that it is in flight during the subtraction.
         before, scattering = scattering, _start_scatter(bucket, results, jobs)
         if before is not None:
             _subtract_arrived(plan.buckets[number - 1], before.wait(), jobs)
@@ -447,14 +448,13 @@ def _orthogonalize_arrived(
 ) -> list[torch.Tensor]:
     """The orthogonalized updates of the matrices that this rank owns, flat, in their order in the bucket."""
     owned = bucket.owned
-    # Parts arrive in the order of ranks, and from each rank in the order of the bucket. Inside a matrix, parts are in the
-    # order of shards.
+    # Parts arrive in the order of ranks, and from each rank in the order of the bucket. Inside a matrix, parts are in
+    # the order of shards.
     keys = [(s, n) for r, s in bucket.everyone if r == bucket.ranks.replica for n in range(len(owned))]
     chunks = arrived.split([owned[n].part(s).numel for s, n in keys]) if keys else ()
     parts = dict(zip(keys, chunks, strict=True))
-    results = [arrived] * len(
-        owned
-    )  # placeholders, all replaced below: stacks are not in the order of the bucket
+    # Placeholders, all replaced below: stacks are not in the order of the bucket.
+    results = [arrived] * len(owned)
     for iteration, shape, positions in _stacks([(t.param, t.matrix) for t in owned], jobs):
         stack = torch.empty(len(positions), *shape, dtype=WIRE_DTYPE, device=arrived.device)
         in_order = [parts[s, n] for n in positions for s in range(owned[n].pieces.num_shards)]

@@ -147,14 +147,14 @@ def plan_step(
         for matrix in param.matrices:
             holder = pieces.holder_of(matrix.range)
             if holder is None:
-                assert key is not None
+                assert key is not None  # a matrix that is cut has an axis that cuts it
                 cut.setdefault(key, []).append((index, matrix, pieces))
                 continue
             if key is not None:
                 whole.setdefault(key, []).append((index, matrix, holder))
             if holder == pieces.shard_rank:
                 here.append((index, matrix))
-    for key in cut:
+    for key in cut:  # the same keys in the same order on all ranks, because new groups are collective
         if key not in ranks_of:
             ranks_of[key] = _make_ranks(*key)
     buckets = [
@@ -208,7 +208,7 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     if len(table) == 1:
         group: dist.ProcessGroup | None = mesh.get_group(axis)
     elif sorted(rank for row in table for rank in row) == list(range(dist.get_world_size())):
-        group = dist.group.WORLD  # all ranks: no other communicator is necessary
+        group = dist.group.WORLD  # all ranks: the existing communicator is enough
     else:
         group = new_group(mesh.get_group(axis), sorted(rank for row in table for rank in row))
     assert group is not None

@@ -189,7 +189,7 @@ def _job(
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate 1-D tensors in fp32; a single fp32 tensor is returned unchanged."""
+    """1-D tensors concatenated in fp32; a single fp32 tensor is returned itself, without a copy."""
     if len(parts) == 1:
         return parts[0].float()
     numels = [part.numel() for part in parts]

@@ -1,6 +1,6 @@
 """StructuredOptimizer: the base of optimizers with block state: Muon, Shampoo and AdamW8bit.
 
-`adamw8bit.py` shows how to write another such optimizer: a `BatchedOptimizer` with a ``granularity()`` for `fully_shard`,
+`adamw8bit.py` shows how to write another such optimizer: a `BatchedOptimizer` with ``granularity()`` for `fully_shard`,
 ``_init_state`` with a tensor of one value per block (`zeros_sharded_with`), ``_kind`` and ``_step_batch``.
 
 - State is created at construction, for every parameter on every rank, so that a checkpoint has the same keys on all

@@ -39,7 +39,7 @@ _E8M0_BIAS = 127
 
 @cache
 def code_table(kind: str) -> np.ndarray:
-    """The values of each byte, float32 [256, values per byte], for ``e4m3``, ``e5m2``, ``int8``, ``e8m0`` or ``e2m1``."""
+    """The values of each byte, float32 [256, values per byte], for e4m3, e5m2, int8, e8m0 or e2m1."""
     codes = np.arange(256)
     if kind == "int8":
         return codes.astype(np.uint8).view(np.int8).astype(np.float32)[:, None]
