@@ -34,7 +34,7 @@ class DType:
         bits: bits per element, in elements of a safetensors header.
         kind: ``"float"`` (may be cast), ``"quantized"`` (a float of 8 bits or fewer), ``"int"``, ``"bool"``
             or ``"complex"`` (never cast).
-        is_numpy: whether numpy, and so zarr, has it under torch's name.
+        is_numpy: whether numpy, and so zarr, has the type under torch's name.
     """
 
     code: str | None
@@ -58,7 +58,7 @@ class DType:
 
     @property
     def required_torch_name(self) -> str:
-        """Its name in torch.
+        """The name in torch, which must exist.
 
         Raises:
             ConversionError: if torch has no such type.
@@ -84,10 +84,11 @@ class DType:
 
     @property
     def carrier(self) -> tuple[str, int]:
-        """The safetensors code in rank files of the native format, and the number of such items per element.
+        """The safetensors code that stores this type in rank files, and the number of stored items per element.
 
-        So every safetensors reader, including old ones, can open the file; the manifest has the type's own name. No
-        type may change its carrier, because files of version 1 of the format must still be read.
+        Only codes that old safetensors readers know are used, so that every reader can open the file; the manifest has
+        the type's own name. The carrier of a type must never change, because files of version 1 of the native format
+        must still be read.
         """
         if self.code is not None and self.code not in _NEWER_CODES:
             return self.code, 1
@@ -141,8 +142,8 @@ def _odd_shape(dtype: DType, shape: Sequence[int], expected: str) -> ConversionE
     )
 
 
-# In the order of the safetensors enum. The reference writer sorts data by it, last first, so that every tensor is
-# naturally aligned after a header padded to 8 bytes.
+# In the order of the safetensors enum, narrow types first. The reference writer sorts data in the reverse order, so
+# that every tensor is naturally aligned after a header padded to 8 bytes.
 DTYPES: tuple[DType, ...] = (
     DType("BOOL", "bool", 8, "bool", is_numpy=True),
     DType("F4", "float4_e2m1fn_x2", 4, "quantized"),

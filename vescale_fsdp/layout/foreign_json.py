@@ -45,12 +45,12 @@ def whole_numbers(values: Iterable[Any], count: int | None = None) -> tuple[int,
     """Sizes or offsets from a file, as integers: nothing is rounded, and ``true`` is not a number.
 
     Raises:
-        ValueError: for anything but integers from 0 to 2**63 - 1, or another count of them.
+        ValueError: for anything but integers from 0 to 2**63 - 1, or if there are not ``count`` of them.
     """
     numbers = values if type(values) is tuple else tuple(values)
-    # Iterating text or a dict would give characters or keys; `type`, because True is an int.
+    # Iterating text or a dict would give characters or keys. `type`, not isinstance, because True is an int.
     if isinstance(values, (str, dict)) or any(type(n) is not int or not 0 <= n < _LIMIT for n in numbers):
-        raise ValueError(f"{values!r:.80} are not sizes")  # cut short: the file decides how long it is
+        raise ValueError(f"{values!r:.80} are not sizes")  # .80: a file may contain a value of any length
     if count is not None and len(numbers) != count:
         raise ValueError(f"{len(numbers)} numbers instead of {count}")
     return numbers
@@ -60,8 +60,8 @@ def tensor_shape(values: Iterable[Any]) -> tuple[int, ...]:
     """The shape of a tensor from a file, checked against bounds before any use.
 
     Raises:
-        ValueError: for anything but integers, more than `MAX_DIMS` of them, or a product (without zeros, as numpy and
-            torch compute strides) of 2**63 or more.
+        ValueError: for anything but integers, for more than `MAX_DIMS` of them, or if the product of the non-zero ones
+            is 2**63 or more. Zeros are left out because numpy and torch leave them out of strides.
     """
     sizes = values if isinstance(values, (tuple, str, dict)) else tuple(values)
     if len(sizes) > MAX_DIMS:  # checked first, because there may be any number of sizes

@@ -210,7 +210,7 @@ class RunLengths(Sequence[int]):
         for count, value in self.runs:
             if joined and joined[-1][1] == value:
                 joined[-1] = (joined[-1][0] + count, value)
-            elif count:
+            elif count:  # empty runs are dropped, so that equal sequences compare equal
                 joined.append((count, value))
         object.__setattr__(self, "runs", tuple(joined))  # the class is frozen
 
@@ -276,21 +276,22 @@ class RunLengths(Sequence[int]):
             (_, value), origin = self.runs[run], self._starts[run]
             if value:
                 first = (max(start, origin) - origin) // value
-                # - 1: the last element, not the end
+                # - 1: the owner of the last element; the end may belong to the next index
                 last = (min(stop, self._starts[run + 1]) - 1 - origin) // value
                 yield from range(self._firsts[run] + first, self._firsts[run] + last + 1)
             run += 1
 
     def within(self, start: int, stop: int) -> RunLengths:
-        """Number of the elements [start, stop) of each index, where index i owns [start(i), start(i + 1)).
+        """How many of the elements [start, stop) each index owns, where index i owns [start(i), start(i + 1)).
 
         >>> tuple(RunLengths.of([4, 0, 4, 4]).within(3, 8))
         (1, 0, 4, 0)
         """
         runs = []
-        # `_starts` also has the end
+        # strict=False: `_starts` also has the end.
         for (count, value), origin in zip(self.runs, self._starts, strict=False):
-            # Each edge is inside at most one index of a run. All indices between two marks have the same number.
+            # An edge cuts at most one index of a run; the marks are both sides of this index. All indices between two
+            # marks own equally many of the elements.
             at = [(edge - origin) // value for edge in (start, stop)] if value else []
             marks = sorted({0, count, *(min(max(index, 0), count) for i in at for index in (i, i + 1))})
             for first, last in pairwise(marks):

@@ -139,6 +139,7 @@ class Tiles(Granularity):
         _positive(self, rows=self.rows, cols=self.cols)
 
     def raw_block_numel(self, shape: tuple[int, ...]) -> int:
+        # A vector is one row, so its tiles are runs of ``cols`` elements.
         return self.rows * shape[-1] if len(shape) >= 2 else min(self.cols, numel_of(shape))
 
 
@@ -201,7 +202,7 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
     elif isinstance(rule, Mapping):
         matches = (value for pattern, value in rule.items() if fnmatch.fnmatchcase(fqn, pattern))
         value = next(matches, Element())
-    # A class is callable too, but passed by mistake: `_granularity` says so.
+    # A class is callable, too, but was passed by mistake: `_granularity` raises for it.
     elif callable(rule) and not isinstance(rule, (Granularity, type)):
         value = rule(fqn, param)
     return _granularity(value, f"parameter {fqn!r}")
@@ -301,7 +302,7 @@ def parse_granularity(text: str) -> Granularity:
         if kind == "whole" and argument in ("", "tensor", "matrix"):
             return Whole("matrix" if argument == "matrix" else "tensor")
     except ValueError as error:
-        if isinstance(error, LayoutError):  # a ValueError that says more than the one below
+        if isinstance(error, LayoutError):  # a subclass of ValueError; it says more than the error below
             raise
     raise LayoutError(
         "This text does not name a granularity.",
@@ -323,7 +324,7 @@ def parse_granularities(texts: Sequence[str]) -> dict[str, Granularity]:
     Raises:
         LayoutError: for a text without a granularity, or two that differ for the same pattern.
     """
-    rules = [text.rpartition("=") for text in texts]  # a granularity has no =, a pattern may have
+    rules = [text.rpartition("=") for text in texts]  # a granularity contains no =, a pattern may
     by_pattern: dict[str, Granularity] = {}
     # The first match wins, so the text for all tensors, without a pattern, comes last.
     for pattern, _, rule in sorted(rules, key=lambda rule: not rule[0]):

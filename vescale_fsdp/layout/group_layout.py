@@ -10,8 +10,8 @@ Rank r owns elements [r*S, (r+1)*S) of the group's global buffer, S = ``shard_nu
     w has 14 elements at offset 0: rank 0 owns w[0:12], rank 1 owns w[12:14] (12 % 2 == 0: no block is cut);
     b has 5 at 14; v has 16 at 20 (24 - 20 = 4 is one block); one element of padding at 19.
 
-A *scattered* slot is the one exception to "one run of the buffer": its pieces, still one per rank, in rank order and
-of whole blocks, are wherever other tensors leave room. It is stored as a few runs of equal pieces::
+A *scattered* slot is not one run of the buffer: its pieces are wherever other tensors leave room. It still has one
+piece per rank, in rank order, of whole blocks, and is stored as a few runs of equal pieces::
 
     S = 12, 5 ranks         rank 0       rank 1       rank 2       rank 3       rank 4
     a (5, 4), block 4     |aaaaaaaaaaaa|aaaaaaaa....|............|............|............|
@@ -136,7 +136,7 @@ class TensorSlot:
 
     def __post_init__(self) -> None:
         sizes = {"block_numel": self.block_numel, "offset": self.offset}
-        if len(self.shape) > MAX_DIMS:
+        if len(self.shape) > MAX_DIMS:  # the limit of numpy and of torch's kernels
             raise LayoutError(
                 "The tensor has too many dims.",
                 expected=f"at most {MAX_DIMS} dims",
@@ -146,7 +146,7 @@ class TensorSlot:
             )
         sizes |= {f"shape[{dim}]": size for dim, size in enumerate(self.shape)}
         _check_integers(sizes, f"slot {self.fqn!r}")
-        # The class is frozen
+        # The class is frozen, so a plain assignment would raise.
         object.__setattr__(self, "numel", numel_of(self.shape))
 
     @property
@@ -270,7 +270,7 @@ class GroupLayout:
         if start == stop:
             return
         first_boundary = (start // size + 1) * size
-        # Later boundaries are multiples of S after the first, so with two or more of them S must be whole blocks.
+        # Boundaries are S elements apart, so a slot that crosses two or more also needs S to be whole blocks.
         if (first_boundary < stop and (first_boundary - start) % slot.block_numel) or (
             first_boundary + size < stop and size % slot.block_numel
         ):
@@ -309,11 +309,11 @@ class GroupLayout:
             if left.offset + left.numel > right.offset:
                 raise _overlap(left, right)
         scattered = [slot for slot in filled if slot.runs]
-        starts = [slot.offset for slot in contiguous] if scattered else []
+        starts = [slot.offset for slot in contiguous] if scattered else []  # used only for scattered slots
         for index, slot in enumerate(scattered):
             for run in slot.runs:
-                # Only slots that reach into the shards of these ranks can overlap the run.
-                # - 1: the slot before may end in these shards
+                # Only slots that reach into the shards of these ranks can overlap the run. - 1, because the last slot
+                # that starts before these shards may end in them.
                 first = bisect_right(starts, run.first_rank * self.shard_numel) - 1
                 stop = bisect_left(starts, run.ranks.stop * self.shard_numel)
                 for other in (*contiguous[max(first, 0) : stop], *scattered[:index]):

@@ -22,7 +22,7 @@ from vescale_fsdp.layout.safetensors_header import read_header
 
 @dataclass(frozen=True)
 class ParamShape:
-    """The planner's input for one parameter; a granularity function gets it if there is no parameter."""
+    """The planner's input for one parameter. A granularity function gets this value if there is no module."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ def shapes_of(source: ShapeSource, *, dtype: str = "bfloat16") -> tuple[ParamSha
 
     Args:
         source: a module; a mapping from name to shape, or to ``(shape, dtype name)``; or a folder.
-        dtype: for shapes in a mapping without a dtype.
+        dtype: dtype of the shapes in a mapping that name none.
 
     Raises:
         LayoutError: for a shape that is not valid, a folder without safetensors files or with damaged headers.
@@ -107,7 +107,7 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
                     file,
                     whole=False,
                 )
-            # One class for all bad input of a plan.
+            # So that all bad input of a plan raises one class.
             except (ConversionError, CorruptCheckpointError) as error:
                 raise LayoutError(
                     error.problem, expected=error.expected, got=error.got, where=error.where, todo=error.todo
@@ -120,7 +120,7 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key that compares runs of digits as numbers, so that layer 2 comes before layer 10."""
     parts = re.split(r"(\d+)", name)
-    # The first number keeps digits and text from being compared with each other.
+    # The leading 0 or 1 keeps numbers and text from being compared with each other.
     return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)
 
 
@@ -143,7 +143,7 @@ def units_of(shapes: Sequence[ParamShape], names: Sequence[str] | None = None) -
     for shape in shapes:
         unit = next((module for module in reversed(_ancestors(shape.fqn)) if module in modules), "")
         units.setdefault(unit, []).append(_relative(shape, unit))
-    if "" in units:
+    if "" in units:  # the root is wrapped last, so it comes last
         units[""] = units.pop("")
     return units
 
@@ -189,6 +189,7 @@ def _matching(shapes: Sequence[ParamShape], names: Sequence[str]) -> set[str]:
                 "A unit's name matches no module.",
                 expected="names of modules with parameters, or '' for the root",
                 got=repr(name),
+                # 0.3: below difflib's default, because wildcards make a pattern unlike the name that it means.
                 where=f"near it: {', '.join(difflib.get_close_matches(name, modules, 5, 0.3)) or modules[:5]}",
                 todo="write one part per module level, such as 'model.layers.*'",
             )

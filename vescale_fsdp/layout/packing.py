@@ -11,9 +11,9 @@ ending earlier never hurts later tensors. Three cases per tensor:
     3. it crosses several: in addition, S must be a whole number of its blocks
 
 Without case 3, any S above a feasible one is feasible, so binary search finds the smallest. With case 3, S must be a
-multiple of the LCM of the blocks concerned, and the same holds along those multiples. The search does not know which
-tensors are case 3: it tries the LCMs of prefixes of a sorted list (largest tensor first, largest block first, and the
-empty prefix), and keeps the best S.
+multiple of the LCM of the blocks concerned; among these multiples, again, any above a feasible one is feasible. The
+search does not know which tensors are case 3. It sorts the tensors by size and by block, largest first, tries the LCM
+of every prefix of both lists (the empty prefix included), and keeps the best S.
 
 Three things make it fast. A tensor longer than two shards *must* be case 3, which gives a lower bound on S that is
 nearly always reached (`least_shard`), so the search mostly ends at its first attempt. Lists of sizes that repeat, such
@@ -38,7 +38,7 @@ MAX_PERIOD = 8  # sizes in a repeated list; an expert has at most three matrices
 ANY_NUMBER = 1 << 62  # stands for no limit
 
 MAX_SCAN = 64  # up to this many multiples, the search tries each
-PRECISION = 1_000_000  # S is within one part in this many of the smallest that the search could find
+PRECISION = 1_000_000  # the search stops within one part in this many of the smallest S
 # Another order is tried only if it may make S smaller by more than one part in this many: definition order is easier to
 # debug.
 WORTH_REORDERING = 1000
@@ -152,7 +152,7 @@ def _repeats_at(start: int, sizes: tuple[Size, ...], period_numel: int, shard_nu
     room = shard_numel - start % shard_numel
     offset = 0
     for numel, block in sizes:
-        # Otherwise every boundary is a whole number of blocks from every start, in all repetitions.
+        # If all three are whole blocks, every boundary is whole blocks from every start, in any number of repetitions.
         if shard_numel % block or period_numel % block or (room - offset) % block:
             return room // period_numel
         offset += numel
@@ -190,7 +190,7 @@ def free_gaps(
     """The gaps of at least ``least_numel`` elements per rank that half-open, disjoint spans of the buffer leave."""
     gaps: list[Gap] = []
     cursor = 0
-    # The last span is the end of the buffer.
+    # An empty span at the end of the buffer closes the last gap.
     for start, stop in (*sorted(spans), (num_shards * shard_numel,) * 2):
         cursor = round_up(cursor, align_numel)
         if start - cursor >= least_numel:
@@ -211,7 +211,7 @@ def place_scattered(
     """
     needed_blocks = -(-numel // block_numel)
     chosen: set[Gap] = set()
-    # The largest gaps first, so that there are few runs of pieces.
+    # Negative numbers of blocks sort the largest gaps first, so that there are few runs of pieces.
     room = [(-gap.num_ranks * ((gap.stop - gap.start) // block_numel), gap) for gap in gaps]
     for minus_blocks, gap in sorted(pair for pair in room if pair[0]):
         if needed_blocks <= 0:
@@ -272,7 +272,8 @@ class Packing(NamedTuple):
 
 def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
     """The smallest shard for tensors that are each one run of the buffer, and their starts."""
-    # One shard that holds everything, gaps for aligned starts included, is always feasible.
+    # A shard that holds everything, gaps for aligned starts included, is always feasible. + align_numel, because the
+    # search ends below the bound.
     bound = sum(round_up(numel, align_numel) for numel, _ in sizes) + align_numel
     low = _volume_bound(sizes, num_shards, align_numel)
     least = least_shard(sizes, num_shards, align_numel)
@@ -311,7 +312,7 @@ def _volume_bound(sizes: Sizes, num_shards: int, align_numel: int) -> int:
 
 
 def _possible(sizes: Sizes, low: int, align_numel: int) -> Iterator[tuple[int, int | None, int]]:
-    """Possible values of S: intervals [start, stop) from ``low`` up, each with the step of which S is a multiple.
+    """Possible values of S: intervals [start, stop) from ``low`` up, each with a step that divides S.
 
     If S is not a whole number of a tensor's blocks b, the tensor crosses at most one boundary, with whole blocks before
     it: it has at most S // b * b + S elements. So every tensor longer than that forces b | S. The last interval has
@@ -363,7 +364,7 @@ def _smallest_shard(
             better = _smallest_multiple(place, step, start, end)
             if better is not None:
                 best, end = better, better[0]
-        if best is not None or end == below:
+        if best is not None or end == below:  # below: later intervals are above the limit
             return best
     return None
 
@@ -403,7 +404,7 @@ def _smallest_multiple(
 def pack_scattered(
     sizes: Sizes, scattered: frozenset[int], num_shards: int, align_numel: int, below_numel: int
 ) -> Packing | None:
-    """The smallest shard below a limit if some tensors may be scattered, with as few scattered as possible.
+    """The smallest shard below a limit if some tensors may be scattered; where there is room, they stay contiguous.
 
     Args:
         sizes: all tensors, non-empty.
@@ -419,7 +420,7 @@ def pack_scattered(
     if smallest is None:
         return None
     shard_numel, positions = smallest
-    # The largest of the scattered tensors that may be contiguous for this S, if there is room.
+    # Scattered tensors that have a legal contiguous position for this S, if there is room.
     maybe_whole = [
         index
         for index in scattered
@@ -440,7 +441,7 @@ def _place_mixed(
     placed = place_in_order(repeated, num_shards, shard_numel, align_numel)
     if placed is None:
         return None
-    # The default is at least as large as any gap: nothing is scattered.
+    # Without scattered tensors no gap is needed: the default is larger than any gap.
     least_numel = min((sizes[index][1] for index in scattered), default=num_shards * shard_numel)
     spans = [(start, stop) for start, stop, _ in placed]
     gaps = free_gaps(spans, num_shards, shard_numel, align_numel, least_numel)
@@ -454,6 +455,7 @@ def _place_mixed(
         has_hole = False
         for run in runs:
             has_hole |= run.first_rank * shard_numel + run.local_offset != stop
+            # Pieces shorter than a shard leave holes between ranks.
             has_hole |= run.num_ranks > 1 and run.piece_numel != shard_numel
             stop += run.numel
         positions[index] = Position(start, runs if has_hole else ())  # without holes the tensor is contiguous

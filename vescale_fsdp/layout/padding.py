@@ -65,7 +65,7 @@ class PaddingPolicy:
 
 @dataclass(frozen=True)
 class Remedies:
-    """Changes that bring a group's padding below a limit, with the padding that remains; None if there is none.
+    """Changes that bring a group's padding to a limit or below, with the padding that remains; None: no such change.
 
     Attributes:
         num_shards: (shards, padding); the largest suitable divisor of the number of shards.
@@ -163,7 +163,7 @@ def find_remedies(layout: GroupLayout, limit: float, scatter: Scatter = "auto") 
         return None
 
     return Remedies(
-        # Largest divisor first: the fewest replicas.
+        # Largest divisor first: the fewest replicas. 1 is not tried: nothing would be sharded.
         first(((size,), specs, size) for size in range(shards // 2, 1, -1) if shards % size == 0),
         first(
             ((count,), [replace(s, fqn=f"{copy}.{s.fqn}") for copy in range(count) for s in specs], shards)
@@ -182,7 +182,11 @@ def _powers_of_two(most: int) -> Iterator[int]:
 def _smaller_blocks(
     specs: Sequence[TensorSpec],
 ) -> Iterator[tuple[tuple[tuple[str, ...], int], list[TensorSpec]]]:
-    """Blocks halved repeatedly: for the tensors that share a block, fewest elements first, then for all."""
+    """Tensors with repeatedly halved blocks, as ((names, divisor), all tensors).
+
+    Tensors with equal blocks form a class. Each class is tried alone, the one with the fewest elements first; then all
+    classes are tried together.
+    """
     classes: dict[int, list[TensorSpec]] = {}
     for spec in specs:
         if 1 < spec.block_numel < spec.numel:
@@ -192,6 +196,7 @@ def _smaller_blocks(
         names = tuple(spec.fqn for spec in members)
         row_numels = [_row_numel(spec.shape) for spec in members]
         blocks_and_rows = [(spec.block_numel, row) for spec, row in zip(members, row_numels, strict=True)]
+        # A smaller block could not be written as Rows(n).
         if any(block % row for block, row in blocks_and_rows):
             continue
         rows = math.gcd(*(block // row for block, row in blocks_and_rows))

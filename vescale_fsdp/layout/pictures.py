@@ -242,7 +242,7 @@ def _draw_tensors(canvas: Canvas, layout: GroupLayout, names: dict[str, str], to
     filled = [slot for slot in layout.slots if slot.numel]
     largest = sorted(filled, key=lambda slot: -slot.numel)[:MAX_TENSORS]
     y = top + 12
-    for slot in (slot for slot in filled if slot in largest):
+    for slot in (slot for slot in filled if slot in largest):  # in definition order
         canvas.text(20, y + 12, _fit(names[slot.fqn], LABEL_PX - 24, 11) or slot.fqn, size=11)
         _draw_bar(canvas, layout, slot, y + 1)
         blocks = -(-slot.numel // slot.block_numel)

@@ -8,7 +8,7 @@ unit is not zero.
     RaggedShard((0,), (1, 2, 0, 1)) on shape (8, 3): 4 units of 2 rows
         rank 0: rows [0, 2)   rank 1: rows [2, 6)   rank 2: nothing   rank 3: rows [6, 8)
 
-A rank owns one flat range of the tensor (`RaggedShard.piece`); its local tensor is 1-D and has as many elements. A
+A rank owns one flat range of the tensor (`RaggedShard.piece`). Its local tensor is 1-D and has these elements. A
 placement is a value: compared by content, hashable, picklable, deep-copyable. It stores the units as runs
 (`RunLengths`), whose size does not grow with the ranks; ``local_units`` is computed on demand.
 """
@@ -57,7 +57,7 @@ class RaggedShard(Placement):
         # torch's Placement is a C++ class, whose methods crash the process without this call.
         super().__init__()
         object.__setattr__(self, "dims", tuple(self.dims))
-        # By __dict__, because the class is frozen.
+        # Through __dict__, because the class is frozen. `units` is stored instead of the field, see `__getattr__`.
         self.__dict__["units"] = RunLengths.of(self.__dict__.pop("local_units"))
         if self.dims != tuple(range(len(self.dims))):
             raise PlacementError(
@@ -106,7 +106,7 @@ class RaggedShard(Placement):
         return RaggedShard, (self.dims, self.local_units)  # the published fields, which every version reads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
-        return self
+        return self  # immutable
 
     def __format__(self, spec: str) -> str:
         # torch's distribute_tensor formats an unknown placement into its error, and calls no other method of it. So

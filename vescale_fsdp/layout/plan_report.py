@@ -121,13 +121,13 @@ class PlanReport:
             sum(row.shard_bytes * row.num_units for row in rows),
             sum(row.padding_ratio * weight for row, weight in weights),
             sum(row.copied_ratio * weight for row, weight in weights),
-            min((row.blocks_per_rank for row in rows), default=0.0),
+            min((row.blocks_per_rank for row in rows), default=0.0),  # the worst group decides
             tuple(name for row in rows for name in row.scattered),
             tuple(name for row in rows for name in row.apart),
         )
 
     def layout(self, group: str, num_shards: int) -> GroupLayout:
-        """The layout of a group with one buffer, by the name of any of its units.
+        """The layout of a group with one buffer; ``group`` is the name of any unit of the group.
 
         Raises:
             LayoutError: if the report has no such unit or number of shards, or if there are two buffers.
@@ -144,7 +144,7 @@ class PlanReport:
         return layouts[0]
 
     def layouts(self, group: str, num_shards: int) -> tuple[GroupLayout, ...]:
-        """The layouts of a group, one per buffer, by the name of any of its units.
+        """The layouts of a group, one per buffer; ``group`` is the name of any unit of the group.
 
         Raises:
             LayoutError: if the report has no such unit or number of shards.
@@ -238,7 +238,7 @@ def plan_report(
         granularity: as for `fully_shard`; names are relative to each unit.
         units: names of the modules to be wrapped (``"model.layers.*"``); None: members of repeated lists.
             The root always gets the rest.
-        dtype: for shapes in a mapping without a dtype.
+        dtype: dtype of the shapes in a mapping that name none.
         padding_policy: whether to scatter, and the padding above which `PlanReport.advice` names remedies.
 
     Raises:

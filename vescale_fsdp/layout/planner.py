@@ -4,12 +4,14 @@
 checks the input, caches plans (equal lists of sizes, such as the layers of a model, are planned once) and compares the
 two alternatives to padding by prices.
 
-Scattering. One tensor whose row length is unrelated to the others' can force the LCM of blocks far above what the
-payload needs. With ``scatter="auto"`` the planner also tries to take such tensors out, smallest first, and to put their
-pieces wherever the others leave room; they are then copied out after each gather.
+Scattering. The shard size may have to be a multiple of the LCM of blocks. One tensor with an unrelated row length can
+raise this LCM far above the payload's share per rank. With ``scatter="auto"`` the planner also tries to take such
+tensors out, smallest first, and to put their pieces wherever other tensors leave room. Scattered tensors are copied out
+after each gather.
 
-Two buffers. Where two long tensors have blocks with a large common multiple, each may share a buffer with tensors whose
-blocks suit it. Nothing is copied; the price is one more message in the same launch (coalesced)::
+Two buffers. If the blocks of two long tensors have a large common multiple, these tensors may be put into different
+buffers, together with tensors of matching blocks. Nothing is copied; the price is one more message in the same launch
+(coalesced)::
 
     rows of 5,120, 8,192 and 16,384, blocks of 128 rows, 768 shards
 
@@ -48,8 +50,8 @@ COPIED_MEMORY_PRICE = 100  # a copied tensor is in memory twice while its unit i
 MESSAGE_PRICE = 100 << 17  # a second message takes as long as 128 Ki elements: about 5 us at 50 GB/s in bf16
 LEAST_GAIN_PRICE = 1  # per element of the payload: less than half a percent of padding is not worth a search
 MAX_COPIED_TENSORS = 64  # each needs its own copy kernel
-MAX_SCATTERED_CLASSES = 8  # sets of tensors that are tried; layers of transformers have three to five blocks
-MAX_CLASSES = 6  # block classes of which every split is tried, 31 of them; layers have three to five
+MAX_SCATTERED_CLASSES = 8  # block classes that may be scattered; transformer layers have three to five
+MAX_CLASSES = 6  # every split of the 6 largest block classes is tried; layers have three to five classes
 
 Scatter = Literal["never", "auto"]
 
@@ -114,6 +116,7 @@ def plan_group(
         LayoutError: for no shards, negative sizes, blocks below one element, repeated names or different dtypes.
     """
     align_numel = _check_input(tensors, num_shards, align_numel, scatter)
+    # A block is at most its tensor; 1 for an empty tensor, so that divisions work.
     sizes = [(tensor.numel, max(1, min(tensor.block_numel, tensor.numel))) for tensor in tensors]
     filled = tuple(size for size in sizes if size[0])
     shard_numel, positions = _plan_sizes(filled, num_shards, align_numel, scatter)
@@ -205,6 +208,7 @@ def _check_input(
             got=", ".join(f"{dtype} ({fqn})" for dtype, fqn in sorted(dtypes.items())),
             todo="plan one group per dtype; fully_shard does so by itself",
         )
+    # default: a group without tensors
     return align_numel or min((align_numel_of(dtype) for dtype in dtypes), default=1)
 
 
@@ -226,10 +230,10 @@ def _plan_sizes(sizes: Sizes, num_shards: int, align_numel: int, scatter: Scatte
     # Tensors that share a block are scattered together, the smallest such class first.
     by_block: dict[int, list[int]] = {}
     for index, (numel, block) in enumerate(sizes):
-        if 1 < block < numel:
+        if 1 < block < numel:  # a tensor of one block, or cut anywhere, never forces multiples on S
             by_block.setdefault(block, []).append(index)
     classes = [(sum(sizes[index][0] for index in members), members) for members in by_block.values()]
-    # Ties by the size and block of the first member, so that every machine decides alike.
+    # The size and block of the first member break ties, so that every machine decides alike.
     classes.sort(key=lambda numel_and_members: (numel_and_members[0], sizes[numel_and_members[1][0]]))
     scattered: set[int] = set()
     for numel, members in classes[:MAX_SCATTERED_CLASSES]:
@@ -275,7 +279,7 @@ def plan_buffers(
     """
     whole = plan_group(tensors, num_shards, align_numel=align_numel, scatter=scatter)
     least_gain = MESSAGE_PRICE + whole.payload_numel * LEAST_GAIN_PRICE
-    if price_of(whole) <= least_gain:
+    if price_of(whole) <= least_gain:  # even two buffers without padding would not be worth a message
         return (whole,)
     filled = [slot for slot in whole.slots if slot.numel]
     sizes = tuple((slot.numel, slot.block_numel) for slot in filled)
@@ -304,6 +308,7 @@ def _best_split(sizes: Sizes, num_shards: int, align_numel: int) -> frozenset[in
     # tensor stays in the first buffer.
     by_block: dict[int, list[int]] = {}
     for index, (numel, block) in enumerate(sizes):
+        # A tensor of one block, or cut anywhere, never forces multiples on S: all of these are one class.
         by_block.setdefault(block if 1 < block < numel else 1, []).append(index)
     largest = sorted(by_block.values(), key=lambda members: (-sum(sizes[i][0] for i in members), members))
     movable = [members for members in largest[:MAX_CLASSES] if 0 not in members]
@@ -318,8 +323,9 @@ def _best_split(sizes: Sizes, num_shards: int, align_numel: int) -> frozenset[in
             tuple(size for i, size in enumerate(sizes) if i in second),
         )
 
+    # Start: no tensor in the second buffer. A split must be smaller than this.
     best, least_numel = frozenset[int](), pack_contiguous(sizes, num_shards, align_numel).shard_numel
-    # Lower bounds are mostly feasible, so few splits are packed before the bounds exclude all others.
+    # Lower bounds are mostly feasible. So after few packed splits, the bounds exclude the remaining splits.
     bounds = [
         (sum(least_shard(part, num_shards, align_numel) for part in parts_of(split)), split)
         for split in splits

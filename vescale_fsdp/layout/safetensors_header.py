@@ -23,7 +23,7 @@ class HeaderEntry(NamedTuple):
 
     dtype: DType
     shape: tuple[int, ...]  # its last dim counts bytes where the type is packed, see `DType`
-    start_bytes: int  # in the file
+    start_bytes: int  # position of the data, from the start of the file
     nbytes: int
 
 
@@ -36,13 +36,13 @@ def read_header(
         read: returns bytes of the file, as ``read(offset, nbytes)``.
         file_bytes: size of the file.
         where: the file, for messages.
-        whole: whether the file must contain its data too, and nothing after it.
+        whole: whether the file must contain all data that the header lists, and nothing after the data.
 
     Raises:
         CorruptCheckpointError: if it is not a safetensors file, or tensors do not tile its data exactly.
         ConversionError: for an element type that is not in the format.
     """
-    # -1 fails the check below.
+    # -1, for a file too short for a length, fails the check below.
     header_bytes = int.from_bytes(read(0, 8), "little") if file_bytes >= 8 else -1
     base = 8 + header_bytes
     # Checked before anything is allocated: the length may be any number.
@@ -57,7 +57,7 @@ def read_header(
         got = f"{type(error).__name__}: {error!s:.200}"
         raise _corrupt("a header of names, types, shapes and offsets", got, where) from error
     end = base
-    # By size too: an empty tensor starts where the next one does.
+    # Sorted by size, too, because an empty tensor starts where the next tensor does.
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start_bytes, item[1].nbytes)):
         if entry.start_bytes != end:
             expected, got = f"bytes from {end - base}", f"bytes from {entry.start_bytes - base}"

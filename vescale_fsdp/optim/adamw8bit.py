@@ -96,7 +96,7 @@ def encode_dynamic(tiles: torch.Tensor, signed: bool) -> tuple[torch.Tensor, tor
     """
     scales = tiles.abs().amax((1, 3)).clip(_LEAST_SCALE)
     relative = tiles / scales[:, None, :, None]
-    # Right: a value equal to threshold i gets code i + 1. int32: half the memory of the default int64.
+    # right=True: a value equal to threshold i gets code i + 1. out_int32: half the memory of the default int64.
     codes = torch.bucketize(relative, _thresholds(signed, tiles.device), out_int32=True, right=True)
     return codes.to(torch.uint8), scales
 
@@ -200,7 +200,7 @@ class AdamW8bit(BatchedOptimizer):
     def _kind(self, param: torch.Tensor) -> Hashable:
         stepped = self._stepped(param)
         grid = stepped.grid
-        # fp32 states are stepped as flat elements, which join whatever their shapes
+        # Parameters with fp32 state are stepped as flat elements, so one batch may contain parameters of any shapes.
         return (grid.rows, grid.scales_per_band, grid.cols) if stepped.is_8bit else ()
 
     def _stepped(self, param: torch.Tensor) -> _Stepped:
@@ -265,7 +265,8 @@ def _store(batch: Sequence[_Stepped], name: str, moment: torch.Tensor, grad: tor
     if not batch[0].is_8bit:
         _write(batch, [each.local(name) for each in batch], moment)
         return
-    # A NaN in a moment would make the block's scale NaN, and so the whole block.
+    # A NaN in a moment would make the block's scale NaN, and so the whole block. nan_to_num_: the square of a finite
+    # gradient may be infinite.
     finite = torch.where(grad.isfinite(), moment, 0.0).nan_to_num_()
     codes, scales = encode_dynamic(finite, _MOMENTS[name])
     _write(batch, [each.local(f"{name}_codes") for each in batch], codes)

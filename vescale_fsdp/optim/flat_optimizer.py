@@ -99,7 +99,7 @@ class _FlatRun:
         placed = zip(grads, self.starts, strict=True)
         if all(g.storage_offset() == base + start and storage_id(g) == storage for g, start in placed):
             flat = torch.as_strided(first, (self.flat.numel(),), (1,), base)
-            if self.gaps:  # padding of the reduced shard may have any values
+            if self.gaps:  # padding of the reduced shard may have any values, but steps need zeros
                 foreach_zero_([flat[start:stop] for start, stop in self.gaps])
             return flat
         flat = torch.zeros_like(self.flat)
@@ -258,7 +258,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for param in params:
             local = local_tensor(param)
             by_address.append(((storage_id(local), int(local.storage_offset()), local.numel()), param))
-        by_address.sort(key=lambda pair: pair[0])  # tensors have no order
+        by_address.sort(key=lambda pair: pair[0])  # by address only: tensors cannot be compared
         adjacent: list[torch.Tensor] = []
         end: tuple[int, Any] = (0, None)
         for (storage, start, numel), param in by_address:
@@ -270,7 +270,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             ]
             counters = tuple((name, v.item() if isinstance(v, torch.Tensor) else v) for name, v in values)
             history = (storage, id(layout), self._histories.get(param), counters)
-            # Up to the next aligned start.
+            # Padding up to the next aligned start does not end a run.
             padding = -end[0] % layout.align_numel if layout is not None else 0
             if adjacent and (history != end[1] or start != end[0] + padding):
                 yield adjacent

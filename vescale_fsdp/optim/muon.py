@@ -116,7 +116,7 @@ class Muon(StructuredOptimizer):
         adamw: AdamWOptions = AdamWOptions(),  # noqa: B008  (frozen)
         bucket_bytes: int = 8 << 20,  # 8 MiB
     ) -> None:
-        check_rates(float(lr), (momentum, 0.0), eps, weight_decay)
+        check_rates(float(lr), (momentum, 0.0), eps, weight_decay)  # momentum has the range of a beta
         if adjust_lr_fn not in _ADJUST_LR or not 0 <= ns_steps < 100:  # torch's limit of steps
             raise LayoutError(
                 "Muon does not accept these arguments.",
@@ -186,7 +186,7 @@ class Muon(StructuredOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their state is created at once."""
         super().add_param_group(param_group)
-        self._plans.clear()  # its keys are indices of parameters
+        self._plans.clear()  # the keys are indices of parameters
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -253,7 +253,7 @@ class NewtonSchulz:
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
         """Orthogonalize every matrix of a bf16 stack [n, rows, cols]; the stack may be overwritten."""
-        if len(stack) == 1:  # torch's own function, so its bits
+        if len(stack) == 1:  # torch's own function, so the bits of torch.optim.Muon
             return zeropower_via_newtonschulz(stack[0], self.coefficients, self.steps, self.eps).unsqueeze(0)
         a, b, c = self.coefficients
         tall = stack.size(-2) > stack.size(-1)
@@ -329,6 +329,7 @@ def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[]
         if number + 1 < len(plan.buckets):
             gathering = _start_gather(plan.buckets[number + 1], jobs)
         results = _orthogonalize_arrived(bucket, arrived.wait(), jobs)
+        # This scatter starts before the wait for the previous one, so that it is in flight during the subtraction.
         before, scattering = scattering, _start_scatter(bucket, results, jobs)
         if before is not None:
             _subtract_arrived(plan.buckets[number - 1], before.wait(), jobs)
@@ -411,7 +412,7 @@ def _orthogonalize_everywhere(index: int, jobs: Sequence[ParamJob]) -> None:
     """Step a parameter without contiguous pieces: every rank gathers the update and subtracts its own part."""
     job = jobs[index]
     assert isinstance(job.param, DTensor)
-    spread = torch.zeros_like(job.param)
+    spread = torch.zeros_like(job.param)  # the update as a DTensor, so that torch can gather it
     local_tensor(spread, "update").copy_(job.update)
     assert isinstance(spread, DTensor)
     update = spread.full_tensor()
@@ -447,12 +448,13 @@ def _orthogonalize_arrived(
 ) -> list[torch.Tensor]:
     """The orthogonalized updates of the matrices that this rank owns, flat, in their order in the bucket."""
     owned = bucket.owned
-    # Parts arrive in the order of ranks, and from each rank in the order of the bucket. A matrix has its parts in the
-    # order of shards.
+    # Parts arrive in the order of ranks, and from each rank in the order of the bucket. Inside a matrix, parts are in
+    # the order of shards.
     keys = [(s, n) for r, s in bucket.everyone if r == bucket.ranks.replica for n in range(len(owned))]
     chunks = arrived.split([owned[n].part(s).numel for s, n in keys]) if keys else ()
     parts = dict(zip(keys, chunks, strict=True))
-    results = [arrived] * len(owned)  # placeholders, all replaced below
+    # Placeholders, all replaced below: stacks are not in the order of the bucket.
+    results = [arrived] * len(owned)
     for iteration, shape, positions in _stacks([(t.param, t.matrix) for t in owned], jobs):
         stack = torch.empty(len(positions), *shape, dtype=WIRE_DTYPE, device=arrived.device)
         in_order = [parts[s, n] for n in positions for s in range(owned[n].pieces.num_shards)]

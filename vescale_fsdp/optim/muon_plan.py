@@ -100,9 +100,9 @@ def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = Non
 
 @dataclass(frozen=True)
 class SteppedParam:
-    """A parameter of a step."""
+    """The planner's input for one parameter with a gradient."""
 
-    pieces: PieceMap | None  # None: its placements have no contiguous pieces
+    pieces: PieceMap | None  # None: the parameter's placements give no contiguous pieces
     matrices: tuple[Matrix, ...]
     steps: int  # Newton-Schulz iterations of each matrix
 
@@ -131,7 +131,7 @@ def plan_step(
 
     Args:
         params: the parameters with a gradient, in the same order on every rank.
-        bucket_bytes: maximum bytes that a rank sends per bucket and direction.
+        bucket_bytes: approximate bytes that a rank receives per bucket and direction.
         ranks_of: ranks of each (mesh, axis). Missing entries are added, which is collective over the mesh.
     """
     here: list[tuple[int, Matrix]] = []
@@ -147,14 +147,14 @@ def plan_step(
         for matrix in param.matrices:
             holder = pieces.holder_of(matrix.range)
             if holder is None:
-                assert key is not None
+                assert key is not None  # a matrix that is cut has an axis that cuts it
                 cut.setdefault(key, []).append((index, matrix, pieces))
                 continue
             if key is not None:
                 whole.setdefault(key, []).append((index, matrix, holder))
             if holder == pieces.shard_rank:
                 here.append((index, matrix))
-    for key in cut:
+    for key in cut:  # the same keys in the same order on all ranks, because new groups are collective
         if key not in ranks_of:
             ranks_of[key] = _make_ranks(*key)
     buckets = [
@@ -189,7 +189,7 @@ def _buckets(
     ]
     owners = assign_owners(flops, parts, loads * replicas)
     cuts = [CutMatrix(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
-    # All ranks own matrices of a bucket, so a rank receives about its share of it.
+    # The matrices of a bucket have owners on all ranks, so a rank receives about an equal share of the bucket.
     limit_numel = max(1, bucket_bytes * replicas * num_shards // WIRE_DTYPE.itemsize)
     buckets: list[list[CutMatrix]] = []
     free_numel = 0  # elements that still fit into the last bucket
@@ -203,12 +203,12 @@ def _buckets(
 
 
 def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
-    """The ranks of a mesh; ``axis`` shards, its other axes replicate."""
+    """The ranks of a mesh; ``axis`` shards, the mesh's other axes replicate."""
     table = ranks_by_group_rank(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()  # global ranks
     if len(table) == 1:
         group: dist.ProcessGroup | None = mesh.get_group(axis)
     elif sorted(rank for row in table for rank in row) == list(range(dist.get_world_size())):
-        group = dist.group.WORLD  # all ranks: no other communicator is necessary
+        group = dist.group.WORLD  # all ranks: the existing communicator is enough
     else:
         group = new_group(mesh.get_group(axis), sorted(rank for row in table for rank in row))
     assert group is not None

@@ -138,6 +138,7 @@ class Shampoo(BatchedOptimizer):
         grid = factor_grid_of(tuple(param.shape), group["block_size"])
         pieces = contiguous_pieces_of(param, "adamw_params=[...]")
         bands = pieces.count_in_blocks(grid.period, lambda piece: len(grid.bands_in(piece)))
+        # On the host, so that reading it does not wait for a device.
         state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
         if group["grafting"] == "adam":
@@ -150,7 +151,7 @@ class Shampoo(BatchedOptimizer):
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self.state[param] for param in params]
-        # The step is on the host, so nothing waits.
+        # The step count is on the host, so reading it does not wait for a device.
         step, beta1 = int(states[0]["step"].item()), group["betas"][0]
         locals_ = [local_tensor(param) for param in params]
         numels = [local.numel() for local in locals_]
@@ -188,7 +189,7 @@ def _job(
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate 1-D tensors in fp32; a single fp32 tensor is returned unchanged."""
+    """1-D tensors concatenated in fp32; a single fp32 tensor is returned itself, without a copy."""
     if len(parts) == 1:
         return parts[0].float()
     numels = [part.numel() for part in parts]

@@ -56,7 +56,7 @@ class BlockArea(NamedTuple):
 
     @property
     def side_numel(self) -> int:
-        """Elements of the larger one of a block's two factors; at least as many as elements of the block."""
+        """Elements of the larger of a block's two factors; never fewer than the elements of the block."""
         return max(self.height, self.width) ** 2
 
     @property
@@ -202,7 +202,7 @@ def inverse_roots(
 
     Args:
         factors: the matrices.
-        last: earlier roots, which a matrix keeps, with a warning, if its decomposition does not converge.
+        last: the earlier roots. A matrix whose decomposition does not converge keeps its earlier root, with a warning.
         root: degree of the inverse root.
         eps: absolute lower bound of the eigenvalues, for matrices of zeros.
         relative_eps: lower bound of the eigenvalues, as a fraction of the matrix' largest eigenvalue.
@@ -217,7 +217,7 @@ def inverse_roots(
     solvable = torch.where(finite, factors, identity)
     try:
         roots = _roots(solvable, root, eps, relative_eps)
-    except torch.linalg.LinAlgError:  # find the matrices that do not converge one by one
+    except torch.linalg.LinAlgError:  # decompose one by one, to know which matrices do not converge
         each_root = []
         for factor, last_root in zip(solvable.split(1), last.split(1), strict=True):
             try:
@@ -258,6 +258,7 @@ class BlockJob(NamedTuple):
 
 def write_directions(jobs: Sequence[BlockJob], step: int, group: Mapping[str, Any]) -> None:
     """Update the factors of all blocks and, every ``update_every`` steps, their roots; write the blocks' directions."""
+    # On the CPU (1 and 0 below) a stack is one block, so that bits do not depend on the number of ranks.
     items = (
         ((len(job.factors), part.height, part.width), part.numel, (job, part))
         for job in jobs
@@ -292,8 +293,9 @@ def _write_alike(alike: Sequence[tuple[BlockJob, BlockArea]], step: int, group: 
             continue
         current = _stacked(roots)
         if due:
+            # In place: the factors are already written back.
             unbiased = stack.div_(1 - beta2**step) if beta2 < 1 else stack
-            degree = 2 * len(sides)
+            degree = 2 * len(sides)  # 4 for matrices, 2 for vectors
             current = inverse_roots(unbiased, current, degree, group["eps"], group["relative_eps"])
             foreach_copy_(roots, _as_areas(current, roots))
         directions = torch.bmm(current, directions) if side == "left" else torch.bmm(directions, current)

@@ -1,6 +1,6 @@
 """StructuredOptimizer: the base of optimizers with block state: Muon, Shampoo and AdamW8bit.
 
-`adamw8bit.py` shows the pattern for another one: a `BatchedOptimizer` with a ``granularity()`` for `fully_shard`,
+`adamw8bit.py` shows how to write another such optimizer: a `BatchedOptimizer` with ``granularity()`` for `fully_shard`,
 ``_init_state`` with a tensor of one value per block (`zeros_sharded_with`), ``_kind`` and ``_step_batch``.
 
 - State is created at construction, for every parameter on every rank, so that a checkpoint has the same keys on all
@@ -114,7 +114,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Step all parameters that have a gradient: ``groups`` by this optimizer's own algorithm, others by AdamW."""
+        """Step all parameters that have a gradient: ``groups`` by this optimizer's algorithm, the rest by AdamW."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their state is created at once."""
@@ -154,6 +154,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                 self.state[param] = self._init_state(param, group)
             else:
                 moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                # The step is on the host, as in torch's AdamW, so that reading it does not wait for a device.
                 self.state[param] = {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
     @torch.no_grad()
@@ -184,7 +185,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                 [local_grad(p) for p in params],
                 [local_tensor(s["exp_avg"], "state") for s in states],
                 [local_tensor(s["exp_avg_sq"], "state") for s in states],
-                [],
+                [],  # maxima, only for amsgrad
                 [s["step"] for s in states],
                 amsgrad=False,
                 beta1=beta1,
@@ -205,7 +206,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         self._check_recorded(state_dict["param_groups"])
         own = dict(self.state)
         own_groups = self.param_groups
-        # torch's method matches keys to parameters; it casts tensors, but not the wrapped values.
+        # torch's method matches keys to parameters, but would cast tensors: it does not see through the wrapper.
         wrapped = {
             key: {name: _Opaque(value) for name, value in parts.items()}
             for key, parts in state_dict["state"].items()
@@ -215,10 +216,10 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             param: {name: opaque.value for name, opaque in parts.items()}
             for param, parts in self.state.items()
         }
-        self.state = defaultdict(dict, own)  # undone: values are copied after all checks
+        self.state = defaultdict(dict, own)  # undo torch's load: values are copied after all checks
         try:
             for param, _, where in self._params_with_keys(state_dict):
-                if param in loaded or param.requires_grad:
+                if param in loaded or param.requires_grad:  # frozen parameters may have no saved state
                     check_state(loaded.get(param, {}), self.state[param], where)
         except CheckpointError:  # a load that does not fit changes nothing
             self.param_groups = own_groups
@@ -239,7 +240,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         """
         self._check_recorded(state_dict["param_groups"])
         for param, key, where in self._params_with_keys(state_dict):
-            if key in state_dict["state"] or param.requires_grad:
+            if key in state_dict["state"] or param.requires_grad:  # frozen ones may have no saved state
                 check_parts(state_dict["state"].get(key, {}), self.state[param], where)
 
     def _params_with_keys(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Any, str]]:
@@ -250,7 +251,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                 yield param, key, f"parameter {index} of param group {number}, shape {tuple(param.shape)}"
 
     def _check_recorded(self, saved_groups: list[dict[str, Any]]) -> None:
-        # torch's own loading reports a different number of groups, hence strict=False.
+        # strict=False: torch's own loading reports a different number of groups.
         for number, (own, saved) in enumerate(zip(self.param_groups, saved_groups, strict=False)):
             keys = ("algorithm", *(self.recorded if own["algorithm"] == self.algorithm else ()))
             expected = {key: _plain(own[key]) for key in keys}
@@ -343,6 +344,7 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
     items = list(params)
     if items and isinstance(items[0], dict):
         return [dict(group) for group in items]
+    # No empty group: all parameters may be in adamw_params.
     return [{"params": items}] if items else []
 
 
@@ -357,14 +359,14 @@ def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) 
     """Check that saved state can be copied into a parameter's state.
 
     Raises:
-        CheckpointError: if names or shapes differ, or the dtype of a state that is not floating-point.
+        CheckpointError: if names or shapes differ, or if dtypes differ for a tensor that is not floating-point.
     """
     check_parts(saved, state, where)
     for name, target in state.items():
         value = saved[name]
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         got_shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-        # Codes must match; `copy_` converts floats.
+        # The dtype of codes must match exactly; `copy_` converts floats.
         exact = isinstance(value, torch.Tensor) and not target.is_floating_point()
         if got_shape != tuple(target.shape) or (exact and value.dtype != target.dtype):
             raise CheckpointError(

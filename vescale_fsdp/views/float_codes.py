@@ -39,7 +39,7 @@ _E8M0_BIAS = 127
 
 @cache
 def code_table(kind: str) -> np.ndarray:
-    """[256, values per byte] float32, by byte: for ``e4m3``, ``e5m2``, ``int8``, ``e8m0`` or ``e2m1``."""
+    """The values of each byte, float32 [256, values per byte], for e4m3, e5m2, int8, e8m0 or e2m1."""
     codes = np.arange(256)
     if kind == "int8":
         return codes.astype(np.uint8).view(np.int8).astype(np.float32)[:, None]
@@ -53,15 +53,16 @@ def code_table(kind: str) -> np.ndarray:
         return values[np.stack([codes & 15, codes >> 4], axis=1)]
     assert kind == "e4m3", kind
     exponent, mantissa = (codes >> 3) & 15, codes & 7
+    # 10: the exponent's bias of 7, and 3 bits of mantissa. maximum: subnormals have the exponent of 1.
     sizes = np.ldexp(
         np.where(exponent, mantissa + 8, mantissa).astype(np.float32), np.maximum(exponent, 1) - 10
     )
-    sizes[codes & 127 == 127] = np.nan
+    sizes[codes & 127 == 127] = np.nan  # e4m3fn has this NaN only, and no infinity
     return np.copysign(sizes, np.where(codes < 128, 1, -1)).astype(np.float32)[:, None]
 
 
 def nibble_table(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """[256, 2] float32 of a table of 16 values, the byte's upper half first."""
+    """The two values of each byte, float32 [256, 2], for a table of 16 values; the byte's upper half comes first."""
     codes = np.arange(256)
     return np.asarray(values, dtype=np.float32)[np.stack([codes >> 4, codes & 15], axis=1)]
 
@@ -112,7 +113,7 @@ class Mxfp4Encoding:
     def scales(self, amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As `Fp8Encoding.scales`: the smallest power of two for which no value exceeds 6."""
         bits = (amax / _E2M1_MAX).astype(np.float32).view(np.uint32)
-        # Rounded up; 255 is NaN
+        # Adding 0x7FFFFF rounds the exponent up. 254 is the largest scale: 255 means NaN.
         biased = np.minimum((bits + np.uint32(0x7FFFFF)) >> np.uint32(23), np.uint32(254))
         biased = np.where(np.isfinite(amax), biased, np.uint32(255)).astype(np.uint8)
         with np.errstate(over="ignore"):
@@ -123,7 +124,7 @@ class Mxfp4Encoding:
         """Bytes of two values each, adjacent in the last dim."""
         sizes = np.abs(scaled)
         index = np.searchsorted(_E2M1_BOUNDS, sizes, side="left").astype(np.uint8)
-        # There are 7 midpoints, index 7 is past the last.
+        # There are 7 midpoints. Index 7 is past the last one, so it is compared with midpoint 6.
         is_tie = sizes == _E2M1_BOUNDS[np.minimum(index, 6)]
         index = np.minimum(index + (is_tie & (index & 1 == 1)), 7).astype(np.uint8)
         nibbles = index | (np.signbit(scaled).astype(np.uint8) << np.uint8(3))
@@ -158,10 +159,9 @@ def cast_array(raw: np.ndarray, source: DType, target: DType) -> np.ndarray:
 def cast_into(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> int:
     """`cast_array` into ``out`` of the same shape; returns the number of finite items that became infinite."""
     overflows = 0
-    # torch, if it is loaded, casts these two types to exactly the same bits; for float16 its NaNs differ. Read-only
-    # arrays are left to numpy, because torch.from_numpy warns about them.
+    # torch, if it is loaded, is faster, and has exactly the same bits for these two types; for float16 its NaNs differ.
     torch_casts = "torch" in sys.modules and {source.name, target.name} == {"bfloat16", "float32"}
-    # Torch warns about read-only arrays.
+    # torch.from_numpy warns about read-only arrays, so numpy casts them.
     cast = _by_torch if torch_casts and raw.flags.writeable else _by_numpy
     may_overflow = target.name in _NARROWER_THAN.get(source.name, ())
     # Values too large for the target become infinity, as in torch: numpy must not warn.
@@ -214,6 +214,7 @@ def _blocks(raw: np.ndarray, out: np.ndarray) -> Iterator[tuple[np.ndarray, np.n
 def _to_bf16(values: np.ndarray) -> np.ndarray:
     """The upper half of each float32, rounded to nearest even; every NaN becomes torch's."""
     bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
+    # bits + 0x7FFF + the last bit that is kept: to nearest, ties to even.
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
     rounded += bits
@@ -225,7 +226,7 @@ def _to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def _to_f16(values: np.ndarray) -> np.ndarray:
-    """Rounds as numpy, which casts only 4 million tiny values per second: each raises a processor flag."""
+    """float16 bits, rounded as numpy does. Numpy itself is slow for tiny values: each raises a processor flag."""
     bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
     size = bits & np.uint32(0x7FFFFFFF)
     half = size >> np.uint32(13)
@@ -238,6 +239,7 @@ def _to_f16(values: np.ndarray) -> np.ndarray:
     half[small] = (size[small].view(np.float32) + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
     large = size >= 0x47800000  # 2^16 and more, infinity, NaN
     if large.any():
+        # At least 1, because a mantissa of 0 would be infinity.
         nans = (size > 0x7F800000) * np.maximum((size & np.uint32(0x7FFFFF)) >> np.uint32(13), 1)
         half[large] = (0x7C00 + nans)[large]
     half |= (bits >> np.uint32(16)) & np.uint32(0x8000)

@@ -27,8 +27,8 @@ class InputPiece(NamedTuple):
         box: the part of the input to read.
         offset: position of the first item in the row-major output box.
         strides: distances of items in the output box, one number per dim of the box (or of ``shape``).
-        shape: the shape in which the items of the box, row-major, are viewed; None for the shape of the box.
-        take: the part of that view that is used; None for the whole view.
+        shape: the items of the box, row-major, are viewed in this shape; None: the shape of the box.
+        take: the used part of this view; None: the whole view.
     """
 
     input: int
@@ -43,7 +43,7 @@ class IndexMap(ABC):
     """A tensor whose items are items of other tensors."""
 
     problem: ClassVar[str]  # first sentence of the error for inputs that do not fit
-    has_gaps: ClassVar[bool] = False  # whether items without a piece are zeros
+    has_gaps: ClassVar[bool] = False  # whether some output items are zeros that come from no input
 
     @abstractmethod
     def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
@@ -242,7 +242,7 @@ class Interleave(IndexMap):
         in_group = self._back_in_group if self.back else self._in_group
         while position < stop:
             inside = position % group
-            # The rest of a group, or as many whole groups as there are.
+            # The rest of a group that was entered, or as many whole groups as there are.
             size = group - inside if inside or stop - position < group else (stop - position) // group * group
             part = box.with_range(self.dim, position, min(size, stop - position))
             if part.sizes[self.dim] % group == 0:
