@@ -135,7 +135,7 @@ def scales(name: str, codec: BlockCodec) -> Link:
 
 
 class Leaf(NamedTuple):
-    """Items of one source tensor in a target tensor.
+    """Items that one source tensor gives to a target tensor.
 
     Attributes:
         source: the source tensor, or its codes or scales.
@@ -306,7 +306,7 @@ class SourceTensor:
         self._regions: dict[Shape, list[tuple[Region, int]]] = {}
         numbers = description.numbers_by_name
         name = link if isinstance(link, str) else link.name
-        self.number = numbers[name if name in numbers else dotted_name(name)]
+        self.number = numbers[name if name in numbers else dotted_name(name)]  # slashes are accepted too
         self.distribution = description.distributions[self.number]
         self.holders = description.holders_of(self.number)
         entry = description.entries[self.number]
@@ -409,7 +409,7 @@ def resolve_links(
     for number, entry in enumerate(target.entries):
         try:
             shape, leaves = leaves_of(link_of.get(entry.name, entry.name), lambda item: source_of(item).shape)
-        except KeyError as missing:
+        except KeyError as missing:  # raised by `SourceTensor`
             problems.append(f"{entry.name!r}: the source has no tensor {missing}")
             continue
         except PlacementError as misfit:
@@ -425,7 +425,7 @@ def resolve_links(
             is_cast = have.name != want.name and not is_renamed
             if is_cast and not (cast and have.kind == want.kind == "float"):
                 problems.append(f"{entry.name!r}: dtype {want.name}, but the source makes {have.name}")
-            wire = entry.dtype if want.itemsize <= have.itemsize else item.dtype
+            wire = entry.dtype if want.itemsize <= have.itemsize else item.dtype  # the narrower: fewer bytes
             casts = (is_cast and wire != item.dtype, is_cast and wire != entry.dtype)
             placed.append(PlacedLeaf(leaf, item, number, wire, *casts))
     for item in dict.fromkeys(leaf.source for leaf in placed):
