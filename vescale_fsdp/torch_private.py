@@ -278,6 +278,7 @@ def groups_with_timeout_of(base: dist.ProcessGroup) -> Iterator[None]:
     yield
     timeout = timeout_of(base)
     for group in _world.pg_map:
+        # None: the group's backend has no timeout.
         if timeout is not None and group not in before and timeout_of(group) is not None:
             _set_pg_timeout(timeout, group)
 
@@ -297,7 +298,8 @@ def gloo_group(
     """
     world = dist.group.WORLD
     assert world is not None
-    # For an empty list, torch does not require that this process's rank in the default group is a member.
+    # torch takes a list of members for ranks of the default group, which some processes of another store are not in. An
+    # empty list skips torch's check.
     members = list(numbers) if store is None else []
     where = _world.pg_map[world][1] if store is None else store
     make: Any = _new_process_group_helper  # its types differ between versions of torch

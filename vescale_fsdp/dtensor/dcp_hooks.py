@@ -7,8 +7,8 @@ neighbor's data.
 
 torch's DCP *safetensors* writer (``HuggingFaceStorageWriter``, or a file writer with that serialization format) keys
 tensors by name and silently keeps one of several boxes per rank (torch 2.13, ``filesystem.py``,
-``_write_files_from_queue``). A save of tensors with several boxes per rank by that writer is refused during planning, on
-all ranks and before a file is written. The ``.distcp`` writer is correct.
+``_write_files_from_queue``). With that writer, a save of tensors with several boxes per rank is refused during
+planning, on all ranks and before a file is written. The ``.distcp`` writer is correct.
 
 DCP after torch 2.13 also reads attributes of plain tensors (``global_shape`` and others). DCP calls these hooks first,
 so ragged tensors do not need such attributes.

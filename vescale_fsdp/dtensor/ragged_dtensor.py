@@ -269,6 +269,7 @@ class RaggedDTensor(DTensor):
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the tensor of the global shape is contiguous, as in torch."""
+        # FSDP2 and other wrappers call this method before they shard a parameter.
         refuse_takers(f"a ragged parameter of shape {tuple(self.shape)}")
         return super().is_contiguous(*args, **kwargs)
 

@@ -143,6 +143,7 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Ste
     if is_ragged_spec(now.placements) and now.placements != target.placements:
         axis, _ = ragged_axis(now.placements)
         if not isinstance(target.placements[axis], RaggedShard) or not _same_cut(now, target, axis):
+            # Before a gather: a piece is less data to reduce.
             local, now = yield from _reduce_others(local, now, target)
             # The ragged axis goes to its target if one move reaches it, else to Replicate. One move does not reach a
             # Shard of a dim that another axis shards too: torch cuts such a dim in the order of mesh axes.
@@ -196,6 +197,7 @@ def _before_pieces(source: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
         return target
     axis, _ = ragged_axis(target.placements)
     placements = [
+        # A Partial that becomes Replicate is reduced later: a piece is less data than the tensor.
         have if have.is_partial() and want.is_replicate() else want
         for have, want in zip(source.placements, target.placements, strict=True)
     ]

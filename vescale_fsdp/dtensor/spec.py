@@ -202,6 +202,7 @@ def _canonical(
             where=str(placements),
             todo="pass RaggedShard; the split factor is filled in",
         )
+    # Without a split factor, which depends on the other axes only.
     canonical[axis] = RaggedShard.of_runs(placement.dims, placement.units)
     if split_factor > 1:  # other axes cut dim 0 first
         canonical[axis] = StridedRaggedShard(placement.dims, placement.units, split_factor)  # type: ignore[arg-type]

@@ -208,9 +208,8 @@ class Exchange:
         """Send the checksums of sent messages to the receivers, and compare the checksums of received messages."""
         started = []
         for (peer, is_sent), noted in self._checksums.items():
-            noted.sort(
-                key=lambda item: item.number
-            )  # both ends compare in this order; messages end in another order than they start
+            # Both ends need one order, and messages end in another order than they start.
+            noted.sort(key=lambda item: item.number)
             sent = torch.tensor([item.value for item in noted], dtype=torch.int64, device=self.pool.device)
             data = sent if is_sent else torch.empty_like(sent)
             started.append((peer, is_sent, data, self._begin(data, peer, is_sent)))

@@ -31,10 +31,8 @@ from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.views.index_maps import Concat, Index, Permute, Slice, Stack
 
 if TYPE_CHECKING:
-    from vescale_fsdp.quantize.codec import (
-        BlockCodec,
-        BlockGrid,
-    )  # not at run time: the package imports the runtime
+    # Not at run time: importing `vescale_fsdp.quantize` imports the runtime.
+    from vescale_fsdp.quantize.codec import BlockCodec, BlockGrid
 
 __all__ = ["codes", "concatenate", "index", "permute", "scales", "slice", "stack"]
 
@@ -339,9 +337,8 @@ class SourceTensor:
         if self.grid is not None and self.is_scales:
             regions = scale_regions(regions[0], self.stored_shape, self.grid)
         starts = accumulate((region.numel for region in regions), initial=0)
-        self._regions[coordinates] = list(
-            zip(regions, starts, strict=False)
-        )  # not strict: `starts` ends with the total
+        # Not strict: `starts` has one more item, the total.
+        self._regions[coordinates] = list(zip(regions, starts, strict=False))
         return self._regions[coordinates]
 
     def touching(self, box: Box) -> Iterator[Shape]:

@@ -119,7 +119,7 @@ def _views(
     return wire.view(sizes), flat.as_strided(sizes, strides, flat.storage_offset() + start)
 
 
-_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()  # weak: a watch ends with its transfer
+_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()  # weak: a watch is deleted with its transfer
 _watches_lock = Lock()  # an optimizer may step on a thread other than the transfer's
 
 

@@ -43,9 +43,8 @@ if TYPE_CHECKING:
 
 BUDGET_BYTES = 64 << 20  # 64 MiB
 IN_FLIGHT = 4  # concurrent messages of a rank, in each direction
-ALIGN_BYTES = (
-    16  # size of the widest item, complex128: streams are cut at multiples of it, so that no item is cut
-)
+# Size of the widest item, complex128: streams are cut at multiples of this size, so that no item is cut.
+ALIGN_BYTES = 16
 
 _VERSION = 1  # of the JSON
 _MAX_BALANCE_ROUNDS = 200  # bounds the time of planning; loads that still change by then are nearly equal
@@ -256,6 +255,7 @@ class TransferPlan:
                 x = _LEFT_PX + column * _CELL_PX
                 canvas.rect(x, y, _CELL_PX - 2, _CELL_PX - 2, _shade(nbytes, most), stroke=_RULE, tip=tip)
             nbytes = self.sent_bytes[sender]
+            # max(1, ..): no division by zero if nothing is sent.
             length = (_BAR_PX - 40) * nbytes / max(1, *self.sent_bytes.values())
             canvas.rect(right + 10, y, length, _CELL_PX - 2, _FILL, tip=_size(nbytes))
             canvas.text(right + length + 16, y + 15, _size(nbytes), size=10, color=_QUIET)
@@ -263,6 +263,7 @@ class TransferPlan:
             x = _LEFT_PX + column * _CELL_PX
             canvas.text(x + 10, _TOP_PX - 6, str(receiver), anchor="middle")
             nbytes = self.received_bytes[receiver]
+            # max(1, ..): no division by zero if nothing is received.
             length = (_BAR_PX - 40) * nbytes / max(1, *self.received_bytes.values())
             canvas.rect(x, bottom + 10, _CELL_PX - 2, length, _FILL, tip=_size(nbytes))
         omitted = len(self.sent_bytes) - len(senders), len(self.received_bytes) - len(receivers)
@@ -388,8 +389,7 @@ def _added_to_lowest(loads: Sequence[int], nbytes: int) -> tuple[int, ...]:
         if count == len(order) or total <= loads[order[count]] * count:  # the level stays below the next load
             level, rest = divmod(total, count)
             for index, number in enumerate(lowest):
-                added[number] = (
-                    level + (index < rest) - loads[number]
-                )  # the first `rest` loads get one byte more
+                # The first `rest` loads get one byte more.
+                added[number] = level + (index < rest) - loads[number]
             break
     return tuple(added)

@@ -255,6 +255,7 @@ class RankTransfers:
     def _streams(self, *, is_sent: bool) -> dict[int, ShareStream]:
         """The streams to all receivers or from all senders, in the order of ranks."""
         shares: dict[int, list[Share]] = {}
+        # Sorted, so that both ends of a stream have one order of shares.
         for (ranks, receiver), wanted in sorted(self._wanted.items(), key=lambda item: item[0]):
             if is_sent == (receiver == self.rank) or receiver in ranks:
                 continue  # the other direction, or kept

@@ -200,9 +200,10 @@ class Transfer:
         try:
             read = self._read(state, snapshot=snapshot)
             if self._worker is None:
+                # One thread: `_busy` admits one run at a time.
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer")
             future = self._worker.submit(self._run, read, into, version)
-        except BaseException:
+        except BaseException:  # no future whose callback releases the lock
             self._busy.release()
             raise
         future.add_done_callback(lambda _: self._busy.release())
