@@ -368,7 +368,7 @@ def all_to_all_into(
 def all_reduce_in_place(
     tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> dist.Work | None:
-    """Reduce a tensor over the ranks, in place, concurrently with the current stream."""
+    """Reduce a tensor over the ranks, in place; on an accelerator, concurrently with the current stream."""
     return dist.all_reduce(tensor, op, group=group, async_op=True)
 
 

@@ -298,8 +298,8 @@ def gloo_group(
     """
     world = dist.group.WORLD
     assert world is not None
-    # torch takes a list of members for ranks of the default group, which some processes of another store are not in. An
-    # empty list skips torch's check.
+    # torch checks a list of members against this process's rank in the default group. With a store of its own, a group
+    # may have members outside the default group, so an empty list skips the check.
     members = list(numbers) if store is None else []
     where = _world.pg_map[world][1] if store is None else store
     make: Any = _new_process_group_helper  # its types differ between versions of torch
@@ -344,7 +344,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def spmd_mesh_of(info: FSDPMeshInfo) -> DeviceMesh | None:
-    """The full mesh, of which a parameter's mesh is a slice; None if it has none, as always in torch 2.11."""
+    """The full mesh, of which a parameter's mesh is a slice; None if there is no full mesh, as in torch 2.11."""
     mesh: DeviceMesh | None = vars(info).get("spmd_mesh")
     return mesh
 

@@ -129,6 +129,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         watches = list(_watches)
     if watches:
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        # By storage: a state dict has other tensor objects than the optimizer, with the same memory.
         stepped = {storage_id(local_of(param)) for param in params}
         for watch in watches:
             watch.is_stepped |= not stepped.isdisjoint(watch.storages)
