@@ -68,14 +68,15 @@ _num_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...
 )
 
 _CHUNK_NUMEL = 1 << 16  # elements that are summed at a time: they fit into a core's cache
-_ROOM_BYTES = 8 << 20  # 8 MiB; on the CPU, buffer for received slices until they are summed
+_ROOM_BYTES = 8 << 20  # 8 MiB; on the CPU, upper limit of the buffer for received slices
 # 64 MiB; on an accelerator, upper limit of the buffer for received slices.
 _RECEIVED_BYTES = 64 << 20
 # Pieces of a slice start at multiples of this number of elements, so that they are copied as fast as a whole slice.
 _ALIGN_NUMEL = 64
+# Tags are arbitrary numbers, unlike the default tag 0 of a user's own messages in the same group.
 _MESSAGE_TAG = 0x5E4D  # tag of `send_async` and `receive_async`
 _BREAK_TAG = 0xB4EA  # tag of a message that no rank sends
-_SLICE_TAG = 0x51CE  # tag of slices between two ranks, distinct from a user's messages in the same group
+_SLICE_TAG = 0x51CE  # tag of slices that `_sum_slices` exchanges
 
 
 class Work(Protocol):
@@ -103,7 +104,7 @@ class _AllOf:
 
 
 class _KeepSlice:
-    """An all-reduce in flight; this rank copies one slice of its result."""
+    """An all-reduce in flight; `wait` copies this rank's slice of the result."""
 
     def __init__(self, work: dist.Work | None, kept: torch.Tensor, into: torch.Tensor) -> None:
         self._work, self._kept, self._into = work, kept, into
@@ -113,12 +114,13 @@ class _KeepSlice:
         self._into.copy_(self._kept)
 
 
-# Dtypes that both gloo and NCCL send; others (bool, int16, float8, ..) are sent as bytes.
+# Dtypes that both gloo and NCCL send; tensors of other dtypes (bool, int16, float8, ..) are sent as bytes.
 _COMMON = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _COMMON |= {torch.int64, torch.int32, torch.int8, torch.uint8}
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as a collective sends it: viewed as bytes if a backend does not support the dtype."""
     return tensor if tensor.dtype in _COMMON else tensor.view(torch.uint8)
 
 
@@ -151,7 +153,7 @@ class _Native:
     ) -> Work | None:
         if full.dtype is shard.dtype:
             return reduce_scatter_single(shard, full, op=op, group=group, async_op=runs_beside(full))
-        _sum_in_pieces(shard, full, group)
+        _sum_in_pieces(shard, full, group)  # the backend cannot sum in a wider dtype than the buffer's
         if op == dist.ReduceOp.AVG:
             shard.div_(group.size())
         return None
@@ -203,7 +205,7 @@ _BACKENDS = {"gloo": _Gloo(), "nccl": _Coalescing()}
 
 
 def _backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
-    """The backend for tensors of a device type; NCCL's calls for backends that are not listed."""
+    """The backend for tensors of a device type; `_Native` for backends that `_BACKENDS` does not list."""
     return _BACKENDS.get(_backends_of(group).get(device_type, ""), _OTHER)
 
 
@@ -258,8 +260,8 @@ def _sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) 
 def _sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
     """`_sum_slices` on the current stream of an accelerator, without waiting on the host.
 
-    For one piece of its slice at a time, every rank receives that piece from all ranks and sums it in one kernel. Sends
-    half the bytes of a reduction in fp32. The receive buffer has a bounded size.
+    For one piece of its slice at a time, every rank receives that piece from all ranks and sums it in one kernel. For
+    bf16 gradients, this sends half the bytes of a reduction in fp32. The receive buffer has a bounded size.
     """
     size, numel = group.size(), shard.numel()
     # A quarter of the buffer, so that small groups need little; at least 8 MiB, so that messages stay large.
@@ -351,6 +353,7 @@ def all_to_all_into(
     Returns:
         The work to wait for.
     """
+    # Other dtypes are sent as bytes.
     scale = received.element_size() if received.dtype not in _COMMON else 1
     return dist.all_to_all_single(
         _movable(received),
@@ -365,7 +368,7 @@ def all_to_all_into(
 def all_reduce_in_place(
     tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> dist.Work | None:
-    """Reduce a tensor over the ranks, in place, concurrently with the current stream."""
+    """Reduce a tensor over the ranks, in place; on an accelerator, concurrently with the current stream."""
     return dist.all_reduce(tensor, op, group=group, async_op=True)
 
 
@@ -398,13 +401,14 @@ def receive_async(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -
 
 def break_group(group: dist.ProcessGroup) -> None:
     """Abort a group: its present and later collectives raise, on this rank and on ranks that wait for it."""
-    if group.size() == 1:
+    if group.size() == 1:  # no other rank waits
         return
     backends = set(_backends_of(group).values())
     if "gloo" in backends:
         # gloo's abort does nothing (torch 2.13), but a receive that times out closes all connections.
         room = torch.empty(1, dtype=torch.uint8, device="cpu")
-        with suppress(RuntimeError):  # raised by the time-out, or because connections are closed already
+        # Any other rank serves as the source. RuntimeError: the time-out, or connections that are closed already.
+        with suppress(RuntimeError):
             work = dist.irecv(room, group=group, group_src=(group.rank() + 1) % group.size(), tag=_BREAK_TAG)
             assert work is not None
             work.wait(timedelta(milliseconds=1))  # the shortest time-out: no message comes

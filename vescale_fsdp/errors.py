@@ -9,7 +9,7 @@ The tree (each class is also the builtin a caller would expect to catch):
     +-- PlacementError(ValueError)         placements, meshes or shapes that do not go together
     +-- UnsupportedOpError(NotImplementedError)   an operation that has no correct result on ragged pieces
     +-- LifecycleError(RuntimeError)       a module used in an order the runtime cannot honor
-    |   +-- MisuseError(AssertionError)    where torch's FSDP2 asserts: a second wrap, a deepcopy, one hook of two
+    |   +-- MisuseError(AssertionError)    where torch's FSDP2 asserts: a second wrap, a deepcopy
     +-- CheckpointError(RuntimeError)      a checkpoint that cannot be written or read as requested
     |   +-- CorruptCheckpointError         the bytes on disk do not match the metadata
     |   +-- PartialLoadError               a load that failed after it had begun to overwrite tensors
@@ -33,7 +33,7 @@ _UNSAID = object()  # default of a part that the message does not have; None may
 
 
 def allows_untried(feature: str) -> bool:
-    """Whether VESCALE_FSDP_UNTRIED=feature,.. allows a feature that has never run on the hardware it is for."""
+    """Whether VESCALE_FSDP_UNTRIED=feature,.. allows a feature that has never run on its intended hardware."""
     return feature in os.environ.get("VESCALE_FSDP_UNTRIED", "").split(",")
 
 
@@ -76,7 +76,7 @@ class VescaleError(Exception):
 
 
 def _plain(part: object) -> object:
-    """A part as an attribute: a value that pickles and keeps nothing alive."""
+    """A part of a message as an attribute value that can be pickled and keeps no object alive."""
     if part is _UNSAID:
         return None
     return part if isinstance(part, str | int | float | bool | None) else str(part)
@@ -193,7 +193,7 @@ def some(names: Iterable[str], most: int = 4) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """A number of bytes in decimal units, with three digits.
+    """A number of bytes in decimal units, with three digits (terabytes: four).
 
     >>> format_bytes(1_230_000)
     '1.23 MB'
@@ -203,4 +203,4 @@ def format_bytes(nbytes: int) -> str:
         if size < 1000:
             return f"{size:.3g} {unit}"
         size /= 1000
-    return f"{size:.4g} TB"
+    return f"{size:.4g} TB"  # four digits: there is no larger unit

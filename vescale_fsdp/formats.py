@@ -41,7 +41,8 @@ class Format(NamedTuple):
         return function_named(self.opener)(store, **{name: arguments[name] for name in self.takes})
 
 
-# The first match is a folder's format. If folders of a format also contain files of another, the former comes first.
+# The first match is a folder's format. A format whose folders also contain files of a second format comes before the
+# second format.
 FORMATS = {
     "native": Format(r"manifest\.json", f"{_CHECKPOINT}.source:open_native", takes=()),
     "megatron": Format(
@@ -54,7 +55,7 @@ FORMATS = {
         f"{_CONVERSION}.formats.table:open_zarr",
         takes=(),
     ),
-    # The file of one item, or of a step with a folder per item.
+    # The file of one item; or, one folder deeper, of a step with a folder per item.
     "orbax": Format(r"([^/]+/)?_METADATA", f"{_CONVERSION}.formats.orbax:open_orbax", takes=()),
     # `conversion.formats.detect` skips this row if the folder contains a model too.
     "adapter": Format(r"adapter_model\.safetensors", f"{_CONVERSION}.formats.peft:open_adapter", takes=()),
@@ -68,7 +69,7 @@ FORMATS = {
         r"[^/]*\.safetensors(\.index\.json)?", f"{_CHECKPOINT}.huggingface.read:open_hf_folder", takes=()
     ),
     "bin": Format(
-        r"(diffusion_)?pytorch_model(_fsdp)?\.bin(\.index\.json)?",  # diffusers, accelerate
+        r"(diffusion_)?pytorch_model(_fsdp)?\.bin(\.index\.json)?",  # diffusion_: diffusers; _fsdp: accelerate
         f"{_CHECKPOINT}.huggingface.read:open_bin_folder",
         takes=("trust_pickle",),
     ),
@@ -91,7 +92,7 @@ FORMATS = {
     ),
     "torch": Format(r".*\.(pt|pth|bin|ckpt)", f"{_CHECKPOINT}.torch_save.read:open_torch", is_file=True),
 }
-# A folder with a model and its optimizer as two checkpoints of torch.distributed.checkpoint.
+# File names in a folder that contains a model and its optimizer as two checkpoints of torch.distributed.checkpoint.
 DCP_INSIDE = r"[^/]+/\.metadata"
 
 

@@ -33,7 +33,7 @@ class _LazyPackage(ModuleType):
         if name not in self.__exports__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = getattr(import_module(self.__exports__[name]), name)
-        super().__setattr__(name, value)  # the next access does not come here
+        super().__setattr__(name, value)  # so later accesses skip `__getattr__`
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -74,7 +74,7 @@ def _split(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def set_module(package: str) -> Callable[[_Named], _Named]:
-    """Set the module of a class or function to the package that exports it, so that pickles survive its moves."""
+    """Set the module of a class or function to the package that exports it, so that moves do not break pickles."""
 
     def apply(value: _Named) -> _Named:
         value.__module__ = package

@@ -1,4 +1,4 @@
-"""Modes of torch that this package detects or leaves (fake tensors, transforms, inference, profiling); memory pools.
+"""Modes of torch that this package detects or exits (fake tensors, transforms, inference, profiling); memory pools.
 
 Most of these names are private to torch. Only this file and `torch_private` use private names.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 # torch 2.11-2.15: memory that other ranks can access; it has no public name yet.
 import torch.distributed._symmetric_memory as symmetric
 
-# torch 2.11-2.13: tensors without values, of a mode that traces or estimates memory.
+# torch 2.11-2.13: tensors without values, which a mode for tracing or for memory estimates creates.
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 Given = ParamSpec("Given")
@@ -26,17 +26,17 @@ NULL_CONTEXT = nullcontext()  # re-entrant, so one object serves the many uses o
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no values, because a mode that computes shapes only is active (torch 2.11-2.13)."""
+    """Whether a tensor is fake: it has a shape and a dtype, but no values (torch 2.11-2.13)."""
     return isinstance(tensor, FakeTensor)
 
 
 def outside_fake_mode() -> AbstractContextManager[Any]:
-    """A context that computes with values although a mode that computes shapes only is active (torch 2.11-2.15)."""
+    """A context that suspends a fake mode, so that operators compute values (torch 2.11-2.15)."""
     return unset_fake_temporarily()
 
 
 def fake_mode_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """The fake mode of a tensor without values, to create more of them; a null context for any other tensor."""
+    """The fake mode of a tensor without values, to create more fake tensors; a null context for any other tensor."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else NULL_CONTEXT
 
 
@@ -77,7 +77,7 @@ def without_autocast() -> AbstractContextManager[Any]:
 def plainly(function: Callable[Given, T]) -> Callable[Given, T]:
     """Decorator: run without gradients, and outside the caller's transforms, inference mode and autocast.
 
-    Functions need this if they create tensors that later calls or other threads use outside the caller's modes.
+    Use it for functions that create tensors for later calls or other threads, outside the caller's modes.
     """
 
     @functools.wraps(function)
@@ -99,7 +99,7 @@ def profiled(label: str, name: str) -> AbstractContextManager[Any]:
 
 
 def process_group_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """A `torch.cuda.MemPool` on the allocator of a group's backend (torch 2.11-2.15: NCCL has one)."""
+    """A `torch.cuda.MemPool` on the allocator of a group's backend (torch 2.11-2.15: NCCL's has one)."""
     backend: Any = group._get_backend(device)
     return torch.cuda.MemPool(backend.mem_allocator)
 
@@ -107,7 +107,7 @@ def process_group_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
 def symmetric_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The `torch.cuda.MemPool` of NCCL's symmetric memory (torch 2.13-2.15). A collective of the group."""
     symmetric.set_backend("NCCL")
-    dist.barrier(group=group)  # creates the communicator, as any first collective of a group
+    dist.barrier(group=group)  # the first collective of a group creates its communicator
     return symmetric.get_mem_pool(device)
 
 

@@ -64,7 +64,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 # torch 2.11-2.13: the Partial of a vector norm, to combine norms of ragged and stock DTensors.
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 
-# torch 2.11-2.13: the placement of FSDP and tensor parallelism on one dim; checkpoints handle it unlike Shard.
+# torch 2.11-2.13: the placement of a dim that both FSDP and tensor parallelism cut; checkpoints treat it unlike Shard.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 # torch 2.11-2.13: Muon's iteration, learning-rate rule and constants; imported so that they stay equal to torch's.
@@ -74,7 +74,7 @@ from torch.optim._muon import EPS as MUON_EPS
 from torch.optim._muon import _adjust_lr as muon_adjust_lr
 from torch.optim._muon import _zeropower_via_newtonschulz as zeropower_via_newtonschulz
 
-# torch 2.11-2.13: the types for which optimizers and foreach utilities choose their fast path.
+# torch 2.11-2.13: the tensor types for which optimizers and foreach utilities choose their fast path.
 from torch.optim.optimizer import _foreach_supported_types as _optim_types
 
 # torch 2.11-2.13: trees of arguments; the public torch.utils.pytree is newer.
@@ -99,9 +99,9 @@ def newer_class(home: ModuleType, name: str, instead: str) -> Any:
     """A class of newer torch versions; in older versions, a class whose constructor raises.
 
     Args:
-        home: the module of torch that defines it in newer versions.
-        name: the class.
-        instead: the advice in the error for users of older versions.
+        home: torch's module that defines the class in newer versions.
+        name: name of the class.
+        instead: what the error advises users of older versions to do.
     """
 
     def refuse(self: object, *args: object, **kwargs: object) -> None:
@@ -189,8 +189,8 @@ _COPY_BY_ADDRESS = ("torch.distributed.checkpoint._state_dict_stager", "torch.nn
 
 def takes_address_for_memory() -> bool:
     """Whether the caller's caller assumes that a tensor with a nonzero address has storage (torch 2.11-2.13)."""
-    # DCP's stager copies the storage of a tensor with an address. Without an address it copies the attributes, and so
-    # the piece. RNNs on CUDA merge weights of different addresses into one storage.
+    # DCP's stager copies the storage of a tensor with an address. If the address is 0, the stager copies the tensor's
+    # attributes, which include the piece. RNNs on CUDA merge weights of different addresses into one storage.
     return sys._getframe(2).f_globals.get("__name__") in _COPY_BY_ADDRESS
 
 
@@ -205,7 +205,8 @@ _TAKERS = {
 def refuse_takers(what: str) -> None:
     """Raise if one of torch's data parallelisms is wrapping a module or parameter of this package (torch 2.11-2.13).
 
-    The methods of modules and parameters that these wrappers call first call this function, before anything changes.
+    Before they change anything, these wrappers call methods of modules and parameters, and those methods call this
+    function.
     The wrappers' own errors, if any, would be about mesh axes or operators.
 
     Raises:
@@ -277,6 +278,7 @@ def groups_with_timeout_of(base: dist.ProcessGroup) -> Iterator[None]:
     yield
     timeout = timeout_of(base)
     for group in _world.pg_map:
+        # None: the group's backend has no timeout.
         if timeout is not None and group not in before and timeout_of(group) is not None:
             _set_pg_timeout(timeout, group)
 
@@ -296,6 +298,8 @@ def gloo_group(
     """
     world = dist.group.WORLD
     assert world is not None
+    # torch checks a list of members against this process's rank in the default group. With a store of its own, a group
+    # may have members outside the default group, so an empty list skips the check.
     members = list(numbers) if store is None else []
     where = _world.pg_map[world][1] if store is None else store
     make: Any = _new_process_group_helper  # its types differ between versions of torch
@@ -312,7 +316,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches, whose keys are meshes (torch 2.11-2.15), because an equal mesh may have new groups."""
+    """Clear DTensor's caches (torch 2.11-2.15). Their keys are meshes, and an equal mesh may have new groups."""
     debug._clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
@@ -329,7 +333,7 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
 
 
 def grad_dtype_of(param: torch.Tensor) -> torch.dtype | None:
-    """The dtype that autograd gives a parameter's gradient (an attribute of torch 2.13-2.15)."""
+    """The dtype of a parameter's gradient: ``grad_dtype`` (torch 2.13-2.15), else the parameter's own dtype."""
     own = vars(torch._C.TensorBase).get("grad_dtype")
     return param.dtype if own is None else own.__get__(param)  # type: ignore[no-any-return]
 
@@ -340,7 +344,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def spmd_mesh_of(info: FSDPMeshInfo) -> DeviceMesh | None:
-    """The full mesh of a parameter's mesh; None if there is none, as always in torch 2.11."""
+    """The full mesh, of which a parameter's mesh is a slice; None if there is no full mesh, as in torch 2.11."""
     mesh: DeviceMesh | None = vars(info).get("spmd_mesh")
     return mesh
 
@@ -390,7 +394,7 @@ def apply_to_tensors(module: torch.nn.Module, change: Callable[[torch.Tensor], t
 
 def fqn_of(model: torch.nn.Module, name: str) -> str:
     """The name in torch's state dicts for the entry ``name`` of ``model.state_dict()`` (torch 2.11-2.15)."""
-    return next(iter(_get_fqns(model, name)))
+    return next(iter(_get_fqns(model, name)))  # a set; only FSDP1's flat parameters have several names
 
 
 def refuse_set_state_dict(what: str) -> None:
@@ -426,7 +430,7 @@ def loads_what_it_is_given(module: torch.nn.Module, *, num_own_hooks: int) -> bo
     """Whether a module's own ``load_state_dict`` copies tensors without changing them (torch 2.11-2.13).
 
     Args:
-        num_own_hooks: number of the module's hooks that are known to leave tensors unchanged.
+        num_own_hooks: number of the module's load pre-hooks that are known to leave tensors unchanged.
     """
     loader = type(module)._load_from_state_dict
     hooks = len(module._load_state_dict_pre_hooks)
@@ -444,7 +448,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def restore_version(tensor: torch.Tensor, version: int) -> None:
-    """Reset a tensor's version counter (torch 2.11-2.13), after a buffer got the same values that autograd saved."""
+    """Reset a tensor's version counter (torch 2.11-2.13), after a refill with the values that autograd saved."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 

@@ -7,11 +7,11 @@ neighbor's data.
 
 torch's DCP *safetensors* writer (``HuggingFaceStorageWriter``, or a file writer with that serialization format) keys
 tensors by name and silently keeps one of several boxes per rank (torch 2.13, ``filesystem.py``,
-``_write_files_from_queue``). Saving such tensors with it is refused during planning, on all ranks and before a file is
-written. The ``.distcp`` writer is correct.
+``_write_files_from_queue``). With that writer, a save of tensors with several boxes per rank is refused during
+planning, on all ranks and before a file is written. The ``.distcp`` writer is correct.
 
-torch after 2.13 also reads attributes of plain tensors (``global_shape`` and others); it calls these hooks first, so
-ragged tensors need nothing more.
+DCP after torch 2.13 also reads attributes of plain tensors (``global_shape`` and others). DCP calls these hooks first,
+so ragged tensors do not need such attributes.
 """
 
 from __future__ import annotations
@@ -120,11 +120,12 @@ def _writer_in_use() -> StorageWriter | None:
 
 
 def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:
-    # Other writers have no such attribute.
+    # vars, not an attribute access: other writers have no such attribute.
     if writer is None or vars(writer).get("serialization_format") is not SerializationFormat.SAFETENSORS:
         return
     _, placement = ragged_axis(spec.placements)
     inner = inner_box(spec).sizes
+    # The most boxes of any rank, so that all ranks refuse the save.
     most = max(len(boxes_of_range(inner, *placement.piece(inner, r))) for r in range(placement.num_shards))
     if most > 1:
         raise CheckpointError(

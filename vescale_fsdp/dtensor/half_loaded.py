@@ -20,7 +20,7 @@ def _span(tensor: torch.Tensor) -> _Span:
 
 
 def mark_half_loaded(tensor: torch.Tensor, name: str) -> None:
-    """Mark a contiguous local tensor. On this rank or another one, the tensor has values of two states."""
+    """Mark a contiguous local tensor, because this rank or another rank has filled only part of the tensor."""
     _marks.setdefault(tensor.untyped_storage(), {})[_span(tensor)] = name
 
 

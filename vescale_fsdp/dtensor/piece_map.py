@@ -36,7 +36,7 @@ class PieceMap:
         shape: global shape.
         numels: elements of each shard rank's piece.
         shard_rank: this rank's number among the shards.
-        cut_over: the mesh and its axis that shards the parameter; None if it is not sharded.
+        cut_over: the mesh, and the number of the mesh axis that shards the parameter; None if none does.
     """
 
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class PieceMap:
         return self.piece(self.shard_rank)
 
     def holder_of(self, flat_range: FlatRange) -> int | None:
-        """The shard rank that owns all of a non-empty range; None if the range is cut."""
+        """The shard rank that owns all of a non-empty range; None if several ranks own parts of the range."""
         holders = self.holders_of(flat_range)
         first = next(holders)
         return first if next(holders, None) is None else None
@@ -112,7 +112,7 @@ def pieces_of(tensor: torch.Tensor) -> PieceMap | None:
 def _chunks(size: int, num_chunks: int) -> RunLengths:
     """Sizes of torch's chunks of a dim: full chunks, at most one shorter chunk, empty chunks."""
     chunk = chunk_of(size, num_chunks, 0).numel
-    num_full, rest = divmod(size, chunk) if chunk else (0, 0)
+    num_full, rest = divmod(size, chunk) if chunk else (0, 0)  # no chunk: an empty dim
     num_rest = int(rest > 0)
     return RunLengths(((num_full, chunk), (num_rest, rest), (num_chunks - num_full - num_rest, 0)))
 
@@ -219,6 +219,6 @@ def local_grad(param: torch.Tensor) -> torch.Tensor:
 
 
 def move_to(tensor: RaggedDTensor, other: RaggedDTensor, local: torch.Tensor) -> None:
-    """Replace the spec and layout of a tensor object by another tensor's, and its local tensor by ``local``."""
+    """Give ``tensor`` the spec and the layout of ``other``, and ``local`` as its local tensor, in place."""
     assert other._spec.tensor_meta == tensor._spec.tensor_meta
     tensor._local_tensor, tensor._spec, tensor.layout_ref = local, other._spec, other.layout_ref

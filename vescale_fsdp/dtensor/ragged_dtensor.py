@@ -4,8 +4,8 @@ Stock DTensor dispatch does not know `RaggedShard`: it would try to redistribute
 tensor is a subclass with its own ``__torch_dispatch__``. It keeps DTensor's interface: ``.shape`` is global, and
 ``.to_local()``, ``.full_tensor()``, ``.redistribute()``, ``.device_mesh`` and ``.placements`` work.
 
-`operators.dispatch_table` decides what each operator does on the pieces (see OPERATORS.md there). An operator without
-a rule raises; none returns a wrong value.
+`operators.dispatch_table` decides what each operator does on the pieces (see dtensor/operators/OPERATORS.md). An
+operator without a rule raises, and does not return a wrong value.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class RaggedDTensor(DTensor):
     Attributes:
         layout_ref: the layout of the tensor's group and the tensor's name in it, for tensors that a planner laid out.
             Elementwise results inherit it, so optimizer state has a layout too.
-        shown_to_torchao: for a parameter that gathers itself, the tensor of the user's class over its piece.
+        shown_to_torchao: for a parameter with all-gather hooks of its own, this rank's piece as a tensor of the user's
+            class.
 
     Examples:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -238,8 +239,8 @@ class RaggedDTensor(DTensor):
         """The whole tensor on every rank (a collective; new memory). Differentiable.
 
         Args:
-            grad_placements: placements of the incoming gradient; Replicate if None. With ``[Partial()]`` it is
-                summed over the ranks by a reduce-scatter.
+            grad_placements: placements of the incoming gradient; Replicate if None. With ``[Partial()]``, a
+                reduce-scatter sums the gradient over the ranks.
         """
         replicated = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return replicated.to_local(grad_placements=grad_placements)
@@ -251,14 +252,15 @@ class RaggedDTensor(DTensor):
         local = piece_in(self)
         if (local.numel() and not local.is_meta) or not is_asked_by("accelerate"):
             return local.data_ptr()
-        return id(self)  # accelerate (1.15) identifies parameters by address, and this piece has no memory
+        return id(self)  # accelerate (1.15) identifies parameters by address, and an empty piece has none
 
     @property
     def _local_tensor(self) -> torch.Tensor:
         # torchao (0.18) recognizes its weights by their class.
         if self.shown_to_torchao is not None and is_asked_by("torchao"):
             return self.shown_to_torchao
-        local = piece_in(self)  # accelerate (1.15) identifies parameters by address: an empty piece has none
+        # accelerate (1.15) identifies parameters by address. An empty piece has none, so accelerate gets this tensor.
+        local = piece_in(self)
         return local if (local.numel() and not local.is_meta) or not is_asked_by("accelerate") else self
 
     @_local_tensor.setter
@@ -267,6 +269,7 @@ class RaggedDTensor(DTensor):
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the tensor of the global shape is contiguous, as in torch."""
+        # FSDP2 and other wrappers call this method before they shard a parameter.
         refuse_takers(f"a ragged parameter of shape {tuple(self.shape)}")
         return super().is_contiguous(*args, **kwargs)
 
@@ -378,6 +381,7 @@ def wrap_like(local: torch.Tensor, spec: DTensorSpec, like: DTensor | None = Non
     """A ragged DTensor if ``spec`` has a ragged placement, else a stock DTensor."""
     if not is_ragged_spec(spec.placements):
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    # The layout describes these placements only.
     ref = like.layout_ref if isinstance(like, RaggedDTensor) and like.placements == spec.placements else None
     return RaggedDTensor.wrap(local, spec, layout_ref=ref)
 
@@ -418,7 +422,8 @@ def distribute_tensor(
         )
     full = tensor.detach()
     if src_data_rank is not None:
-        # Along every other axis, broadcast to the ranks whose group rank on the later axes is the source's.
+        # Broadcast along every axis except the ragged one, only between ranks whose group ranks on the later axes and
+        # on the ragged axis are the source's. `exchange` then sends the pieces along the ragged axis.
         full = full.clone(memory_format=torch.contiguous_format)  # broadcasts write to it
         group_ranks = group_ranks_in(device_mesh)
         others = [other for other in range(device_mesh.ndim) if other != axis]
@@ -531,6 +536,7 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: RaggedDTensor, grad_spec: DTensorSpec) -> torch.Tensor:
         ctx.spec = grad_spec
+        # A fresh tensor on the same memory, as in torch's to_local.
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
@@ -544,6 +550,7 @@ class _Redistribute(torch.autograd.Function):
     def forward(ctx: Any, tensor: DTensor, target: DTensorSpec) -> DTensor:
         ctx.spec = tensor._spec
         if tensor._spec.placements == target.placements:
+            # A view, because autograd treats a returned input specially.
             return wrap_like(local_of(tensor).view_as(local_of(tensor)), target, like=tensor)
         return wrap_like(redistribute_local(local_of(tensor), tensor._spec, target), target, like=tensor)
 

@@ -20,7 +20,7 @@ Several axes (`_move`), each step on the least data:
     3. the ragged axis takes its new pieces (by a reduce-scatter, if it was Partial)
     4. other axes that go from Partial to Replicate are reduced, piece by piece
 
-The functions take and return local tensors; `vescale_fsdp.dtensor.ragged_dtensor` wraps them and adds autograd.
+The functions take and return local tensors; `vescale_fsdp.dtensor.ragged_dtensor` wraps the tensors and adds autograd.
 """
 
 from __future__ import annotations
@@ -143,8 +143,10 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Ste
     if is_ragged_spec(now.placements) and now.placements != target.placements:
         axis, _ = ragged_axis(now.placements)
         if not isinstance(target.placements[axis], RaggedShard) or not _same_cut(now, target, axis):
+            # Before a gather: a piece is less data to reduce.
             local, now = yield from _reduce_others(local, now, target)
-            # The ragged axis goes to its target if one move reaches it, else to Replicate.
+            # The ragged axis goes to its target if one move reaches it, else to Replicate. One move does not reach a
+            # Shard of a dim that another axis shards too: torch cuts such a dim in the order of mesh axes.
             want = target.placements[axis]
             others = [p for other, p in enumerate(target.placements) if other != axis]
             one_move = type(want) is Shard and not any(p.is_shard(want.dim) for p in others)
@@ -156,6 +158,7 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Ste
         if step.placements != now.placements:
             meta = now.tensor_meta
             assert meta is not None
+            # run_check=False: the check would broadcast the tensor.
             stock = DTensor.from_local(
                 local, now.mesh, now.placements, run_check=False, shape=meta.shape, stride=meta.stride
             )
@@ -186,15 +189,20 @@ def _same_cut(source: DTensorSpec, target: DTensorSpec, axis: int) -> bool:
 
 
 def _before_pieces(source: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
-    """The spec without ragged axes from which one move over the ragged axis leads to ``target``."""
+    """The last spec before the ragged axis takes its pieces; it has no ragged placement.
+
+    One move over the ragged axis leads from this spec to ``target``. If ``target`` is not ragged, this is ``target``.
+    """
     if not is_ragged_spec(target.placements):
         return target
     axis, _ = ragged_axis(target.placements)
     placements = [
+        # A Partial that becomes Replicate is reduced later: a piece is less data than the tensor.
         have if have.is_partial() and want.is_replicate() else want
         for have, want in zip(source.placements, target.placements, strict=True)
     ]
     have = source.placements[axis]
+    # If two axes shard a dim, torch cuts it in the order of mesh axes, but the ragged axis always cuts last.
     shares_dim = type(have) is Shard and any(
         p.is_shard(have.dim)
         for spec in (source, target)
@@ -214,7 +222,7 @@ def _is_reducible(placement: Placement) -> bool:
 def _reduce_others(
     local: torch.Tensor, source: DTensorSpec, target: DTensorSpec
 ) -> Generator[Work | None, None, tuple[torch.Tensor, DTensorSpec]]:
-    """All-reduce the pieces over axes that are Partial in ``source`` only; returns them and their spec."""
+    """All-reduce the pieces over axes that are Partial in ``source`` only; returns the pieces and their spec."""
     now = source
     for axis, (have, want) in enumerate(zip(source.placements, target.placements, strict=True)):
         if have.is_partial() and not want.is_partial():
@@ -265,14 +273,14 @@ def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, ax
 
 
 def _is_worth_padding(piece_numels: Sequence[int]) -> bool:
-    # At most twice the traffic, see above.
+    # At most twice the traffic: see the module's docstring.
     return len(piece_numels) * max(piece_numels) <= 2 * sum(piece_numels)
 
 
 def _gather(local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.ProcessGroup) -> _Steps:
     """The pieces of all ranks, 1-D, in rank order."""
     rank, flat = dist.get_rank(group), local.reshape(-1)
-    if sum(piece_numels) == 0:
+    if sum(piece_numels) == 0:  # on all ranks, so none starts a collective
         return flat.new_empty(0)
     if not _is_worth_padding(piece_numels):
         full = flat.new_empty(sum(piece_numels))
@@ -309,7 +317,7 @@ def _reduce_scatter(
         yield reduce_scatter_into(shard, padded.view(-1), dist.ReduceOp.SUM, group)
         piece = shard[: piece_numels[rank]].clone()  # a view would keep the padding in memory
     else:
-        copies = [part.clone() for part in slices]  # reduced in place
+        copies = [part.clone() for part in slices]  # reduced in place, and the caller keeps its tensor
         yield from [
             reduce_in_place(copy, _op_of(have), group, owner)
             for owner, copy in enumerate(copies)

@@ -20,7 +20,7 @@ lists ranks in another order, a rank's coordinate differs from its *group rank*,
     DeviceMesh("cpu", [1, 0])     rank 0: listed second, coordinate 1     first of its group, group rank 0
 
 FSDP2 distributes and gathers shards by group rank, as this library does. torch's ``redistribute`` cuts a ``Shard`` by
-coordinate, but ``full_tensor`` gathers it by group rank and DCP takes offsets from coordinates, so its chunks come back
+coordinate, but ``full_tensor`` gathers it by group rank and DCP takes offsets from coordinates, so chunks come back
 swapped (torch 2.13, FSDP2's checkpoints too). A stock ``Shard`` on such an axis is refused.
 """
 
@@ -44,13 +44,13 @@ from vescale_fsdp.torch_private import DTensorSpec, TensorMeta, printoptions
 
 def ranks_in(mesh: DeviceMesh) -> list[Any]:
     """The global ranks of a mesh by coordinate: a list, nested once per axis."""
-    with outside_fake_mode():
+    with outside_fake_mode():  # the mesh's ranks are values, also under a fake mode
         return mesh.mesh.tolist()
 
 
 def ascends(mesh: DeviceMesh, axis: int) -> bool:
     """Whether ranks are listed in ascending order along an axis, so that coordinates are group ranks."""
-    with outside_fake_mode():
+    with outside_fake_mode():  # the ranks are values
         return bool((mesh.mesh.diff(dim=axis) > 0).all())
 
 
@@ -66,7 +66,7 @@ def ranks_by_group_rank(mesh: DeviceMesh) -> torch.Tensor:
         PlacementError: if lines of one axis list their ranks in different orders. Ranks with equal shards would then
             not form a process group.
     """
-    with outside_fake_mode():
+    with outside_fake_mode():  # the ranks are values
         ranks = mesh.mesh
         for axis in range(mesh.ndim):
             # The ranks' order along the axis: one column per line.
@@ -122,7 +122,7 @@ def spec_with(
 
 
 def replaced(placements: Sequence[Placement], axis: int, placement: Placement) -> list[Placement]:
-    """The placements with another one on a mesh axis."""
+    """The placements, with ``placement`` on mesh axis ``axis``."""
     return [*placements[:axis], placement, *placements[axis + 1 :]]
 
 
@@ -173,6 +173,7 @@ def _canonical(
     for other, p in enumerate(placements):
         if other == axis or p.is_replicate() or p.is_partial():
             continue
+        # The exact class: torch's strided shard does not leave one box.
         if type(p) is not Shard or not -len(shape) <= p.dim < len(shape):
             raise PlacementError(
                 "This placement cannot be combined with a RaggedShard.",
@@ -201,6 +202,7 @@ def _canonical(
             where=str(placements),
             todo="pass RaggedShard; the split factor is filled in",
         )
+    # Without a split factor, which depends on the other axes only.
     canonical[axis] = RaggedShard.of_runs(placement.dims, placement.units)
     if split_factor > 1:  # other axes cut dim 0 first
         canonical[axis] = StridedRaggedShard(placement.dims, placement.units, split_factor)  # type: ignore[arg-type]
@@ -211,7 +213,7 @@ def _canonical(
 
 
 def inner_box(spec: DTensorSpec) -> Box:
-    """This rank's box under the placements of all axes but the ragged one; the ragged placement cuts this box."""
+    """The box that the placements of all other axes leave this rank; the ragged placement cuts this box."""
     box = whole_box(spec.shape)
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Shard):

@@ -1,7 +1,7 @@
 """Codes and scales of a tensor, computed by each rank from the part that it stores.
 
     measure    the largest magnitude of each block, over the items of this rank
-    agree      for blocks that span ranks: the largest magnitude on any rank (`memory.CutBlocks`)
+    agree      on the largest magnitude of each block that spans ranks (`memory.CutBlocks`)
     scales     the codec computes them from the magnitudes
     codes      item by item, for any box that is sent
 
@@ -80,7 +80,7 @@ def scale_regions(region: Region, shape: Shape, grid: BlockGrid) -> list[Region]
     """Regions of the tensor of scales that the rank with this region owns."""
     regions = []
     for box in matrix_boxes(region, shape, grid):
-        # Blocks with their first item in the box.
+        # The rank owns the blocks whose first item is in the box.
         bands = range(-(-box.row // grid.rows), -(-(box.row + box.rows) // grid.rows))
         cols = range(-(-box.col // grid.cols), -(-(box.col + box.cols) // grid.cols))
         if bands and cols:
@@ -93,7 +93,7 @@ def scale_regions(region: Region, shape: Shape, grid: BlockGrid) -> list[Region]
 def cut_blocks_of(region: Region, shape: Shape, grid: BlockGrid) -> set[int]:
     """Row-major numbers of the blocks that a region may have only part of.
 
-    Some of these blocks may be whole, since boxes of one region can complete each other.
+    Some of these blocks may be whole, since several boxes of one region can together cover a block.
     """
 
     def cut(blocks: range, start: int, size: int, step: int, full: int) -> set[int]:
@@ -129,7 +129,7 @@ class _Slab(NamedTuple):
     """Rows of a box: whole bands, or part of one band.
 
     Attributes:
-        bands: rows of `CodedTensor.amax` for these bands.
+        bands: rows of `CodedTensor.amax` that hold the slab's bands.
     """
 
     row: int
@@ -147,8 +147,8 @@ class CodedTensor:
         local: 1D, the items of the part.
 
     Attributes:
-        amax: 2D [bands, blocks per band], the largest magnitude of each block in the bands that this rank has items of.
-        first_block: number in the tensor of the first block of ``amax``.
+        amax: 2D [bands, blocks per band], the largest magnitude of each block, in bands with items of this rank.
+        first_block: number of the first block of ``amax`` among all blocks of the tensor.
     """
 
     def __init__(self, codec: BlockCodec, region: Region, shape: Shape, local: torch.Tensor) -> None:
@@ -157,7 +157,7 @@ class CodedTensor:
         self._local = local
         self._boxes = list(matrix_boxes(region, shape, self._grid))
         bands = [box.blocks(self._grid)[0] for box in self._boxes]
-        self._first_band = min((band.start for band in bands), default=0)  # no part on this rank
+        self._first_band = min((band.start for band in bands), default=0)  # default: no part on this rank
         num_bands = max((band.stop for band in bands), default=0) - self._first_band
         per_band = self._grid.scales_per_band
         self.first_block = self._first_band * per_band
@@ -188,7 +188,7 @@ class CodedTensor:
         cols = box.blocks(self._grid)[1]
         before = box.col - cols.start * self._grid.cols
         behind = len(cols) * self._grid.cols - before - box.cols
-        # Zeros raise no magnitude.
+        # Padding with zeros changes no maximum of magnitudes.
         largest = F.pad(by_col, (before, behind)).view(slab.num_bands, len(cols), -1).amax(2)
         known = self.amax[slab.bands, cols.start : cols.stop]
         known.copy_(torch.maximum(known, largest))
@@ -204,6 +204,7 @@ class CodedTensor:
         scales = self._factors_and_scales[1]
         parts = []
         for region, _ in regions:
+            # 1D scales have no second dim: column 0, one column.
             band, col = region.box.offsets[0] - self._first_band, (*region.box.offsets, 0)[1]
             bands, cols = region.box.sizes[0], (*region.box.sizes, 1)[1]
             parts.append(scales[band : band + bands, col : col + cols].reshape(-1))
@@ -219,7 +220,7 @@ class CodedTensor:
         if strides == (1,):
             self._encode_run(out, start, start + sizes[0])
             return
-        if len(sizes) == 1:
+        if len(sizes) == 1:  # a strided vector is a matrix of one column
             out, sizes, strides = out.view(-1, 1), (*sizes, 1), (*strides, 1)
         box = self._box_at(start)
         row, col = divmod(start - box.start, box.cols)

@@ -3,7 +3,7 @@
 A *set* is ranks of the source that store the same part of a tensor. A *cell* is the number of a part: its coordinates
 on the axes that cut the tensor, flattened, the first axis slowest. `Distribution.region` gives the region of one cell.
 Totals over thousands of ranks need the regions of all cells, and the number of items that each pair of cells shares.
-Closed formulas give both, and numpy evaluates them without a loop over ranks.
+Closed formulas give the regions and the shared items, and numpy evaluates the formulas without a loop over ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
     """Bytes that every rank of a target takes from every set of ranks of a source."""
     overlaps = _OverlapCache(source, target)
     ranks_at: dict[Holders, list[tuple[int, ...]]] = {}  # the ranks of each cell
-    # Bytes by cells of the source and of the target, summed over tensors with the same ranks in each cell.
+    # 2D [source cells, target cells], bytes: summed over tensors whose cells are stored by the same ranks.
     sums: dict[tuple[Holders, Holders], Ints] = {}
     for leaf in leaves:
         key = leaf.source.holders, target.holders_of(leaf.target)
@@ -96,7 +96,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
             taken = np.where(cell_of >= 0, matrix[cell][cell_of], 0)
             own = [columns[rank] for rank in ranks if rank in columns]
             kept[own] += taken[own]
-            taken[own] = 0
+            taken[own] = 0  # copied within the rank, not sent
             row = rows.setdefault(ranks, np.zeros(len(targets), np.int64))
             row += taken
     sets = tuple(sorted(ranks for ranks, row in rows.items() if row.any()))  # the same order on all ranks
@@ -123,7 +123,7 @@ class _OverlapCache:
         key = (source_key, target_key, leaf.box, leaf.corner, leaf.dims)
         if key in self._overlaps:
             return self._overlaps[key]
-        if source_key not in self._tables and source.is_scales:
+        if source_key not in self._tables and source.is_scales:  # no closed formula for regions of scales
             cells = enumerate(source.all_coordinates())
             regions = [(cell, region) for cell, at in cells for region, _ in source.regions(at)]
             self._tables[source_key] = RegionTable.of(regions, len(source.shape))
@@ -137,7 +137,10 @@ class _OverlapCache:
 
 
 def _cuts_key(distribution: Distribution, layouts: Sequence[GroupLayout]) -> tuple[Any, ...]:
-    """Key of distributions that have the same regions: layouts of different layers often differ only in names."""
+    """A key that is equal for distributions with the same regions.
+
+    Layouts of different layers often differ only in names, which do not change the regions.
+    """
 
     def key(cut: Cut) -> Any:
         if not isinstance(cut, LayoutCut):
@@ -182,7 +185,7 @@ class RegionTable(NamedTuple):
         return Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist()))
 
     def boxes(self) -> RegionTable:
-        """The same items in rows that each cover a whole box."""
+        """The same items, split into rows of which each covers its whole box."""
         whole = (self.starts == 0) & (self.stops == self.sizes.prod(1))
         if whole.all():
             return self
@@ -270,7 +273,7 @@ def overlaps_of_tables(
 
 
 def _mapped(target: RegionTable, leaf: Leaf) -> RegionTable:
-    """Boxes of the target as the boxes of the source that fill them; boxes that the leaf does not fill are dropped."""
+    """For each box of the target that the leaf fills, at least in part, the box of the source that fills it."""
     rows, dims = len(target.cells), len(leaf.box.sizes)
     offsets = np.tile(np.array(leaf.box.offsets, np.int64).reshape(1, dims), (rows, 1))
     sizes = np.ones((rows, dims), np.int64)
@@ -307,7 +310,7 @@ def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints
         row, wanted_row = np.indices((len(source.cells), len(wanted.cells))).reshape(2, -1)
         yield row, wanted_row
         return
-    step = np.maximum(source.sizes[:, 1:].prod(1), 1)
+    step = np.maximum(source.sizes[:, 1:].prod(1), 1)  # 1: no division by zero for empty boxes
     lows = source.offsets[:, 0] + source.starts // step
     highs = source.offsets[:, 0] + -(-source.stops // step)
     order = np.argsort(lows, kind="stable")
@@ -318,7 +321,7 @@ def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints
     start = 0
     while start < len(counts):
         totals = np.cumsum(counts[start:])
-        # At least one row of the target.
+        # At least one row of the target, even if its pairs alone exceed the limit.
         stop = start + max(1, int(np.searchsorted(totals, _MAX_PAIRS, "right")))
         part = counts[start:stop]
         wanted_row = np.repeat(np.arange(start, stop), part)
@@ -331,7 +334,7 @@ def shared_numels(source: RegionTable, offsets: Ints, sizes: Ints) -> Ints:
     """Number of items that the flat range in each row shares with the box in the same row."""
     low = np.maximum(source.offsets, offsets) - source.offsets
     high = np.minimum(source.offsets + source.sizes, offsets + sizes) - source.offsets
-    high = np.maximum(high, low)
+    high = np.maximum(high, low)  # no negative sizes: disjoint boxes share nothing
     numels = (high - low).prod(1)
     # For a range that is not the whole box: items before its stop, minus items before its start.
     cut = np.flatnonzero((numels > 0) & ((source.starts > 0) | (source.stops < source.sizes.prod(1))))

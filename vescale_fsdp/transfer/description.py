@@ -75,7 +75,7 @@ class StateDescription:
 
     @cached_property
     def numbers_by_name(self) -> dict[str, int]:
-        """The number of each tensor by name; the first number, if ranks distribute the tensor in several ways."""
+        """Name of a tensor -> its number; the first number, if ranks distribute the tensor in several ways."""
         # Reversed, so that the first number of a name stays.
         return {entry.name: number for number, entry in reversed(list(enumerate(self.entries)))}
 
@@ -122,7 +122,7 @@ class StateDescription:
     def from_json(cls, data: Mapping[str, Any]) -> StateDescription:
         """Inverse of `to_json`."""
         table = [RankSet.from_json(ranks) for ranks in data["rank_sets"]]
-        structure = Structure.from_json({**data, "state": None})
+        structure = Structure.from_json({**data, "state": None})  # descriptions have no state tree
         return cls(structure, tuple(table[number] for number in data["ranks"]))
 
 
@@ -176,7 +176,7 @@ def describe_states(
     Args:
         source: nested dicts and lists of tensors and DTensors; None on ranks that store nothing of the source. A plain
             tensor is assumed to be the same on all ranks that have it; wrap plain shards with ``DTensor.from_local``.
-        target: the same for the state that is filled.
+        target: likewise, the state that is filled.
         ranks: the ranks of both states: a process group (default: all ranks), or the result of `joint_ranks`. The
             descriptions number ranks as this group does.
 

@@ -1,7 +1,7 @@
-"""The messages of one transfer: sent from where the items are stored, or packed and unpacked in reused buffers.
+"""The messages of one transfer, with reused buffers or in place.
 
-    packed     into a buffer of the pool, while earlier messages are sent
-    unpacked   the oldest message first, while later messages arrive
+    packed     a sent message is copied into a buffer of the pool, while earlier messages are sent
+    unpacked   a received message is copied out of a buffer, the oldest first, while later messages arrive
     in place   without a buffer: each message is started in its turn, and the rank waits for all of them at the end
 
 A rank that fails to pack or unpack continues to send and receive, so that no other rank waits for it. All ranks raise
@@ -49,7 +49,8 @@ class StagingPool:
         if buffer_bytes > self._buffer_bytes or device != self.device:
             self._free.clear()
             self._buffer_bytes, self.device = buffer_bytes, device
-        # With a free buffer, a sender packs while gloo sends. This halves the number of thread switches.
+        # Half of the budget per direction. With a free buffer, a sender packs while gloo sends, which halves the number
+        # of thread switches.
         self.each_way = max(IN_FLIGHT, budget_bytes // (2 * max(self._buffer_bytes, 1)))
 
     def take(self) -> torch.Tensor:
@@ -152,7 +153,7 @@ class Exchange:
 
     @contextmanager
     def _noting_loss_of(self, peer: int) -> Iterator[None]:
-        """Keep an error of the connection to ``peer``, since other ranks still wait for their messages."""
+        """Keep an error of the connection to ``peer`` instead of raising it: other ranks still wait for messages."""
         try:
             yield
         except RuntimeError as lost:  # torch's error for lost connections and time-outs
@@ -207,7 +208,8 @@ class Exchange:
         """Send the checksums of sent messages to the receivers, and compare the checksums of received messages."""
         started = []
         for (peer, is_sent), noted in self._checksums.items():
-            noted.sort(key=lambda item: item.number)  # messages end in another order than they start
+            # Both ends need one order, and messages end in another order than they start.
+            noted.sort(key=lambda item: item.number)
             sent = torch.tensor([item.value for item in noted], dtype=torch.int64, device=self.pool.device)
             data = sent if is_sent else torch.empty_like(sent)
             started.append((peer, is_sent, data, self._begin(data, peer, is_sent)))

@@ -52,10 +52,10 @@ from vescale_fsdp.torch_private import gloo_group
 T = TypeVar("T")
 _NAME = "joint-ranks"  # key of the group's name, and prefix of the keys of greetings
 _REFUSED = f"{_NAME} refused"  # key that is set when two ranks have different secrets
-_GREETING = b"here"
-_POLL_S = 0.02
+_GREETING = b"here"  # only its signature is checked
+_POLL_S = 0.02  # pause between two looks at the store
 _READERS_S = 5.0  # how long rank 0, which may own the store, waits until other ranks have read an error
-_NONCE_BYTES = 32  # as many as in the SHA-256 digest of all numbers
+_NONCE_BYTES = 32  # the size of a SHA-256 digest, which the numbers are hashed into
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -75,7 +75,7 @@ def joint_ranks(
             that does not exist yet; or a torch store. Each call needs a new rendezvous.
         first_rank: number of the job's rank 0 among the ranks of all jobs; the job's other ranks follow.
         num_ranks: number of ranks in all jobs.
-        timeout_s: how long ranks wait for each other, here and later.
+        timeout_s: how long ranks wait for each other, while they connect and in each later collective.
         interface: the network interface to listen on; default: the interface that reaches
             ``rendezvous``; for a file or a store ``GLOO_SOCKET_IFNAME``, else the loopback interface.
         secret: the same in all jobs; default: the environment's VESCALE_FSDP_SECRET. Without a secret, only processes
@@ -123,7 +123,7 @@ def joint_ranks(
     try:
         with _listening_on(interface or interface_of(address)):
             group = gloo_group(rank, numbers, name, timeout, store)
-    except RuntimeError as lost:
+    except RuntimeError as lost:  # gloo's error for a failed connection
         raise CheckpointError(
             "A rank was lost while all ranks were connecting.",
             expected=f"connections between {num_ranks} ranks, all of which had arrived",
@@ -181,6 +181,7 @@ def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, sec
     def key(rank: int) -> str:
         return f"{_NAME} {rank}"
 
+    # Without a secret, an empty one: so a rank without a secret and a rank with one detect each other.
     store.set(key(rank), sign(secret or b"", key(rank), _GREETING))
     missing = set(range(num_ranks)) - {rank}
     deadline_s = time.monotonic() + timeout_s
@@ -268,7 +269,7 @@ class JointRanks(GroupCoordinator):
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         drawn = secrets.token_bytes(_NONCE_BYTES)
         numbers = {**self._swap(dict.fromkeys(others, drawn)), self.rank: drawn}
-        # In one order on all ranks.
+        # Sorted: all ranks must hash the numbers in the same order.
         self._session = hashlib.sha256(b"".join(numbers[rank] for rank in sorted(numbers))).hexdigest()
         proofs = {rank: sign(self._secret, self._proof_name(self.rank, rank), b"") for rank in others}
         answers = self._swap(proofs)
@@ -281,7 +282,7 @@ class JointRanks(GroupCoordinator):
 
     def _swap(self, sent: dict[int, bytes]) -> dict[int, bytes]:
         """Send each other rank a message, and receive one of the same size from each."""
-        # Torch warns about read-only memory.
+        # bytearray copies: torch warns about read-only memory, such as bytes.
         outgoing = {rank: torch.frombuffer(bytearray(data), dtype=torch.uint8) for rank, data in sent.items()}
         received = {rank: torch.empty_like(data) for rank, data in outgoing.items()}
         self.exchange([(outgoing[rank], rank) for rank in sent], [(received[rank], rank) for rank in sent])
@@ -307,7 +308,7 @@ class JointRanks(GroupCoordinator):
 
 @contextmanager
 def _listening_on(interface: str) -> Iterator[None]:
-    """Make gloo's groups listen on an interface; torch reads it only from the environment."""
+    """Make gloo's groups listen on an interface. torch reads the interface's name only from the environment."""
     before = os.environ.get(_INTERFACE)
     os.environ[_INTERFACE] = interface
     try:

@@ -31,10 +31,8 @@ from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.views.index_maps import Concat, Index, Permute, Slice, Stack
 
 if TYPE_CHECKING:
-    from vescale_fsdp.quantize.codec import (
-        BlockCodec,
-        BlockGrid,
-    )  # not at run time: the package imports the runtime
+    # Not at run time: importing `vescale_fsdp.quantize` imports the runtime.
+    from vescale_fsdp.quantize.codec import BlockCodec, BlockGrid
 
 __all__ = ["codes", "concatenate", "index", "permute", "scales", "slice", "stack"]
 
@@ -135,7 +133,7 @@ def scales(name: str, codec: BlockCodec) -> Link:
 
 
 class Leaf(NamedTuple):
-    """Items of one source tensor in a target tensor.
+    """Items that one source tensor gives to a target tensor.
 
     Attributes:
         source: the source tensor, or its codes or scales.
@@ -306,7 +304,7 @@ class SourceTensor:
         self._regions: dict[Shape, list[tuple[Region, int]]] = {}
         numbers = description.numbers_by_name
         name = link if isinstance(link, str) else link.name
-        self.number = numbers[name if name in numbers else dotted_name(name)]
+        self.number = numbers[name if name in numbers else dotted_name(name)]  # slashes are accepted too
         self.distribution = description.distributions[self.number]
         self.holders = description.holders_of(self.number)
         entry = description.entries[self.number]
@@ -339,9 +337,8 @@ class SourceTensor:
         if self.grid is not None and self.is_scales:
             regions = scale_regions(regions[0], self.stored_shape, self.grid)
         starts = accumulate((region.numel for region in regions), initial=0)
-        self._regions[coordinates] = list(
-            zip(regions, starts, strict=False)
-        )  # not strict: `starts` ends with the total
+        # Not strict: `starts` has one more item, the total.
+        self._regions[coordinates] = list(zip(regions, starts, strict=False))
         return self._regions[coordinates]
 
     def touching(self, box: Box) -> Iterator[Shape]:
@@ -409,7 +406,7 @@ def resolve_links(
     for number, entry in enumerate(target.entries):
         try:
             shape, leaves = leaves_of(link_of.get(entry.name, entry.name), lambda item: source_of(item).shape)
-        except KeyError as missing:
+        except KeyError as missing:  # raised by `SourceTensor`
             problems.append(f"{entry.name!r}: the source has no tensor {missing}")
             continue
         except PlacementError as misfit:
@@ -425,7 +422,7 @@ def resolve_links(
             is_cast = have.name != want.name and not is_renamed
             if is_cast and not (cast and have.kind == want.kind == "float"):
                 problems.append(f"{entry.name!r}: dtype {want.name}, but the source makes {have.name}")
-            wire = entry.dtype if want.itemsize <= have.itemsize else item.dtype
+            wire = entry.dtype if want.itemsize <= have.itemsize else item.dtype  # the narrower: fewer bytes
             casts = (is_cast and wire != item.dtype, is_cast and wire != entry.dtype)
             placed.append(PlacedLeaf(leaf, item, number, wire, *casts))
     for item in dict.fromkeys(leaf.source for leaf in placed):

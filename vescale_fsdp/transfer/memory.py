@@ -1,9 +1,9 @@
 """One rank's source and target tensors in a transfer, as bytes that are sent and received.
 
 `Origin` packs boxes of the source, cast or quantized as planned. `Destination` fills the target. With ``keep_old`` a
-second copy is filled, and copied into the target at the end. Otherwise the target is filled in place. A failure then
-leaves old and new weights mixed, so the whole target is poisoned: every byte becomes 0xFF, which is NaN in every float
-dtype and -1 in every signed integer dtype. Such weights cannot be served by mistake.
+second copy is filled, and copied into the target at the end. Without ``keep_old``, the target is filled in place. A
+failure then leaves old and new weights mixed, so the whole target is poisoned: every byte becomes 0xFF, which is NaN in
+every float dtype and -1 in every signed integer dtype. Such weights cannot be served by mistake.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _views(
     return wire.view(sizes), flat.as_strided(sizes, strides, flat.storage_offset() + start)
 
 
-_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()  # weak: a watch ends with its transfer
+_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()  # weak: a watch is deleted with its transfer
 _watches_lock = Lock()  # an optimizer may step on a thread other than the transfer's
 
 
@@ -129,6 +129,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         watches = list(_watches)
     if watches:
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        # By storage: a state dict has other tensor objects than the optimizer, with the same memory.
         stepped = {storage_id(local_of(param)) for param in params}
         for watch in watches:
             watch.is_stepped |= not stepped.isdisjoint(watch.storages)
@@ -161,6 +162,7 @@ class SourceWatch:
         with _watches_lock:
             _watch_optimizers()
             _watches.add(self)
+        # Inference tensors have no version counter.
         self._versions = [(item, version_of(item)) for item in watched if not item.is_inference()]
 
     def check(self) -> None:
@@ -213,7 +215,7 @@ class CutBlocks:
         self.total = sum(map(len, self.blocks.values()))
 
     def agree(self, tensors: Mapping[CodedKey, CodedTensor], coordinator: Coordinator) -> None:
-        """All-reduce the largest magnitudes of cut blocks, into this rank's ``tensors``; nothing if no block is cut."""
+        """All-reduce the largest magnitudes of cut blocks, and store them in this rank's ``tensors``."""
         if not self.total:
             return
         # Bits of non-negative floats, read as integers, compare like the floats, and NaN is the largest.
@@ -312,6 +314,7 @@ class Destination:
             if _is_plain_memory(local) and not keep_old:
                 self._flats[number] = _flat(local)
                 continue
+            # With `keep_old`, or if the target's memory is not flat, a second copy is filled.
             if number not in copies:
                 copies[number] = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
             self._flats[number] = copies[number]
@@ -341,6 +344,7 @@ class Destination:
         self.is_mixed = True  # until the last copy is done
         for number, local in self._locals.items():
             flat = self._flats[number]
+            # Equal addresses: the tensor was filled in place.
             if flat.data_ptr() != local.data_ptr() and local.numel():
                 _as_carrier(local).copy_(_as_carrier(flat).view(local.shape))
         self.is_mixed = False

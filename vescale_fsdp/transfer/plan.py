@@ -2,7 +2,7 @@
 
     plan_transfer(source, target)   pure: compares names, shapes and dtypes, and balances the senders' loads
     plan.to_json()                  the descriptions, the links, the budget, and the shares that are not equal
-    print(plan), plan.to_svg()      totals of all ranks, and a picture of senders and receivers; no rank needs to exist
+    print(plan), plan.to_svg()      totals of all ranks, and a picture of senders and receivers; runs without ranks
     RankTransfers(plan, rank)       what one rank sends, receives and keeps, as strided boxes (`rank_transfers`)
 
 Ranks that store the same part of a tensor are a *set*. The bytes that the ranks of a target take from a set, in rank
@@ -43,9 +43,8 @@ if TYPE_CHECKING:
 
 BUDGET_BYTES = 64 << 20  # 64 MiB
 IN_FLIGHT = 4  # concurrent messages of a rank, in each direction
-ALIGN_BYTES = (
-    16  # size of the widest item, complex128: streams are cut at multiples of it, so that no item is cut
-)
+# Size of the widest item, complex128: streams are cut at multiples of this size, so that no item is cut.
+ALIGN_BYTES = 16
 
 _VERSION = 1  # of the JSON
 _MAX_BALANCE_ROUNDS = 200  # bounds the time of planning; loads that still change by then are nearly equal
@@ -114,7 +113,7 @@ class TransferPlan:
         return {ranks: chosen.get(ranks) or equal_shares(nbytes, len(ranks)) for ranks, nbytes in wanted}
 
     def byte_range(self, ranks: Ranks, sender: int, receiver: int) -> tuple[int, int]:
-        """The range that ``sender`` sends of the bytes that ``receiver`` takes from the set ``ranks``."""
+        """The part that ``sender`` sends: start and stop among the bytes that ``receiver`` takes from ``ranks``."""
         row, column = self.demand.row_of[ranks], self.demand.column_of[receiver]
         start, stop = self.demand.starts[row, column : column + 2].tolist()
         number, shares = ranks.index(sender), self.all_shares[ranks]
@@ -256,6 +255,7 @@ class TransferPlan:
                 x = _LEFT_PX + column * _CELL_PX
                 canvas.rect(x, y, _CELL_PX - 2, _CELL_PX - 2, _shade(nbytes, most), stroke=_RULE, tip=tip)
             nbytes = self.sent_bytes[sender]
+            # max(1, ..): no division by zero if nothing is sent.
             length = (_BAR_PX - 40) * nbytes / max(1, *self.sent_bytes.values())
             canvas.rect(right + 10, y, length, _CELL_PX - 2, _FILL, tip=_size(nbytes))
             canvas.text(right + length + 16, y + 15, _size(nbytes), size=10, color=_QUIET)
@@ -263,6 +263,7 @@ class TransferPlan:
             x = _LEFT_PX + column * _CELL_PX
             canvas.text(x + 10, _TOP_PX - 6, str(receiver), anchor="middle")
             nbytes = self.received_bytes[receiver]
+            # max(1, ..): no division by zero if nothing is received.
             length = (_BAR_PX - 40) * nbytes / max(1, *self.received_bytes.values())
             canvas.rect(x, bottom + 10, _CELL_PX - 2, length, _FILL, tip=_size(nbytes))
         omitted = len(self.sent_bytes) - len(senders), len(self.received_bytes) - len(receivers)
@@ -276,7 +277,7 @@ def _shade(nbytes: int, most: int) -> str:
     """The color of a square: white for zero bytes, darker for more."""
     if not nbytes:
         return PAPER
-    share = 0.15 + 0.85 * nbytes / most
+    share = 0.15 + 0.85 * nbytes / most  # at least 0.15: small amounts stay visible
     mixed = (round(255 + (int(_FILL[at : at + 2], 16) - 255) * share) for at in (1, 3, 5))
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
@@ -330,13 +331,14 @@ def plan_transfer(
         if sent != equal_shares(wanted[ranks], len(ranks))
     )
     plan = TransferPlan(source, target, linked, cast, budget_bytes, uneven)
-    plan.__dict__.update(leaves=leaves, demand=demand)  # fills the cached properties, which are costly
+    # Fills the cached properties, which are costly; __dict__, because the dataclass is frozen.
+    plan.__dict__.update(leaves=leaves, demand=demand)
     return plan
 
 
 def equal_shares(nbytes: int, count: int) -> tuple[int, ...]:
     """Bytes that each of ``count`` ranks sends, equal to within one byte."""
-    # Differences of roundings add up to all bytes.
+    # Differences of rounded-down multiples: their sum is exactly ``nbytes``.
     return tuple(nbytes * (number + 1) // count - nbytes * number // count for number in range(count))
 
 
@@ -378,7 +380,7 @@ def balanced_shares(wanted: Mapping[Ranks, int]) -> dict[Ranks, tuple[int, ...]]
 
 def _added_to_lowest(loads: Sequence[int], nbytes: int) -> tuple[int, ...]:
     """How many of ``nbytes`` to add to each load: the lowest loads are filled up to one level."""
-    # Ties by number: all ranks plan alike.
+    # Equal loads are ordered by number, so that all ranks compute the same plan.
     order = sorted(range(len(loads)), key=lambda number: (loads[number], number))
     added = [0] * len(loads)
     for count in range(1, len(order) + 1):
@@ -387,6 +389,7 @@ def _added_to_lowest(loads: Sequence[int], nbytes: int) -> tuple[int, ...]:
         if count == len(order) or total <= loads[order[count]] * count:  # the level stays below the next load
             level, rest = divmod(total, count)
             for index, number in enumerate(lowest):
-                added[number] = level + (index < rest) - loads[number]  # the rest, a byte each
+                # The first `rest` loads get one byte more.
+                added[number] = level + (index < rest) - loads[number]
             break
     return tuple(added)

@@ -5,10 +5,11 @@ source tensor, and in the flat memory of the receiver's part of a target tensor.
 rank sends to another. Wide items come first, so that every item is aligned wherever a message begins. Both ends of a
 stream derive the same shares in the same order, because both evaluate the same plan.
 
-All messages of all ranks have one order, which prevents a deadlock. Messages are ordered by
-*turn*, then by their number in the stream. In turn t, source number i sends to target number (i + t), modulo their
-number: each sender has one receiver, and each receiver one sender. Every rank starts its own messages in this order, a
-few at a time. So, in that order, the first message that has not arrived has been started at both ends.
+All messages of all ranks have one order, which prevents a deadlock. Messages are ordered by *turn*, then by their
+number in the stream. In turn t, source number i sends to target number (i + t) modulo the number of turns, which is the
+larger of the numbers of sources and targets. So each sender has one receiver per turn, and each receiver one sender.
+Every rank starts its own messages in this order, a few at a time. So the first message of this order that has not
+arrived has been started at both ends.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Share(NamedTuple):
         itemsize: bytes of an item as it is sent.
         sizes: of the box.
         source, source_strides: index of the box's first item in the source's flat memory, and strides there.
-        target, target_strides: the same in the target's flat memory.
+        target, target_strides: index of the box's first item in the target's flat memory, and strides there.
     """
 
     leaf: int
@@ -65,12 +66,12 @@ class Share(NamedTuple):
 
     @property
     def is_target_run(self) -> bool:
-        """Whether the target stores the items contiguously, in the same order."""
+        """Whether the target stores the items contiguously, in the order in which they are sent."""
         return self.target_strides == contiguous_strides(self.sizes)
 
     @property
     def is_sent_alone(self) -> bool:
-        """Whether the share has messages of its own, so that at least one side need not copy it."""
+        """Whether the share has messages of its own, so that at least one side can skip the copy."""
         return self.nbytes >= _ALONE_BYTES and (self.is_source_run or self.is_target_run)
 
     def between(self, start: int, stop: int) -> Iterator[Share]:
@@ -206,7 +207,7 @@ class RankTransfers:
     """One rank's part of a plan.
 
     Args:
-        rank: its number in the plan's descriptions.
+        rank: the rank's number in the plan's descriptions.
     """
 
     def __init__(self, plan: TransferPlan, rank: int) -> None:
@@ -248,12 +249,13 @@ class RankTransfers:
                     is_in_place = _is_in_place(plan, shares, is_sent)
                     message = Message(peer, is_sent, number, shares, nbytes, is_in_place)
                     ordered.append(((turn, number, sources[sender]), message))
-        ordered.sort(key=lambda item: item[0])  # messages have no order of their own
+        ordered.sort(key=lambda item: item[0])  # the key alone: messages cannot be compared
         return [message for _, message in ordered]
 
     def _streams(self, *, is_sent: bool) -> dict[int, ShareStream]:
         """The streams to all receivers or from all senders, in the order of ranks."""
         shares: dict[int, list[Share]] = {}
+        # Sorted, so that both ends of a stream have one order of shares.
         for (ranks, receiver), wanted in sorted(self._wanted.items(), key=lambda item: item[0]):
             if is_sent == (receiver == self.rank) or receiver in ranks:
                 continue  # the other direction, or kept

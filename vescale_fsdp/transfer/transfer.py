@@ -6,7 +6,7 @@
 
 One transfer, on every rank:
 
-    1  compare   an all-reduce: states match the plan; the plan and the version are the same on all ranks
+    1  compare   an all-reduce checks that states match the plan, and that ranks have the same plan and version
     2  agree     an all-reduce of the largest magnitudes of quantization blocks that span ranks, if there are any
     3  exchange  messages, see `exchange`
     4  finish    an all-reduce: if any rank failed, all raise
@@ -141,6 +141,7 @@ class Transfer:
             transfers = RankTransfers(plan, own.rank)
             self._messages, self._kept = transfers.messages(), transfers.kept
             packed = [message.nbytes for message in self._messages if not message.is_in_place]
+            # Copies within the rank go through a buffer too.
             self._buffer_bytes = max([*packed, plan.message_bytes if self._kept else 0])
             self._cut_blocks = CutBlocks(plan)
             self._read_parts = parts_of(plan.source, (leaf.source.number for leaf in plan.leaves), own.rank)
@@ -199,9 +200,10 @@ class Transfer:
         try:
             read = self._read(state, snapshot=snapshot)
             if self._worker is None:
+                # One thread: `_busy` admits one run at a time.
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer")
             future = self._worker.submit(self._run, read, into, version)
-        except BaseException:
+        except BaseException:  # no future whose callback releases the lock
             self._busy.release()
             raise
         future.add_done_callback(lambda _: self._busy.release())
@@ -317,8 +319,8 @@ class Transfer:
         """Make a block succeed on all ranks or on none, even if a rank is lost in the collective that ends the block.
 
         Raises:
-            CheckpointError: also if the store is lost before this rank has read the decision. The error names the
-                version that this rank has, and the version that other ranks may have.
+            CheckpointError: if a rank fails or is lost, or if the store is lost before this rank has read the decision.
+                The error for a lost store names the version that this rank has, and the version that others may have.
         """
         own, outcome = self._coordinator, _KEPT if self._keep_old else _POISONED
         is_ready = False
