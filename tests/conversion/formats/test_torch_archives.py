@@ -114,3 +114,11 @@ def test_values_keep(tmp_path: Path, target: str) -> None:
         assert found[name] == value, name
         assert type(found[name]).__module__ == "builtins", name
     assert type(found["set"]) is set and type(found["frozen"]) is frozenset and type(found["true"]) is bool
+
+
+def test_devices_are_read_as_texts(tmp_path: Path) -> None:
+    """A device's type and index are two arguments in a pickle."""
+    devices = {"gpu": torch.device("cuda", 1), "host": torch.device("cpu")}
+    torch.save({"model": {"w": torch.ones(3)}, **devices}, tmp_path / "a.pt")
+    values = {name: read() for name, read in open_source(str(tmp_path / "a.pt")).values.items()}
+    assert values == {"gpu": "cuda:1", "host": "cpu"}
