@@ -7,9 +7,9 @@
     Int8Rows()          one row    fp32, amax / 127             code * scale      int8 weights of matrix units
 
 Codes are e4m3 (``float8_e4m3fn``) or int8, stored as uint8 so that every collective supports them. Kernels take
-codes as ``codes.view(codec.code_dtype)``, and MX scales as ``scales.view(torch.float8_e8m0fnu)``. The 8-bit floats were
-compared with torchao's reference functions. Blocks at the edges may be short. A block with a NaN or an infinity decodes to NaN, so
-that a broken weight stays visible.
+codes as ``codes.view(codec.code_dtype)``, and MX scales as ``scales.view(torch.float8_e8m0fnu)``. The 8-bit floats
+were compared with torchao's reference functions. Blocks at the edges may be short. A block with a NaN or an infinity
+decodes to NaN, so that a broken weight stays visible.
 
 A tensor is divided into lines. A *band* is one row of blocks: it covers one or more whole lines, so it is one run of
 consecutive elements (`BlockGrid`)::
@@ -21,8 +21,8 @@ consecutive elements (`BlockGrid`)::
       cc      last block short        c c c d d     last band short, b and d narrow
 
 A piece that begins and ends between bands can be quantized alone, without communication: its codes and scales have the
-same bits as those of the full tensor. Sharding with a `Granularity` of the same block gives such pieces. Ranks can then gather codes
-(one byte per element, one scale per block) instead of values. Stacks (E, m, k) are treated as E * m rows.
+same bits as those of the full tensor. Sharding with a `Granularity` of the same block gives such pieces. Ranks can then
+gather codes (one byte per element, one scale per block) instead of values. Stacks (E, m, k) are treated as E * m rows.
 """
 
 from __future__ import annotations

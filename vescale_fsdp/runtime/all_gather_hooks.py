@@ -58,7 +58,8 @@ def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
     """Check that a tensor can be gathered by its hooks.
 
     Raises:
-        MisuseError: if its class has only one of the hooks, or ``fsdp_pre_all_gather`` takes neither 1 nor 5 parameters.
+        MisuseError: if its class has only one of the hooks, or ``fsdp_pre_all_gather`` does not take
+            1 or 5 parameters.
         UnsupportedOpError: unless it wraps exactly one tensor of its own shape and dtype.
     """
     cls = type(tensor).__name__
@@ -133,7 +134,7 @@ class TakesScale(Protocol):
 
 
 def takes_scale(tensor: object) -> TypeGuard[TakesScale]:
-    """Whether a tensor is a `TakesScale` of an 8-bit float dtype. Slow, because reading attributes of tensor subclasses is slow."""
+    """Whether a tensor is a `TakesScale` of an 8-bit float dtype. Slow, as reading attributes of subclasses is."""
     return isinstance(tensor, TakesScale) and tensor._dtype.is_floating_point and tensor._dtype.itemsize == 1
 
 

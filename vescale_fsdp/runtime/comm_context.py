@@ -57,7 +57,7 @@ class CommContext:
 
         full buffers, and the scratch memory of gathers           g; it waits for c whenever a buffer is freed
         full buffers that last until the backward (the root's)    c; g waits for c before it writes them
-        gradients from autograd                                   the stream that computed them; it waits for c, which reads them
+        gradients from autograd                                   the stream that made them; it waits for c, the reader
         gradient buffers                                          c; freed once c waits for their reduction
         reduced shards, and so sharded gradients                  r; r waits for c at the start of a reduction
         reduced shards during the all-reduce over replicas        r; kept until a is done, and r waits for it
@@ -166,7 +166,7 @@ class CommContext:
                     group.allocate_full()
             self._gathers_wait_for_frees()
         if any(group in self._lingering for group in groups):
-            self.free_lingering()  # before the gather: freed later, the memory would hold the new values
+            self.free_lingering()  # before the gather: a later free would drop what it gathers
         with self._on(self.gather_stream), outside_modes():
             for group in groups:
                 if group.state.is_sharded:
@@ -182,7 +182,7 @@ class CommContext:
                     group.gathered = self.gather_stream.record_event()
         if brought and self.gather_stream is not None:
             self._brought.append(_InUse(brought, self.gather_stream.record_event()))
-        self.free_lingering()  # after the start of the gather, which so did not wait for the last unit's compute
+        self.free_lingering()  # last, so that this gather need not wait for the units that read the memory
 
     def _start_gathers(self, groups: Sequence[ParamGroup]) -> None:
         """Start the all-gathers of a unit; on an accelerator, in one launch for all groups over the same ranks."""
@@ -291,8 +291,8 @@ class CommContext:
         """Take one of these buffers, or None if there is none. On the CPU, first wait for the reductions in flight.
 
         On the CPU the wait costs little, because the reduction uses the cores that would compute meanwhile. After it
-        there is a spare buffer whose memory is still allocated: new memory would cost a page fault for every 4 KiB. On an accelerator
-        the reduction and its buffer overlap with the next unit's backward.
+        there is a spare buffer whose memory is still allocated: new memory would cost a page fault for every 4 KiB. On
+        an accelerator the reduction and its buffer overlap with the next unit's backward.
         """
         if self.streams is None:
             while self.in_flight:

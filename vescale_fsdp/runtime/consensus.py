@@ -125,7 +125,7 @@ def _lines(where: str, unit: FSDPState, group: ParamGroup, names: Mapping[FSDPSt
 
 
 def _compare(mesh: DeviceMesh, lines: list[str], differing: bool) -> bool:
-    """Compare over every axis of a mesh; each axis also sends the result of the axes before it, so that all ranks raise."""
+    """Compare over every axis of a mesh; each axis also sends the result of earlier axes, so that all ranks raise."""
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     device = torch.device(mesh.device_type) if mesh.device_type != "cpu" else torch.device("cpu")
     for group in groups:
