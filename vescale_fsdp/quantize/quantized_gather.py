@@ -121,7 +121,7 @@ class _CodedGather:
         ranks = self.layout.num_shards
         codes = torch.empty(ranks * self.layout.shard_numel, dtype=torch.uint8, device=full.device)
         rest = torch.empty(ranks * self.rest_bytes, dtype=torch.uint8, device=full.device)
-        # This rank encodes into its part of the outputs, so the all-gathers need not copy it there.
+        # This rank encodes into its part of the outputs, so the all-gathers need no copy of its input.
         own_codes = codes.view(ranks, -1)[self.comm.rank]
         own_rest = rest.view(ranks, -1)[self.comm.rank]
         self._encode(shard.to(full.device, non_blocking=True), own_codes, own_rest)

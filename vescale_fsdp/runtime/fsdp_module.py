@@ -214,7 +214,7 @@ class FSDPModule(_Base):
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """Iterate as in torch. Raises if another data parallelism of torch calls this to shard the module again."""
-        if not recurse:  # wrappers list a module's own parameters
+        if not recurse:  # the wrappers' calls pass recurse=False
             refuse_takers(f"a {type(self).__name__} inside the module")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 

@@ -113,7 +113,7 @@ class FSDPState:
             note_sharded(module, self.fsdp2)
             # This pre-hook runs first, so that users' hooks see full parameters and cast inputs.
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            # This hook runs after the users' hooks registered so far, so that they see full parameters.
+            # This hook runs after the users' hooks registered so far, so that those hooks see full parameters.
             module.register_forward_hook(self._post_forward, prepend=False)
             module.register_state_dict_pre_hook(self._reshard_hook)
             module.register_load_state_dict_pre_hook(self._before_load)
@@ -418,7 +418,7 @@ class FSDPState:
 
 
 class _AbsentError(UnsupportedOpError, AttributeError):
-    """An attribute of FSDP2's state that `Fsdp2State` does not have. An AttributeError, so that ``hasattr`` is False."""
+    """An attribute of FSDP2's state that `Fsdp2State` does not have. An AttributeError: ``hasattr`` returns False."""
 
 
 class Fsdp2State:

@@ -419,7 +419,8 @@ class _Replaced:
     """Original parameters that are still alive after `fully_shard`, each with its name in its unit."""
 
     def __init__(self) -> None:
-        # By id of the parameter, because tensors compare element by element. The weak reference removes the entry when the parameter is freed.
+        # By id of the parameter, because tensors compare element by element. The weak reference removes the entry when
+        # the parameter is freed.
         self._alive: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._hook: RemovableHandle | None = None
 

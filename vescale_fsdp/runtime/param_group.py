@@ -462,7 +462,7 @@ class ParamGroup:
         """Fill the buffer for `start_reduce` with all gradients, on the current stream.
 
         The padding is set to zero only where users' code may see it: in a custom reduce-scatter or an all-reduce hook.
-        A sum that is not yet reduced over replicas gets zeros, too, because such a hook may be set before it is.
+        A sum that is not yet reduced over replicas gets zeros, too, because a hook may be set before that reduction.
         """
         with without_grad():
             buffer, settings = self.grads.complete(), self.comm.settings

@@ -62,7 +62,7 @@ class DBuffer:
 
     def allocate(self) -> None:
         """Allocate the storage, on the current stream; contents are undefined."""
-        if self._storage.nbytes() != self._nbytes:  # if equal, it is allocated already or was never freed
+        if self._storage.nbytes() != self._nbytes:  # equal: the storage is allocated or was never freed
             with self._pool():
                 self._storage.resize_(self._nbytes)
         for copy in self._copies.values():

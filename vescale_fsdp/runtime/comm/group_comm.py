@@ -6,8 +6,8 @@
     all_reduce      reduction over the replicating axis (HSDP)
 
 The divisor of a reduction, as in torch 2.13's FSDP2: fp32 and bf16 use AVG. With a user's factor, with forced sums,
-and for fp16, SUM is used and the sum is divided. fp16 is also divided *before* the sum, by a power of two near the square root of the
-number of ranks, so that the sum does not overflow.
+and for fp16, SUM is used and the sum is divided. fp16 is also divided *before* the sum, by a power of two near the
+square root of the number of ranks, so that the sum does not overflow.
 
 The collectives themselves are in `vescale_fsdp.collectives`. With AVG, NCCL divides in its reduce-scatter only if the
 gradient buffer has the shard's dtype. bf16 gradients of an fp32 shard are exchanged in bf16 by an all-to-all, summed in
@@ -200,7 +200,7 @@ SETTERS = {
 
 Pool = Callable[[], AbstractContextManager[Any]]
 Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
-"""``gather(full, shard)`` starts to fill 1-D ``full`` with all ranks' shards; the work is done when ``full`` is filled."""
+"""``gather(full, shard)`` starts to fill 1-D ``full`` with all ranks' shards; the work is done when it is filled."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class GroupComm:
             return torch.empty(numel, dtype=dtype, device=device)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work | None:
-        """Start the reduction of 1-D ``full`` into ``shard``, in the shard's dtype. In fp16 ``full`` is divided in place."""
+        """Start the reduction of 1-D ``full`` into ``shard``, in the shard's dtype. First divides fp16 ``full`` in place."""
         before = self._divide_before(shard.dtype)
         if before != 1:
             full.div_(before)

@@ -14,9 +14,9 @@ wait before the first reduction:
     a reduction
     note() raises                    <- names the first difference
 
-If no collective was started for `BOUND_S`, or a collective failed, logs of the running step are compared as well. If one log is
-a prefix of the other, one rank may only be slow. Otherwise the ranks are in a deadlock: the thread aborts their process
-groups (`break_group`), so pending collectives fail and all ranks raise.
+If no collective was started for `BOUND_S`, or a collective failed, logs of the running step are compared as well. If
+one log is a prefix of the other, one rank may only be slow. Otherwise the ranks are in a deadlock: the thread aborts
+their process groups (`break_group`), so pending collectives fail and all ranks raise.
 """
 
 from __future__ import annotations
