@@ -178,6 +178,7 @@ def _collect(own: ValueT, groups: list[dist.ProcessGroup]) -> dict[int, ValueT]:
 
 
 def _first_difference(one: list[int], other: list[int]) -> int:
+    # Lengths may differ, because models may.
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return index

@@ -336,6 +336,7 @@ def _problem(param: nn.Parameter, data: DataMesh) -> str | None:
             return (
                 f"it is not Replicate on {', '.join((spmd.mesh.mesh_dim_names or ())[axis] for axis in axes)}"
             )
+    # Exactly Shard: its subclasses cut in other ways.
     if not all(placement.is_replicate() or type(placement) is Shard for placement in param.placements):
         return "only Shard and Replicate can be combined with a ragged placement"
     if spmd is None:

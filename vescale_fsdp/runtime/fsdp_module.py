@@ -116,9 +116,8 @@ class FSDPModule(_Base):
             async_op: return a handle to wait on instead of waiting.
         """
         state = self._state()
-        if (
-            not state.agreed
-        ):  # before the first gather: with ranks that differ, it would hang or mix up values
+        # Before the first gather, which would hang or mix up values if ranks differ.
+        if not state.agreed:
             reach_consensus(states_of(*state.modules))
         state.comm.wait_for_compute()
         state.schedule.gather(state)
@@ -139,18 +138,16 @@ class FSDPModule(_Base):
                 group.comm.change(requires_all_reduce=requires_gradient_sync)
                 # From now on, micro-batches are summed in the reduction's dtype, as in FSDP2.
                 group.sums_grads |= not requires_gradient_sync
-                if (
-                    SUMS_HALVES_AS_REDUCED
-                ):  # as in this torch: pipelines call this before each half of a backward
+                # Pipelines call this before each half of a backward.
+                if SUMS_HALVES_AS_REDUCED:
                     group.collect_grads()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside the context sum gradients without communication; the next one outside reduces the sums."""
         states = list(self._states())
-        before = [
-            (state, state.requires_gradient_sync) for state in states
-        ]  # units may have different values
+        # Units may have different values.
+        before = [(state, state.requires_gradient_sync) for state in states]
         reduced = [(group, group.comm.settings.requires_all_reduce) for group in self._groups(True)]
         self.set_requires_gradient_sync(False)
         try:

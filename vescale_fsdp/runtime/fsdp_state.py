@@ -392,7 +392,7 @@ class FSDPState:
     # -- state dict -----------------------------------------------------------------------------------
 
     def _reshard_hook(self, *unused: Any) -> None:
-        self._methods_running = 0
+        self._methods_running = 0  # a running method loses its full parameters
         self.comm.reshard(self.groups)
         self.comm.wait_for_host_copies()  # the caller may write shards on the host
 

@@ -255,7 +255,7 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
     if index is not None:
         for rank, entry in zip(logs, columns[index], strict=True):
             sides.setdefault(entry, []).append(rank)
-    # The default is for logs without a difference.
+    # The side of the lowest rank is the reference. The default is for logs without a difference.
     (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
     # At most 16 ranks are shown per entry, and 5 entries: a mesh may have thousands of ranks.
     return LifecycleError(
