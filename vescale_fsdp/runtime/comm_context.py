@@ -118,7 +118,7 @@ class CommContext:
             self.gather_stream.wait_event(event)
 
     def _gathers_wait_for_frees(self) -> None:
-        """Let gathers wait for the compute stream, because memory that the latter read was freed.
+        """Let gathers wait for the compute stream's reads of freed memory, before they reuse that memory.
 
         Copies from the host do not wait: they do not allocate from that memory.
         """

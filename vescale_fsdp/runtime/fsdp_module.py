@@ -138,7 +138,7 @@ class FSDPModule(_Base):
                 group.comm.change(requires_all_reduce=requires_gradient_sync)
                 # From now on, micro-batches are summed in the reduction's dtype, as in FSDP2.
                 group.sums_grads |= not requires_gradient_sync
-                # Pipelines call this before each half of a backward.
+                # Such torch sums the halves of a backward in the reduce dtype; pipelines call this before each half.
                 if SUMS_HALVES_AS_REDUCED:
                     group.collect_grads()
 

@@ -328,6 +328,6 @@ def _names(modules: tuple[nn.Module, ...]) -> list[str]:
     return [
         prefix + name
         for prefix, module in zip(prefixes, modules, strict=True)
-        # a pattern may match any name of a shared parameter
+        # A pattern may match any name of a shared parameter.
         for name, _ in module.named_parameters(remove_duplicate=False)
     ]

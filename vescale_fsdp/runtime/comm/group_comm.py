@@ -311,7 +311,10 @@ class GroupComm:
             return torch.empty(numel, dtype=dtype, device=device)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work | None:
-        """Start the reduction of 1-D ``full`` into ``shard``, in the shard's dtype. Divides an fp16 ``full``."""
+        """Start the reduction of 1-D ``full`` into ``shard``, in the shard's dtype.
+
+        If that is fp16, ``full`` is first divided in place.
+        """
         before = self._divide_before(shard.dtype)
         if before != 1:
             full.div_(before)
