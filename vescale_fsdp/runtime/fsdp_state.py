@@ -106,7 +106,7 @@ class FSDPState:
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
         # Whether a running load_state_dict loads the unit's own, partly overwritten tensors.
         self._loads_own = False
-        # Number of registered methods that are running. Such a method may call the forward, and read parameters after it.
+        # Number of running registered methods. Such a method may call the forward, and read parameters after it.
         self._methods_running = 0
         for module in modules:
             module.__dict__[_STATE] = self
