@@ -7,12 +7,12 @@
     Int8Rows()          one row    fp32, amax / 127             code * scale      int8 weights of matrix units
 
 Codes are e4m3 (``float8_e4m3fn``) or int8, stored as uint8 so that every collective supports them. Kernels take
-``.view(codec.code_dtype)``, and ``.view(torch.float8_e8m0fnu)`` of MX scales. The 8-bit floats were compared with
-torchao's reference functions. Blocks at the edges may be short. A block with a NaN or an infinity decodes to NaN, so
-that a broken weight stays visible.
+codes as ``codes.view(codec.code_dtype)``, and MX scales as ``scales.view(torch.float8_e8m0fnu)``. The 8-bit floats
+were compared with torchao's reference functions. Blocks at the edges may be short. A block with a NaN or an infinity
+decodes to NaN, so that a broken weight stays visible.
 
-A tensor is divided into lines, and a *band* is a row of blocks over one or more lines: one run of flat elements
-(`BlockGrid`)::
+A tensor is divided into lines. A *band* is one row of blocks: it covers one or more whole lines, so it is one run of
+consecutive elements (`BlockGrid`)::
 
     Flat(4), 10 elements            Tiles(2, 3), shape (3, 5)
     lines of 4, one block each      lines are rows, bands of 2 rows, blocks of 2 x 3
@@ -21,8 +21,8 @@ A tensor is divided into lines, and a *band* is a row of blocks over one or more
       cc      last block short        c c c d d     last band short, b and d narrow
 
 A piece that begins and ends between bands can be quantized alone, without communication: its codes and scales have the
-same bits as those of the full tensor. A `Granularity` of the same block makes such pieces. Ranks can then gather codes
-(one byte per element, one scale per block) instead of values. Stacks (E, m, k) are treated as E * m rows.
+same bits as those of the full tensor. Sharding with a `Granularity` of the same block gives such pieces. Ranks can then
+gather codes (one byte per element, one scale per block) instead of values. Stacks (E, m, k) are treated as E * m rows.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class BlockGrid:
 
 
 def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
-    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; below 2-D, the block of a tile is ``cols`` elements.
+    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; below 2-D, `Tiles` are runs of ``cols`` elements.
 
     Raises:
         LayoutError: for any other granularity.
@@ -159,9 +159,9 @@ _E4M3_MAX_EXPONENT = 8  # the largest power of two in e4m3 is 2^8
 _INT8_MAX = 127.0  # not 128, so that codes are symmetric
 _LEAST_AMAX = 1e-12  # blocks of zeros get this magnitude, as in torchao, to avoid a division by zero
 _WHOLE_ROW = 1 << 40  # columns: more than any row has
-_E8M0_BIAS = 127
-_E8M0_NAN = 255
-_HALF_LEAST_NORMAL_BITS = 0x00400000  # fp32 bits of 2^-127, a subnormal number
+_E8M0_BIAS = 127  # fp32's exponent has the same bias
+_E8M0_NAN = 255  # the one code that is not a power of two
+_HALF_LEAST_NORMAL_BITS = 0x00400000  # fp32 bits of 2^-127, a subnormal number: E8M0's code 0
 
 
 @dataclass(frozen=True)
@@ -357,14 +357,14 @@ def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
 
 
 @set_module("vescale_fsdp.quantize")
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # tensors compare element by element
 class Quantized:
     """Codes and scales of one tensor.
 
     Args:
         codec: the format.
         codes: uint8, of the tensor's shape; a DTensor with the same pieces, if the tensor was a DTensor.
-        scales: one per block, in the codec's ``scale_dtype``; rank boundaries are between the same blocks as in codes.
+        scales: one per block, in the codec's ``scale_dtype``; rank boundaries cut them between the same blocks.
 
     Examples:
         >>> codes = Int8Rows().quantize(torch.ones(4, 64))

@@ -76,6 +76,7 @@ class QuantizedGather(GatherPolicy):
                 return None
             if isinstance(self.codecs, BlockCodec):
                 return self.codecs
+            # fnmatchcase, because plain fnmatch ignores case on some systems; the first match wins.
             matches = (c for pattern, c in self.codecs.items() if fnmatch.fnmatchcase(slot.fqn, pattern))
             return next(matches, None)
         return self.codecs(slot.fqn, torch.Size(slot.shape))
@@ -88,7 +89,7 @@ class _CodedGather:
         layout: the group's layout.
         comm: the group's collectives.
         codecs: codec of each parameter, by name; parameters without one are sent as values.
-        dtype: dtype of these values, the compute dtype.
+        dtype: the compute dtype, in which such values are sent.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class _CodedGather:
         ranks = self.layout.num_shards
         codes = torch.empty(ranks * self.layout.shard_numel, dtype=torch.uint8, device=full.device)
         rest = torch.empty(ranks * self.rest_bytes, dtype=torch.uint8, device=full.device)
+        # This rank encodes into its part of the outputs, so the all-gathers need no copy of its input.
         own_codes = codes.view(ranks, -1)[self.comm.rank]
         own_rest = rest.view(ranks, -1)[self.comm.rank]
         self._encode(shard.to(full.device, non_blocking=True), own_codes, own_rest)

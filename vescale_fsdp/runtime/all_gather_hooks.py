@@ -7,7 +7,7 @@ A parameter whose class has these hooks is gathered by them. They are called on 
     fsdp_post_all_gather(outputs, metadata, param_dtype)                       -> (tensor, tensors to free)
     fsdp_post_all_gather(outputs, metadata, param_dtype, out=tensor)           in place, from the second time on
 
-(torch 2.13, ``FS/_fsdp_param.py:603-657,837-909``; the best known example are torchao's float8 weights.)
+(torch 2.13, ``FS/_fsdp_param.py:603-657,837-909``; the best-known example is torchao's float8 weights.)
 
 The class must be a wrapper whose ``__tensor_flatten__`` names one inner tensor, of the wrapper's shape and dtype. The
 runtime makes that inner tensor a view of the shard, so the optimizer and checkpoints work on plain memory, and the
@@ -58,7 +58,8 @@ def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
     """Check that a tensor can be gathered by its hooks.
 
     Raises:
-        MisuseError: if it has only one of the hooks, or ``fsdp_pre_all_gather`` has other parameters.
+        MisuseError: if its class has only one of the hooks, or ``fsdp_pre_all_gather`` does not take
+            1 or 5 parameters.
         UnsupportedOpError: unless it wraps exactly one tensor of its own shape and dtype.
     """
     cls = type(tensor).__name__
@@ -71,7 +72,7 @@ def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
             todo="define the other one",
         )
     arguments = list(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
-    if len(arguments) not in (1, 5):
+    if len(arguments) not in (1, 5):  # the two signatures that FSDP2 calls
         raise MisuseError(
             "fsdp_pre_all_gather has the wrong parameters.",
             expected="(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)",
@@ -133,7 +134,7 @@ class TakesScale(Protocol):
 
 
 def takes_scale(tensor: object) -> TypeGuard[TakesScale]:
-    """Whether a tensor is a `TakesScale`. Slow, because reading attributes of tensor subclasses is slow."""
+    """Whether a tensor is a `TakesScale` of an 8-bit float dtype. Slow, as reading attributes of subclasses is."""
     return isinstance(tensor, TakesScale) and tensor._dtype.is_floating_point and tensor._dtype.itemsize == 1
 
 

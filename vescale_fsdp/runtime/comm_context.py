@@ -42,22 +42,22 @@ class _Reduction(NamedTuple):
 
 
 class _InUse(NamedTuple):
-    """Memory of one stream that another stream reads: kept until the owner has waited for the event."""
+    """Memory that one stream owns and another stream reads: kept until the owner has waited for the event."""
 
     tensors: Sequence[torch.Tensor]
     event: Event
 
 
 class CommContext:
-    """Streams and reductions in flight. Several roots may share one (`share_comm_ctx`).
+    """Streams and reductions in flight. Several roots may share one context (`share_comm_ctx`).
 
-    Which stream owns which memory (the caching allocator reuses a freed block at once, for the stream it was allocated
-    on, so the owner must first wait for every other stream that used the block). Streams: c compute, g gather,
-    r reduce, a all-reduce of replicas, h copies from the host:
+    Each block of memory is owned by the stream it was allocated on. The caching allocator reuses a freed block at once
+    for its owner, so the owner must first wait for every other stream that used the block. The owners, where c is the
+    compute stream, g gathers, r reduces, a all-reduces over replicas, and h copies from the host:
 
         full buffers, and the scratch memory of gathers           g; it waits for c whenever a buffer is freed
         full buffers that last until the backward (the root's)    c; g waits for c before it writes them
-        gradients from autograd                                   their stream; it waits for c, which reads them
+        gradients from autograd                                   the stream that made them; it waits for c, the reader
         gradient buffers                                          c; freed once c waits for their reduction
         reduced shards, and so sharded gradients                  r; r waits for c at the start of a reduction
         reduced shards during the all-reduce over replicas        r; kept until a is done, and r waits for it
@@ -118,7 +118,7 @@ class CommContext:
             self.gather_stream.wait_event(event)
 
     def _gathers_wait_for_frees(self) -> None:
-        """Let gathers wait for the compute stream, because memory that it read was freed.
+        """Let gathers wait for the compute stream's reads of freed memory, before they reuse that memory.
 
         Copies from the host do not wait: they do not allocate from that memory.
         """
@@ -130,7 +130,7 @@ class CommContext:
 
     def watch(self, comm: GroupComm) -> None:
         """Compare the order of a group's collectives with other ranks."""
-        # torch's groups for tests have no other ranks ("fake") or threads as ranks ("threaded"), so no shared store.
+        # Groups of torch's test backends share no store: "fake" has no other ranks, and "threaded" ranks are threads.
         has_store = dist.get_backend(comm.shard_group) not in ("fake", "threaded")
         if comm.mesh.size() > 1 and has_store:
             if comm.mesh not in self.watches:
@@ -155,9 +155,9 @@ class CommContext:
         Args:
             groups: the groups of a unit.
             lasting: whether the groups stay gathered from the forward to the backward, like the root's. Then the
-                compute stream owns their memory, which can be reused for gradients; the gather stream could not reuse
-                so large a block. The gather then waits for the compute stream, which has only the work of earlier
-                units.
+                compute stream owns their memory, and can reuse it for gradients; the gather stream could not reuse so
+                large a block. The gather then waits for the compute stream, which so far has only the work of
+                earlier units.
         """
         if lasting and not self._waits_for_event and any(group.state.is_sharded for group in groups):
             # Outside torch.func and inference mode, here and below, because the buffers outlive this forward.
@@ -166,7 +166,7 @@ class CommContext:
                     group.allocate_full()
             self._gathers_wait_for_frees()
         if any(group in self._lingering for group in groups):
-            self.free_lingering()
+            self.free_lingering()  # before the gather: a later free would drop what it gathers
         with self._on(self.gather_stream), outside_modes():
             for group in groups:
                 if group.state.is_sharded:
@@ -182,7 +182,7 @@ class CommContext:
                     group.gathered = self.gather_stream.record_event()
         if brought and self.gather_stream is not None:
             self._brought.append(_InUse(brought, self.gather_stream.record_event()))
-        self.free_lingering()
+        self.free_lingering()  # last, so that this gather need not wait for the units that read the memory
 
     def _start_gathers(self, groups: Sequence[ParamGroup]) -> None:
         """Start the all-gathers of a unit; on an accelerator, in one launch for all groups over the same ranks."""
@@ -261,7 +261,7 @@ class CommContext:
             lingers: if no unit is prefetched, free the memory only after the start of the next gather, which then need
                 not wait for this unit's compute. This takes as much memory as a prefetch.
         """
-        self.wait(groups)
+        self.wait(groups)  # a gather in flight must not write into freed memory
         self.free_lingering()
         if all(group.state is GroupState.SHARDED for group in groups):
             return
@@ -283,7 +283,7 @@ class CommContext:
         self.watch(group.comm)
         group.grads.streams = self.streams
         group.grads.take_spare = self._take_spare
-        # Else its buffers are of an allocator that other groups do not use.
+        # Buffers from a user's reduce-scatter or a memory pool are not shared: other groups use another allocator.
         if group.comm.settings.custom_reduce_scatter is None and group.comm.memory is None:
             group.grads.spare = self._spare_grads.setdefault(group.layout, {})
 
@@ -291,15 +291,15 @@ class CommContext:
         """Take one of these buffers, or None if there is none. On the CPU, first wait for the reductions in flight.
 
         On the CPU the wait costs little, because the reduction uses the cores that would compute meanwhile. After it
-        there is a spare buffer with its memory: new memory would cost a page fault for every 4 KiB. On an accelerator
-        the reduction and its buffer overlap with the next unit's backward.
+        there is a spare buffer whose memory is still allocated: new memory would cost a page fault for every 4 KiB. On
+        an accelerator the reduction and its buffer overlap with the next unit's backward.
         """
         if self.streams is None:
             while self.in_flight:
                 self.finish_reduction()
         spare = spares.pop() if spares else None
         if spare is self._kept:
-            self._kept = None
+            self._kept = None  # in use again
         else:
             self._free_kept()
         return spare
@@ -318,12 +318,13 @@ class CommContext:
 
     def reduce(self, group: ParamGroup) -> None:
         """Start a reduction."""
-        self.wait_for_slot()
+        self.wait_for_slot()  # first, because it frees a gradient buffer before this group allocates one
         if group.comm.watch is not None:
-            group.comm.watch.wait_until_compared()
+            group.comm.watch.wait_until_compared()  # ranks whose forwards differed must not reduce together
         group.note_start("reduction")
         source = group.complete_grads()
-        # `_take_spare` has not freed it if this group's buffer was allocated earlier, like the root's at the loss.
+        # If this group's buffer was allocated earlier, like the root's at the loss, `_take_spare` has not been called
+        # since and has not freed the kept buffer.
         self._free_kept()
         owner = self.streams.current() if self.streams is not None else None
         started = None
@@ -351,6 +352,7 @@ class CommContext:
                 self._kept = buffer
             else:
                 buffer.free()
+            # Listed before `finish_reduce`, which forgets the sums.
             kept = [reduced.shard, *group.unreplicated_sums()]
             with self._on(stream):
                 group.finish_reduce(reduced)
@@ -473,7 +475,7 @@ class GradientReductionHandle:
             while self._messages:
                 flags, groups = self._messages.pop(0)  # popped, so that a second wait is a no-op
                 flags.wait()
-                # Only a rank with unused parameters reads the message: on an accelerator the host would wait for it.
+                # Only a rank with unused parameters reads the message: on an accelerator, reading blocks the host.
                 if any(group.has_deferred_grads for group in groups):
                     used = iter(flags.anywhere())
                     for group in groups:

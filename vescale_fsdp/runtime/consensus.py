@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from vescale_fsdp.runtime.fsdp_state import FSDPState
 
 ValueT = TypeVar("ValueT")
-_NOTHING = "nothing: its model ends here"  # in place of a line that a rank does not have
+_NOTHING = "nothing: its model ends here"  # shown for a rank that has fewer lines
 
 
 def reach_consensus(units: Mapping[FSDPState, str]) -> None:
-    """Compare these units, with their names, with the units of other ranks; a no-op if all were compared before.
+    """Compare these units and their names with those of other ranks; a no-op if all units were compared before.
 
     Collective over the meshes of the units. Parameters that have replaced sharded parameters on modules are adopted
     first (`adopt_replaced_params`). If that fails on one rank, the ranks differ, so all of them raise.
@@ -63,11 +63,13 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
             lines_of_group = _lines(f"unit {name!r}, group {number}", unit, group, units)
             by_mesh.setdefault(group.data.mesh, []).append(lines_of_group)
     differing = False
-    # The largest mesh comes first: ranks that differ in their smaller meshes still meet in its all-reduce.
+    # The largest mesh comes first: ranks that differ in their smaller meshes still meet in its all-reduce. The other
+    # keys give meshes of one size the same order on all ranks.
     for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.ndim, ranks_in(mesh))):
         first = f"mesh {ranks_in(mesh)}" if failure is None else str(failure)
         with outside_modes():  # a forward under torch.func or inference mode must not change these tensors
-            # Lines by kind: models and policies come before the layouts that follow from them.
+            # Lines are sorted by kind: models and policies come before the layouts that follow from them, so that the
+            # first difference is the cause.
             differing = _compare(mesh, [first, *chain(*zip(*by_mesh[mesh], strict=True))], differing)
     if failure is not None:
         raise failure
@@ -123,7 +125,7 @@ def _lines(where: str, unit: FSDPState, group: ParamGroup, names: Mapping[FSDPSt
 
 
 def _compare(mesh: DeviceMesh, lines: list[str], differing: bool) -> bool:
-    """Compare over every axis of a mesh; each axis also sends the result of the axes before it."""
+    """Compare over every axis of a mesh; each axis also sends the result of earlier axes, so that all ranks raise."""
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     device = torch.device(mesh.device_type) if mesh.device_type != "cpu" else torch.device("cpu")
     for group in groups:
@@ -176,6 +178,7 @@ def _collect(own: ValueT, groups: list[dist.ProcessGroup]) -> dict[int, ValueT]:
 
 
 def _first_difference(one: list[int], other: list[int]) -> int:
+    # Lengths may differ, because models may.
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return index

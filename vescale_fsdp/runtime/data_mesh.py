@@ -209,7 +209,7 @@ def _spmd_axes(mesh: DeviceMesh, dims: Any) -> SpmdAxes:
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """A 1-D mesh of the named axes, in this order."""
-    # A slice has its process group already; flattening makes one.
+    # One axis is sliced, because a slice has its process group already; flattening makes a new group.
     return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
 
 
@@ -336,6 +336,7 @@ def _problem(param: nn.Parameter, data: DataMesh) -> str | None:
             return (
                 f"it is not Replicate on {', '.join((spmd.mesh.mesh_dim_names or ())[axis] for axis in axes)}"
             )
+    # Exactly Shard: its subclasses cut in other ways.
     if not all(placement.is_replicate() or type(placement) is Shard for placement in param.placements):
         return "only Shard and Replicate can be combined with a ragged placement"
     if spmd is None:
@@ -352,8 +353,8 @@ def _on_full_mesh(
 ) -> tuple[DeviceMesh, list[Placement]]:
     """The full mesh and its placements, with the ragged placement on its sharding axis.
 
-    If the full mesh has not exactly one sharding axis, its data-parallel axes are replaced by the axes of ``mesh``, at
-    the position of the first one.
+    Unless exactly one axis of the full mesh shards, all its data-parallel axes are replaced by the axes of ``mesh``, at
+    the position of the first data-parallel axis.
     """
     if len(spmd.shard) == 1:
         return spmd.mesh, [own[-1] if axis in spmd.shard else p for axis, p in enumerate(given)]

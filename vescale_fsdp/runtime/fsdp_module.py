@@ -41,7 +41,7 @@ MEMORY_POOLS = "memory_pools"  # the feature's name in VESCALE_FSDP_UNTRIED
 
 
 class UnpicklableModuleError(MisuseError, pickle.PicklingError):
-    """A sharded module cannot be pickled. Also a ``PicklingError``, for code that catches that one."""
+    """A sharded module cannot be pickled. Also a ``PicklingError``, for code that catches only that class."""
 
 
 class FSDPModule(_Base):
@@ -116,6 +116,7 @@ class FSDPModule(_Base):
             async_op: return a handle to wait on instead of waiting.
         """
         state = self._state()
+        # Before the first gather, which would hang or mix up values if ranks differ.
         if not state.agreed:
             reach_consensus(states_of(*state.modules))
         state.comm.wait_for_compute()
@@ -137,14 +138,16 @@ class FSDPModule(_Base):
                 group.comm.change(requires_all_reduce=requires_gradient_sync)
                 # From now on, micro-batches are summed in the reduction's dtype, as in FSDP2.
                 group.sums_grads |= not requires_gradient_sync
-                if SUMS_HALVES_AS_REDUCED:  # pipelines call this before every half of a backward
+                # Such torch sums the halves of a backward in the reduce dtype; pipelines call this before each half.
+                if SUMS_HALVES_AS_REDUCED:
                     group.collect_grads()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside the context sum gradients without communication; the next one outside reduces the sums."""
         states = list(self._states())
-        before = [(state, state.requires_gradient_sync) for state in states]  # units may differ
+        # Units may have different values.
+        before = [(state, state.requires_gradient_sync) for state in states]
         reduced = [(group, group.comm.settings.requires_all_reduce) for group in self._groups(True)]
         self.set_requires_gradient_sync(False)
         try:
@@ -173,7 +176,7 @@ class FSDPModule(_Base):
             LifecycleError: below the root, or between a backward and its finalization.
         """
         state = self._state()
-        if state.has_root:
+        if state.has_root:  # before the first forward, the root is not known
             self._check_root("set_manual_backward_finalization")
         state.schedule.set_finalizes_by_hand(enabled)
 
@@ -208,7 +211,7 @@ class FSDPModule(_Base):
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """Iterate as in torch. Raises if another data parallelism of torch calls this to shard the module again."""
-        if not recurse:
+        if not recurse:  # the wrappers' calls pass recurse=False
             refuse_takers(f"a {type(self).__name__} inside the module")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
@@ -347,7 +350,7 @@ class FSDPModule(_Base):
         """
         for group in self._groups_of_one_mesh("set_custom_all_gather"):
             group.comm.change(custom_all_gather=comm)
-            group.forget_full()  # the next buffer is the user's
+            group.forget_full()  # the next buffer comes from the user's object
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Use this object for the reductions of this module, and for their buffers.
@@ -357,7 +360,7 @@ class FSDPModule(_Base):
         """
         for group in self._groups_of_one_mesh("set_custom_reduce_scatter"):
             group.comm.change(custom_reduce_scatter=comm)
-            group.grads.spare = {}  # buffers that the user's object did not allocate
+            group.grads.spare = {}  # drop buffers that the user's object did not allocate
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set whether reductions use a communicator of their own. Collective: all ranks call it, in the same order."""
@@ -516,7 +519,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
         >>> share_comm_ctx(stages)
     """
     states = _states_of(modules)
-    for module in modules[1:]:  # the first one's context is the shared one
+    for module in modules[1:]:  # all use the first module's context
         for state in module._states():
             state.join(states[0].comm)
 

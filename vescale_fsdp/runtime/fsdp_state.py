@@ -106,14 +106,14 @@ class FSDPState:
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
         # Whether a running load_state_dict loads the unit's own, partly overwritten tensors.
         self._loads_own = False
-        # Number of registered methods that are running. They may call the forward, and read parameters after it.
+        # Number of running registered methods. Such a method may call the forward, and read parameters after it.
         self._methods_running = 0
         for module in modules:
             module.__dict__[_STATE] = self
             note_sharded(module, self.fsdp2)
             # This pre-hook runs first, so that users' hooks see full parameters and cast inputs.
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            # Last of the hooks so far, so that users' hooks see full parameters.
+            # This hook runs after the users' hooks registered so far, so that those hooks see full parameters.
             module.register_forward_hook(self._post_forward, prepend=False)
             module.register_state_dict_pre_hook(self._reshard_hook)
             module.register_load_state_dict_pre_hook(self._before_load)
@@ -262,7 +262,7 @@ class FSDPState:
 
     def end_method(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshard after a registered method."""
-        # A state_dict inside the method has set it to 0.
+        # Not below 0: a state_dict call inside the method has set the number to 0.
         self._methods_running = max(0, self._methods_running - 1)
         return self._post_forward(module, args, output)
 
@@ -342,7 +342,7 @@ class FSDPState:
         for group in self.groups:
             group.collect_grads()
         # Gradients that arose without the unit's own forward, or through inputs that need no gradient. Only some ranks
-        # may have them, so they wait for the last backward, in which all ranks reduce.
+        # may have such gradients, which therefore wait for the last backward, in which all ranks reduce.
         has_late_grads = any(group.grads for group in self.groups)
         # Earlier backwards may have left sums that are not yet reduced over replicas. And a unit that was used before
         # may get gradients of zeros, as in FSDP2 (`set_reduce_scatter_unused_params`).
@@ -373,6 +373,7 @@ class FSDPState:
             return
         self._took_part, self._was_reduced = False, True
         try:
+            # `reduce` would wait as well; here the wait gets its own range in the profile.
             with profiled("FSDP::post_backward_rs_wait ", self.shown):
                 self.comm.wait_for_slot()
             with profiled("FSDP::post_backward_reduce ", self.shown):
@@ -391,7 +392,7 @@ class FSDPState:
     # -- state dict -----------------------------------------------------------------------------------
 
     def _reshard_hook(self, *unused: Any) -> None:
-        self._methods_running = 0
+        self._methods_running = 0  # a running method loses its full parameters
         self.comm.reshard(self.groups)
         self.comm.wait_for_host_copies()  # the caller may write shards on the host
 
@@ -417,13 +418,13 @@ class FSDPState:
 
 
 class _AbsentError(UnsupportedOpError, AttributeError):
-    """An attribute of FSDP2's state that `Fsdp2State` does not have. An AttributeError, for ``hasattr``."""
+    """An attribute of FSDP2's state that `Fsdp2State` does not have. An AttributeError: ``hasattr`` returns False."""
 
 
 class Fsdp2State:
-    """A unit with the attributes of FSDP2's private state (torch 2.11-2.15), which torch and trainers read.
+    """The attributes of FSDP2's private state (torch 2.11-2.15) that torch and trainers read, for one unit.
 
-    These attributes are read in addition to the public methods of FSDPModule:
+    Readers of these attributes, which FSDPModule's public methods do not replace:
 
         attribute                                               reader
         module._get_fsdp_state()._pre_forward, ._post_forward   torch's register_fsdp_forward_method

@@ -202,8 +202,8 @@ def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
     for module in modules:
         for name, below in module.named_modules():
             manager = None
-            # Both torch's fully_shard and this library set this mark on the modules below; only torch's parameters are
-            # not ragged.
+            # Both torch's fully_shard and this library set this mark on the modules of a unit. But only torch's leaves
+            # DTensors that are no RaggedDTensors.
             is_fsdp2s = vars(below).get("_is_fsdp_managed_module", False) and any(
                 isinstance(param, DTensor) and not isinstance(param, RaggedDTensor)
                 for param in below._parameters.values()
@@ -328,5 +328,6 @@ def _names(modules: tuple[nn.Module, ...]) -> list[str]:
     return [
         prefix + name
         for prefix, module in zip(prefixes, modules, strict=True)
+        # A pattern may match any name of a shared parameter.
         for name, _ in module.named_parameters(remove_duplicate=False)
     ]

@@ -84,12 +84,12 @@ class GroupPlan:
 
     Args:
         params: the original parameters by name, in the order of ``layout.slots``.
-        layout: their layout.
+        layout: the layout of these parameters.
         data: the ranks that share the parameters.
         part_size: number of ranks that together keep one copy of the full parameters between forward and backward;
             None: they are not kept.
         is_hooked: whether the parameters' class has all-gather hooks.
-        param_dtype: dtype of compute; None: the parameters' own.
+        param_dtype: dtype of compute; None: the dtype of the parameters.
         scatter, wanted_part_size: the user's arguments, for a new plan when the number of ranks changes.
         together: names of all parameters of the same dtype and mesh, in definition order. If their blocks do not fit
             together in one buffer, ``params`` has only a part of them, and another group has the rest.
@@ -205,7 +205,7 @@ def _block_numel(fqn: str, param: nn.Parameter, ragged: RaggedShard | None, rule
             where=fqn,
             todo="use only one of the two for this parameter",
         )
-    return max(1, ragged.unit_numel(shape))  # 0 for an empty part
+    return max(1, ragged.unit_numel(shape))  # a unit of an empty part has 0 elements
 
 
 class _PlacementWishes:
@@ -238,7 +238,7 @@ class _PlacementWishes:
 
         Raises:
             MisuseError: if the function returns another type of value.
-            PlacementError: for another mesh of the same ranks.
+            PlacementError: if the function returned another mesh of the same ranks before.
         """
         result = self._function(param) if self._function is not None else None
         info, placement = None, result
@@ -296,7 +296,7 @@ def _part_size(wanted: bool | int | None, num_shards: int) -> int | None:
             got=wanted,
             todo="give the number of accelerators per node",
         )
-    return wanted if 1 < wanted < num_shards else None
+    return wanted if 1 < wanted < num_shards else None  # 1 means False, all ranks mean True
 
 
 def _check_param(fqn: str, param: nn.Parameter) -> None:
@@ -402,7 +402,8 @@ def param_dtype_of(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) 
             got=repr(wanted),
             where=fqn,
         )
-    # The policy's own value, None too, so that the parameter can join those without an override.
+    # Return the policy's own value, even if it is None, so that the parameter can join the group of parameters without
+    # an override.
     return policy.param_dtype if wanted is (policy.param_dtype or param.dtype) else param.dtype
 
 
@@ -418,7 +419,8 @@ class _Replaced:
     """Original parameters that are still alive after `fully_shard`, each with its name in its unit."""
 
     def __init__(self) -> None:
-        # By id of the parameter. The weak reference removes the entry when the parameter is freed.
+        # By id of the parameter, because tensors compare element by element. The weak reference removes the entry when
+        # the parameter is freed.
         self._alive: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._hook: RemovableHandle | None = None
 

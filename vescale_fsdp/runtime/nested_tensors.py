@@ -16,7 +16,7 @@ import torch
 from vescale_fsdp.torch_private import pytree
 
 TreeT = TypeVar("TreeT")
-_SEQUENCES = (tuple, list)  # exact types: named tuples are made by other arguments
+_SEQUENCES = (tuple, list)  # exact types: constructors of named tuples take other arguments
 _ATOMS = (type(None), bool, int, float, str, torch.Size)  # types without tensors inside
 
 
@@ -66,7 +66,7 @@ def _convert(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
     if kind in _ATOMS:
         return tree
     leaves, spec = pytree.tree_flatten(tree)
-    if len(leaves) != 1 or leaves[0] is not tree:
+    if len(leaves) != 1 or leaves[0] is not tree:  # a container that torch knows, not a leaf
         return pytree.tree_unflatten(_convert(function, leaves), spec)
     if not _is_dataclass(tree):
         return tree
@@ -82,6 +82,7 @@ def _fields_of(value: Any) -> dict[str, Any]:
 
 
 def _is_dataclass(value: Any) -> bool:
+    # `is_dataclass` is also True for the class itself.
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 

@@ -5,7 +5,7 @@ The tensors of a group (S = shard_numel, m = ranks of the sharding axis):
     shard                1-D [S]    original dtype   this rank's parameters, which the optimizer steps
     sharded parameter    ND ragged  original dtype   RaggedDTensor over a slice of ``shard``
     full buffer          1-D [m*S]  compute dtype    DBuffer that the all-gather fills
-    unsharded parameter  ND         compute dtype    view of the full buffer (a scattered one: a copy) for the forward
+    unsharded parameter  ND         compute dtype    view of the full buffer; if scattered, a copy from it
     gradient buffer      1-D [m*S]  `grad_dtype`     DBuffer that unsharded gradients are written into
     reduced shard        1-D [S]    reduce dtype     result of the reduce-scatter
     sharded gradient     ND ragged  original dtype   ``.grad`` of the sharded parameter, a view of the reduced shard
@@ -96,6 +96,7 @@ class ManagedParam:
         replacements: list[nn.Parameter | None] = []
         for module, name in self.owners:
             current = module._parameters.get(name)
+            # Before the first gather `unsharded` is None, too, which must not hide a deleted parameter.
             if current is not self.sharded and (current is None or current is not self.unsharded):
                 replacements.append(current)
         return replacements
@@ -185,6 +186,7 @@ class ParamGroup:
         first = next(iter(plan.params.values())).param
         self.new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.params = [self._shard_param(slot, plan.params[slot.fqn]) for slot in plan.layout.slots]
+        # A function, because settings may change the dtype between buffers.
         self.grads = UnshardedGrads(self.layout, self._new_grads, lambda: self.grad_dtype)
         # The policy's own gather, which replaces the all-gather.
         self.policy_gather: Gather | None = None
@@ -251,9 +253,9 @@ class ParamGroup:
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """dtype of the gradient buffer: autograd's if the reduction sums it in a wider dtype, else the reduction's.
+        """dtype of the gradient buffer: the compute dtype if the reduction sums in a wider one, else the reduce dtype.
 
-        Gradients of several backwards are summed in the reduction's dtype, as in FSDP2.
+        Gradients of several backwards are summed in the reduce dtype, as in FSDP2.
         """
         narrow, wide = self.compute_dtype, self.reduce_dtype
         if self.sums_grads or narrow.itemsize >= wide.itemsize or not self.comm.sums_in_wider(self.device):
@@ -336,6 +338,7 @@ class ParamGroup:
         elif self.policy_gather is not None:
             self.full.start_gather(shard, self.policy_gather)
         else:
+            # A shard of the buffer's dtype and device is read in place, without a copy.
             must_move = shard.dtype != self.compute_dtype or (shard is self.shard and self.is_offloaded)
             at = self.layout.shard_range(self.comm.rank) if must_move else None
             self.full.start_gather(shard, self.comm.gather, copy_to=at)
@@ -458,8 +461,8 @@ class ParamGroup:
     def complete_grads(self) -> DBuffer:
         """Fill the buffer for `start_reduce` with all gradients, on the current stream.
 
-        The padding is set to zero only where users' code sees it: a custom reduce-scatter, an all-reduce hook, or an
-        all-reduce hook that may be set later, before sums of several backwards are reduced over replicas.
+        The padding is set to zero only where users' code may see it: in a custom reduce-scatter or an all-reduce hook.
+        A sum that is not yet reduced over replicas gets zeros, too, because a hook may be set before that reduction.
         """
         with without_grad():
             buffer, settings = self.grads.complete(), self.comm.settings
@@ -489,7 +492,7 @@ class ParamGroup:
         self.comm.all_reduce(shard)
         if settings.all_reduce_hook is not None:
             settings.all_reduce_hook(shard)
-        self.comm.finish_division(shard)
+        self.comm.finish_division(shard)  # after the hook, as in FSDP2
         shard = self._to_shard_home(shard.to(self.shard.dtype))
         delivered: dict[str, torch.Tensor] = {}
         for param in self.params:
@@ -502,7 +505,7 @@ class ParamGroup:
                 settings.zeros_unused
                 or fqn in used
                 or (
-                    # Adding other ranks' part, or zeros, is right in both cases, unless a hook is called for it.
+                    # Other ranks' part, or zeros, can be added to a gradient, unless a hook would be called.
                     param.sharded.grad is not None
                     and settings.on_delivery is None
                     and not post_accumulate_grad_hooks(param.sharded)
@@ -599,5 +602,5 @@ def use_memory(groups: Sequence[ParamGroup], kind: MemoryKind | None) -> None:
     for group in groups:
         group.comm.change(memory=kind)
         group.comm.memory = memory
-        group.grads.spare = {}
+        group.grads.spare = {}  # drop buffers in memory of another kind
         group.forget_full()

@@ -1,4 +1,4 @@
-"""Schedule: when units gather, reshard and reduce. All units of a tree of sharded modules share one.
+"""Schedule: when units gather, reshard and reduce. All units of a tree of sharded modules share one `Schedule`.
 
 Overlap on an accelerator (c = compute stream, g = gather stream, r = reduce stream)::
 
@@ -11,8 +11,9 @@ Overlap on an accelerator (c = compute stream, g = gather stream, r = reduce str
 All-reduces of replicas and copies of offloaded shards run on two more streams. `CommContext` orders the streams.
 
 The next unit is gathered while the current one computes. In the forward, the next unit is the one that followed the
-current unit in an earlier forward, or the user's list. In the backward, it is the unit whose forward ended before the
-current unit's forward; of two nested units, the inner one ended first and comes later.
+current unit in an earlier forward, or the user's list. In the backward, the next unit is the one whose forward
+ended just before the current unit's forward ended. The forward of an inner unit ends before that of the unit around it,
+so the inner unit's backward comes later.
 
 Ranks may use different outputs in their losses, and must still issue the same collectives in the same order. So each
 forward records a `Trace` of the moments at which units begin and end. Autograd reaches these moments in reverse order.
@@ -146,7 +147,7 @@ class Schedule:
             parts = [group for group in unit.groups if group.state is GroupState.PARTLY_SHARDED]
             if parts:
                 self.comm.reshard(parts)
-        for unit in self._guessed:  # gathered ahead by the last forward, which did not run them
+        for unit in self._guessed:  # gathered ahead by the last forward, which then did not run these units
             self.comm.reshard(unit.groups)
         self._guessed.clear()
         if torch.is_grad_enabled():

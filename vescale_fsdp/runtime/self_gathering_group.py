@@ -88,7 +88,7 @@ class SelfGatheringGroup(ParamGroup):
 
     @torch.no_grad()
     def _start_gather(self) -> None:
-        if self._hooked[0].outputs is None:
+        if self._hooked[0].outputs is None:  # only before the first gather, as in `ParamGroup`
             self._check_shard()
         rows = [hooked.rows_on(self.device) for hooked in self._hooked]
         with scaled_together([each for each in rows if takes_scale(each)], self.comm.shard_group):
@@ -136,7 +136,7 @@ class _SelfGatheringParam:
             self._like, piece.view(piece.numel() // row_numel, *shape[1:])
         )
         if isinstance(self.param.sharded, RaggedDTensor):
-            self.param.sharded.shown_to_torchao = rows
+            self.param.sharded.shown_to_torchao = rows  # torchao recognizes its weights by their class
         self.outputs, self._inner = None, []
         self.param.unsharded, self.param.watched = None, False
 
@@ -229,7 +229,7 @@ class _SelfGatheringParam:
         """Free all memory of the full parameter."""
         for each, _ in self._inner[:-1]:  # the last one is the parameter, a view of the others
             storage = each.untyped_storage()
-            if storage.resizable():
+            if storage.resizable():  # a communication library's memory may not be
                 storage.resize_(0)
 
 

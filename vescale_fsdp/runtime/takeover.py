@@ -48,7 +48,7 @@ def rebind(group: ParamGroup, *, is_whole: bool) -> None:
     for param in group.params:
         replacements = param.replacements()
         if replacements:
-            # Owners of a shared parameter may have different ones: the last one wins, as in a load without assign.
+            # Owners of a shared parameter may have different replacements: the last wins, as in a load without assign.
             _take(group, param, replacements[-1], must_be_new=False)
         param.spec = spec_of(param.sharded)  # a conversion may have changed the dtype
         param.set_on_modules(param.sharded)
@@ -70,10 +70,10 @@ def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str
     """
     full = []
     for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
-        # A unit has one load hook, which changes no tensor.
+        # The one load hook that every unit has changes no tensor, so it does not count.
         if not loads_what_it_is_given(owner, num_own_hooks=int(is_noted_sharded(owner))):
             continue
-        # The root's path is empty.
+        # The root's path is empty, so its keys would begin with a dot.
         names = {name: f"{path}.{name}".removeprefix(".") for name in owner._parameters}
         full += [
             key
@@ -133,7 +133,11 @@ def adopt_replaced_params(group: ParamGroup) -> None:
 
 
 def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, must_be_new: bool) -> None:
-    """Adopt a parameter that has replaced one of the group's parameters on its modules."""
+    """Adopt a parameter that has replaced one of the group's parameters on its modules.
+
+    Args:
+        must_be_new: refuse the replacement after the group's first gather.
+    """
     if new is None:
         _refuse(param, new, "by None: it was deleted, or a parametrization moved it")
     tied = managed_param_of(new)
@@ -156,7 +160,7 @@ def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, m
         if (new.device_mesh, new.placements, new.shape) != expected:
             placed = tuple(map(str, new.placements))
             _refuse(param, new, f"by one of shape {tuple(new.shape)} placed {placed}")
-        note_replaced(param.sharded, param.slot.fqn)  # an optimizer may have it
+        note_replaced(param.sharded, param.slot.fqn)  # an optimizer that has it must raise at its step
         param.take(new)
     else:
         _take_plain(group, param, new)
@@ -178,7 +182,7 @@ def _as_ragged(param: ManagedParam, new: nn.Parameter) -> nn.Parameter:
 @torch.no_grad()
 def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> None:
     """Adopt this rank's piece of a full tensor, which every rank has set in place of the parameter."""
-    # `.data` of a Parameter has the class of the tensor in it.
+    # `type(new)` is Parameter; `.data` has the class of the tensor inside, which must not be a subclass.
     plain = not isinstance(new, DTensor) and type(new.data) is torch.Tensor and not new.is_meta
     if not plain or group.was_gathered or param.prior.spec is not None or not group.takes_plain:
         _refuse(param, new, f"by a {type(new).__name__} on {new.device}")

@@ -62,7 +62,7 @@ class DBuffer:
 
     def allocate(self) -> None:
         """Allocate the storage, on the current stream; contents are undefined."""
-        if self._storage.nbytes() != self._nbytes:  # it is allocated already, or was never freed
+        if self._storage.nbytes() != self._nbytes:  # equal: the storage is allocated or was never freed
             with self._pool():
                 self._storage.resize_(self._nbytes)
         for copy in self._copies.values():
@@ -175,7 +175,7 @@ class DBuffer:
             self._work.wait()
             self._work = None  # a second wait is a no-op
         # Autograd may have saved views of the buffer, and raises if their version changes. The gather has written the
-        # same values again, so the version is reset; here, because some backends increment it only in the wait.
+        # same values again, so the version is reset. This comes after the wait, in which some backends increment it.
         restore_version(self.flat, self._version)
         for fqn, copy in self._copies.items():
             self._copy_out(self.layout.slot(fqn), copy)

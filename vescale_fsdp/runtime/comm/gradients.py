@@ -108,9 +108,8 @@ class UnshardedGrads:
                 buffer.add(slot, grad)
         self._written.update(slot.fqn for slot, _ in new)
         self._kept, self._made_on = {}, {}
-        for (
-            stream
-        ) in others:  # these streams own the gradients' memory, and must not reuse it before the copy
+        # These streams own the gradients' memory, and must not reuse it before the copy.
+        for stream in others:
             stream.wait_stream(here)
 
     def _write(self, slot: TensorSlot, grad: torch.Tensor) -> None:

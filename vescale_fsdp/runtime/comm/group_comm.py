@@ -5,9 +5,9 @@
     reduce_scatter  reduction over the sharding axis, on a communicator of its own if the user asks for it
     all_reduce      reduction over the replicating axis (HSDP)
 
-The divisor of a reduction, as in torch 2.13's FSDP2: fp32 and bf16 use AVG. A user's factor, forced sums and fp16 use
-SUM, and are divided afterwards. fp16 is also divided *before* the sum, by a power of two near the square root of the
-number of ranks, so that the sum does not overflow.
+The divisor of a reduction, as in torch 2.13's FSDP2: fp32 and bf16 use AVG. With a user's factor, with forced sums,
+and for fp16, SUM is used and the sum is divided. fp16 is also divided *before* the sum, by a power of two near the
+square root of the number of ranks, so that the sum does not overflow.
 
 The collectives themselves are in `vescale_fsdp.collectives`. With AVG, NCCL divides in its reduce-scatter only if the
 gradient buffer has the shard's dtype. bf16 gradients of an fp32 shard are exchanged in bf16 by an all-to-all, summed in
@@ -246,13 +246,15 @@ class GroupComm:
         self._part_group: dist.ProcessGroup | None = None  # the ``part_size`` ranks
         self.part_rank = 0  # this rank's index in `_part_group`
         if part_size is not None:
-            # Else torch gives the new groups its default timeout.
+            # Without these contexts torch would give the groups its default timeout, and a mesh under FakeTensorMode
+            # would have no rank numbers.
             with groups_with_timeout_of(self.shard_group), outside_fake_mode():
                 parts = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
             self._part_group, self.part_rank = parts.get_group(1), parts.get_local_rank(1)
 
     def change(self, **settings: Any) -> None:
         """Change these settings."""
+        # A new object: `ParamGroup.note_start` notices a change by identity.
         self.settings = replace(self.settings, **settings)
 
     def process_groups(self) -> list[dist.ProcessGroup]:
@@ -309,7 +311,10 @@ class GroupComm:
             return torch.empty(numel, dtype=dtype, device=device)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work | None:
-        """Start the reduction of 1-D ``full`` into ``shard``, in the shard's dtype. fp16 divides ``full`` in place."""
+        """Start the reduction of 1-D ``full`` into ``shard``, in the shard's dtype.
+
+        If that is fp16, ``full`` is first divided in place.
+        """
         before = self._divide_before(shard.dtype)
         if before != 1:
             full.div_(before)
@@ -339,7 +344,7 @@ class GroupComm:
     def finish_division(self, shard: torch.Tensor) -> None:
         """Divide a summed shard, in place; a no-op if the collective has averaged."""
         if not self._averages(shard.dtype):
-            # Without the part divided before the sum.
+            # The part of the divisor that was applied before the sum is left out.
             shard.div_(self._total_factor() / self._divide_before(shard.dtype))
 
     # -- division -------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ wait before the first reduction:
     a reduction
     note() raises                    <- names the first difference
 
-If no collective was started for `BOUND_S`, or one failed, logs of the running step are compared as well. If one log is
-a prefix of the other, one rank may only be slow. Otherwise the ranks are in a deadlock: the thread aborts their process
-groups (`break_group`), so pending collectives fail and all ranks raise.
+If no collective was started for `BOUND_S`, or a collective failed, logs of the running step are compared as well. If
+one log is a prefix of the other, one rank may only be slow. Otherwise the ranks are in a deadlock: the thread aborts
+their process groups (`break_group`), so pending collectives fail and all ranks raise.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class OrderWatch:
         first = self._store.compare_set(f"{self._key} {step}", "", f"{digest} {self._rank}").decode()
         if first.split()[0] != digest:
             self._differs = True
-            self._store.compare_set(self._alarm, "", str(step))
+            self._store.compare_set(self._alarm, "", str(step))  # keeps an earlier alarm
         elif first.split()[1] == str(self._rank) and step >= _KEPT_KEYS:  # one rank deletes an old digest
             self._store.delete_key(f"{self._key} {step - _KEPT_KEYS}")
         return self.look()
@@ -189,12 +189,13 @@ class OrderWatch:
         if self.error is not None or not (is_late or time.monotonic() - self._last > BOUND_S):
             return self.error is not None
         self._show()
-        # Some ranks are enough: since every rank reads, at least one rank sees each difference.
+        # The first ranks, this one and the two after it are enough: since every rank reads, at least one rank sees each
+        # difference.
         index, size = self._ranks.index(self._rank), len(self._ranks)
         partners = {*self._ranks[:_PARTNERS], *(self._ranks[(index + step) % size] for step in range(3))}
         logs = self._shown_logs(self._step, partners)
         if any(_differ(logs[self._rank], log) for log in logs.values()):
-            self._store.compare_set(self._alarm, "", str(self._step))
+            self._store.compare_set(self._alarm, "", str(self._step))  # keeps an earlier alarm
             self._conclude(self._step)
         return self.error is not None or len(logs) == len(partners)
 
@@ -237,7 +238,7 @@ class OrderWatch:
                 break
             if _thread.is_stopping:
                 return
-            time.sleep(0.02)
+            time.sleep(0.02)  # little load on the store
         self.error = _error(logs, self._ranks)
 
 
@@ -254,7 +255,7 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
     if index is not None:
         for rank, entry in zip(logs, columns[index], strict=True):
             sides.setdefault(entry, []).append(rank)
-    # The default is for logs without a difference.
+    # The side of the lowest rank is the reference. The default is for logs without a difference.
     (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
     # At most 16 ranks are shown per entry, and 5 entries: a mesh may have thousands of ranks.
     return LifecycleError(
@@ -330,7 +331,7 @@ class _Thread:
         with self._lock:
             watches = list(self._watches)
             if not watches:
-                self._thread = None
+                self._thread = None  # so that `watch` starts a new thread
         for watch in watches:
             watch.guarded(watch.look)
         return bool(watches)
