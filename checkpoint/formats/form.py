@@ -94,7 +94,9 @@ class Form(ABC):
 
     @abstractmethod
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
-        """On rank 0, before anything is written: lock the folder; without ``overwrite``, refuse to replace an existing checkpoint.
+        """On rank 0, before anything is written: lock the folder.
+
+        Without ``overwrite``, refuse to replace an existing checkpoint.
 
         Args:
             held: the lock is added to this stack, which the caller closes after the commit.

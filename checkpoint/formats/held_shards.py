@@ -93,7 +93,7 @@ class HeldShards:
         if last is None or last[0] != place:
             plain = dense(self._locals_by_name[self.manifest.entries[place].name]).view(-1)
             last = (place, plain.view(carrier_of(plain.dtype)))
-            self._last = last
+            self._last = last  # boxes of one tensor are read one after another
         return last[1]
 
     def _read(self, place: int, box: Box) -> np.ndarray:

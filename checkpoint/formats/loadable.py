@@ -72,7 +72,7 @@ class Loadable(ABC):
 
     @abstractmethod
     def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
-        """Check two stored tensors that both fill one tensor of the state; without an error, the second one fills it."""
+        """Check two stored tensors that both fill one tensor of the state; without an error, the second fills it."""
 
     @abstractmethod
     def fetch(self, reads: Reads, matched: Match) -> None:

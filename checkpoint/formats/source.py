@@ -61,9 +61,8 @@ def open_native(store: Storage) -> Source:
     tensors = {
         name: StoredTensor(leaves.infos[name], tuple(chunks[place])) for name, place in leaves.tensors.items()
     }
-    manifest = replace(
-        manifest, structure=replace(manifest.structure, tree=None)
-    )  # its content is in the leaves
+    # The tree is freed: its content is in the leaves.
+    manifest = replace(manifest, structure=replace(manifest.structure, tree=None))
     form = "zarr" if manifest.is_zarr else "native"
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id, "form": form}
 
@@ -188,7 +187,7 @@ def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile])
 
 
 def _saved_crc(tables: ChunkTables, store: Storage, chunk: Chunk, nbytes: int) -> int:
-    """The crc32c with which a chunk was saved: from its owner's file, or, in version 1, from the end of its own file."""
+    """The crc32c with which a chunk was saved: from its owner's file; in version 1, from the end of its file."""
     written = tables.checksum(chunk)
     if written is None:
         written = stored_crc(store, chunk_file(tables.manifest, *chunk), nbytes)

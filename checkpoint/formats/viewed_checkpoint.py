@@ -152,6 +152,7 @@ class ViewedCheckpoint(Loadable):
         tree, names = native_tree(carried, lambda _: 0)  # in any order: the tree is not written
         self._views = [carried.views[name] for _, name in names]
         self.left_out = carried.left_out
+        # Modules get no tensors from `load_state_dict`: the views fill these.
         matched = match(state, tree, include, live=live, gives_modules=False)
         matched.require_fit(self.where, strict=False)  # missing names may still get aliases
         matched.reads = [read for read in matched.reads if matched.fits(read, *self._type_of(read))]
@@ -256,8 +257,8 @@ def _at_paths_of(
     """(a source's entries, moved to the paths of a live state; full names of live tensors that an adapter fills).
 
     If both sides have one model, the source's model moves to the live model's path, whatever its own path is. A single
-    optimizer moves in the same way. Entries that the live state cannot take are left out, such as a scheduler's, or the optimizer's
-    if the live state is a model alone.
+    optimizer moves in the same way. Entries that the live state cannot take are left out, such as a
+    scheduler's, or the optimizer's if the live state is a model alone.
 
     Args:
         leaves: leaves of the live state.

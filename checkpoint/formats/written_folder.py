@@ -49,7 +49,7 @@ class WrittenFolder:
     def claim(self, held: ExitStack, *, overwrite: bool) -> None:
         """Refuse a folder that must not be replaced, then lock it."""
         self._prove_free(overwrite)
-        self.working.check_not_planted()
+        self.working.check_not_planted()  # the name is predictable: another user may have made a link there
         with lock_errors(self.final):
             held.enter_context(self.working.lock())
         self._prove_free(overwrite)  # again: another job may have written before the lock was taken
@@ -74,7 +74,7 @@ class WrittenFolder:
         )
 
     def begin(self) -> None:
-        """Before any rank writes: remove files of a killed attempt; an old folder in an object store becomes invalid."""
+        """Before any rank writes: remove files of a killed attempt; an old folder in an object store is invalid now."""
         if not self.final.in_order:
             for name in self.working.list_folder(""):
                 if name not in LOCK_NAMES:  # this save has locked the folder
@@ -134,7 +134,7 @@ class WrittenFolder:
                 self.final.remove(name)
 
     def clear_away(self) -> None:
-        """After a failure: remove written files from disks; files in object stores stay, invalid without ``decisive``."""
+        """After a failure: remove written files from disks; in object stores they stay, and lack ``decisive``."""
         if not self.final.in_order:
             self.working.remove("")
 

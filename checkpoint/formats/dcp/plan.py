@@ -1,8 +1,8 @@
 """Planning a folder of stock torch.distributed.checkpoint, which every program that uses DCP can load.
 
 A conversion cuts tensors along dim 0 into items of at most 64 MiB: DCP reads whole items even for a few rows, so that
-small items make a load on another number of ranks cheap. A live save writes each rank's boxes as they are. ``.metadata`` is written
-last. Its pickle names torch's records and contains plain data only.
+small items make a load on another number of ranks cheap. A live save writes each rank's boxes as they are.
+``.metadata`` is written last. Its pickle names torch's records and contains plain data only.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ from vescale_fsdp.layout.geometry import round_up
 
 T = TypeVar("T")
 
-_JOB_BYTES = 16 << 20  # 16 MiB
+_JOB_BYTES = 16 << 20  # 16 MiB: reads of 256 KiB take 1.4 times the CPU time
 _TURN_BYTES = 4 << 20  # 4 MiB: one read for several ranks
 _MAX_INCOMING = 8  # turns that a rank receives in one wave; 32 MiB of buffers each wave
 _SLICE_BYTES = 512 << 10  # 512 KiB: with its source, half of a core's cache

@@ -69,7 +69,7 @@ class LoadTarget:
         """Call after the last read: copies a temporary buffer, if there is one, into the tensor."""
         self.is_overwritten = self._filled.numel() > 0  # an empty tensor keeps what it had
         if self.stream is not None:
-            self.stream.hold_compute()
+            self.stream.hold_compute()  # later work must see the copied values
         if self._is_lazy:
             self._tensor.copy_(self._filled)
         elif self._filled is not self._tensor:  # copied as a dtype that every copy kernel supports

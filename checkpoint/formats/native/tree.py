@@ -81,7 +81,7 @@ def _node(value: Any, name: str, tensor_node: Callable[[str, _TensorLeaf], Json]
         return items if kind is list else {"$": "tuple", "v": items}
     if isinstance(value, Mapping):
         nodes = [(key, _node(item, join_name(name, key), tensor_node)) for key, item in value.items()]
-        # The key $ marks nodes that are not dicts: a dict with such keys is a list of pairs.
+        # The key $ marks nodes that are not dicts, so a dict whose keys begin with it is stored as pairs.
         if all(type(key) is str and not key.startswith("$") for key in value):
             return dict(nodes)
         return {"$": "dict", "v": [[_node(key, f"{name} (a key)", tensor_node), item] for key, item in nodes]}

@@ -160,7 +160,7 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
             if storage.visible_is_durable:
                 return
             if isinstance(error, FileExistsError):
-                storage.sync_folder("")  # the commit failed before it synced the name
+                storage.sync_folder("")  # the commit raised before it synced the name
                 return
         if isinstance(error, FileExistsError) and published != data:
             raise CheckpointError(

@@ -195,7 +195,7 @@ class _Array(ABC):
         return StoredTensor(info, tuple(chunks))
 
     def _num_stored(self, files: Collection[str]) -> int:
-        """Number of stored chunks: of all files in the array's folder except metadata."""
+        """Number of stored chunks: all files in the array's folder are chunks, except metadata."""
         folder = f"{self.node}/" if self.node else ""
         inside = (name for name in files if name.startswith(folder))
         return sum(not name.rpartition("/")[2].startswith(("zarr.json", ".z")) for name in inside)
@@ -389,7 +389,7 @@ class _Array3(_Array):
     def decode(self, chunk: Box, part: Box) -> np.ndarray | None:
         raw = self.info.dtype.raw
         try:
-            # Contiguous: `view` below needs it.
+            # `ascontiguousarray` makes a 0-d array 1-d: `reshape` undoes it.
             values = np.ascontiguousarray(self._opened[part.slices()]).reshape(part.sizes)
         except _DECODE_ERRORS as error:
             raise damaged(self.store, f"{self.node}/{ZARR_NAME}", error) from error

@@ -1,7 +1,7 @@
 """Verified chunks of the zarr form.
 
-The checksum at the end of a chunk shows that the chunk is intact. The table of checksums in the file of the chunk's owner
-shows that it is the right chunk of this save. Needs no torch, so that conversions and `verify` can use it.
+The checksum at the end of a chunk shows that the chunk is intact. The table of checksums in the file of the chunk's
+owner shows that it is the right chunk of this save. Needs no torch, so that conversions and `verify` can use it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The zarr form of live states: ranks write chunks, and read them back.
 
 The owner of a chunk that is cut inside a row receives the other parts from its neighbors (see
-`checkpoint.manifest.zarr_layout`). Chunks are read whole, and the crc32c of a chunk is compared before the chunk is copied
-into tensors.
+`checkpoint.manifest.zarr_layout`). Chunks are read whole, and the crc32c of a chunk is compared before the
+chunk is copied into tensors.
 """
 
 from __future__ import annotations
