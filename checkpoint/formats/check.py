@@ -52,9 +52,8 @@ def check_files(
     if manifest.is_zarr:
         for check in _array_checks(ChunkTables(storage, manifest)):
             tell(check)
-    parts = max(
-        1, threads // manifest.world_size
-    )  # with more threads than files, several threads check one file
+    # With more threads than files, several threads check one file, each a part of it.
+    parts = max(1, threads // manifest.world_size)
     ranks = _ranks_to_check(storage, manifest, tell)
 
     def check_part(number: int) -> None:

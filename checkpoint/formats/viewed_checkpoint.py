@@ -68,8 +68,8 @@ class OpenedSource:
     Attributes:
         state: the source's entries, dequantized and after key rules.
         quantized: names of the model's quantized codes and scales, which are not cast.
-        aliases: takes all stored names; returns (stored name by each omitted name of a tied tensor, warnings).
-            Called only if tensors are missing, since the function may import transformers.
+        aliases: takes all stored names; returns (dict from omitted names of tied tensors to their stored names,
+            warnings). Called only if tensors are missing, since the function may import transformers.
         adapter_names: takes the names of a live model and the names of the source's model. For an adapter's folder, it
             returns the live model's name of each tensor of the adapter; for other sources, nothing.
     """

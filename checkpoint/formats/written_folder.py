@@ -74,13 +74,13 @@ class WrittenFolder:
         )
 
     def begin(self) -> None:
-        """Before any rank writes: remove files of a killed attempt; an old folder in an object store is invalid now."""
+        """Before any rank writes: remove files of a killed attempt; in an object store, invalidate an old folder."""
         if not self.final.in_order:
             for name in self.working.list_folder(""):
                 if name not in LOCK_NAMES:  # this save has locked the folder
                     self.working.remove(name)
         if self.marker:
-            # Before the removal: our readers must not find a folder without marker and decisive file.
+            # Before the removal: our readers must not find a folder with neither marker nor decisive file.
             self.working.commit(self.marker, b"", replace=True)
         self.working.remove(self.decisive)
 

@@ -134,7 +134,7 @@ def set_state_dict(
 
 
 def _split_options(options: StateDictOptions | None) -> tuple[StateDictOptions, StateDictOptions | None]:
-    """(options for torch's setter, which gets a sharded state; the caller's options if a state is full, else None)."""
+    """(options for torch's setter, for a sharded state; the caller's options if its state is full, else None)."""
     options = options if options is not None else StateDictOptions()
     if not (options.full_state_dict or options.broadcast_from_rank0):
         return options, None
