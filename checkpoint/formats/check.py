@@ -36,7 +36,7 @@ class Check(NamedTuple):
     Attributes:
         problem: the error that a load would raise; None if there is none.
         num_bytes: bytes that were hashed.
-        holds_tensors: whether the file has any of the tensors' values.
+        holds_tensors: whether the file contains values of tensors.
     """
 
     file: str
@@ -52,7 +52,8 @@ def check_files(
     if manifest.is_zarr:
         for check in _array_checks(ChunkTables(storage, manifest)):
             tell(check)
-    parts = max(1, threads // manifest.world_size)  # parts of each file, if there are more threads than files
+    # With more threads than files, several threads check one file, each a part of it.
+    parts = max(1, threads // manifest.world_size)
     ranks = _ranks_to_check(storage, manifest, tell)
 
     def check_part(number: int) -> None:
@@ -89,7 +90,7 @@ def _rank_file_checks(
 ) -> Iterator[Check]:
     """Verify the stripes of part number ``part`` of ``parts`` equal parts of a rank's file, from front to back."""
     file = RankFile(manifest, rank)
-    holds_tensors = not manifest.is_zarr
+    holds_tensors = not manifest.is_zarr  # there, chunk files hold them
     try:
         opened = OpenRankFile(storage, file)
     except (VescaleError, OSError) as error:  # reported, so that the other files are checked too
@@ -114,7 +115,7 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
     for name, expected in group_files(manifest).items():
         yield Check(name, _json_problem(tables.storage, name, expected, "a group"), 0, False)
     for tensor, places in manifest.indices_by_name.items():
-        place = places[0]
+        place = places[0]  # all descriptions of one tensor share one array
         name = f"{manifest.array_paths[place]}/zarr.json"
         problem = _json_problem(
             tables.storage, name, array_json(manifest, place), f"tensor {dotted_name(tensor)}"

@@ -25,7 +25,7 @@ class Entries:
     warnings: list[str] = field(default_factory=list)
 
     def add_tensor(self, path: Path, tensor: StoredTensor, reader: BoxReader | None = None) -> None:
-        """Add a tensor that has the flattened name of ``path``; ``reader`` if its bytes are not plain in a file."""
+        """Add a tensor that has the flattened name of ``path``; ``reader`` is needed if no file has its plain bytes."""
         name = tensor.info.name
         self.tensors[name], self.paths[name] = tensor, path
         if reader is not None:

@@ -1,8 +1,8 @@
-"""`Form`, the argument of `format=` and `export=`: how a state is written to a folder, and how that is committed.
+"""`Form`, the argument of `format=` and `export=`: how a state is written to a folder and committed.
 
     native, zarr       files of ranks, or zarr arrays, and a manifest
     dcp                a folder of stock torch.distributed.checkpoint
-    huggingface        a Hugging Face repository; the class is `conversion.HuggingFace`, since key rules plan it
+    huggingface        a Hugging Face repository; the class is `conversion.HuggingFace`, since it needs key rules
 
 `save` captures the state, compares it between ranks and calls a form. A form only writes; readers are separate.
 """
@@ -33,8 +33,8 @@ class Commit(NamedTuple):
 
     Attributes:
         num_bytes: bytes of tensors and values that all ranks together have written.
-        run: makes the checkpoint valid; called on one rank (or one of every node).
-        save_id: the manifest's; empty in forms without a manifest.
+        run: makes the checkpoint valid; called on one rank, or on one rank of every node.
+        save_id: the save id in the manifest; empty in forms without a manifest.
     """
 
     num_bytes: int
@@ -48,7 +48,7 @@ class RankShare(NamedTuple):
     Attributes:
         locals_by_name: this rank's tensors, except those that the form leaves out; each has the elements of the
             rank's whole region.
-        blob: its per-rank values, packed.
+        blob: this rank's per-rank values, packed.
         replace: whether an existing folder may be replaced.
         every_node: whether each node has a storage of its own.
         free_bytes: the least free space that any rank measured before writing; None if unknown.
@@ -68,8 +68,8 @@ class RankShare(NamedTuple):
         """Refuse a checkpoint that does not fit, before anything is written.
 
         Args:
-            needed_bytes: for all ranks together if they share the storage, so that all ranks make the same decision;
-                else for this rank.
+            needed_bytes: the size of all ranks' files if the ranks share the storage, so that all make the same
+                decision; else the size of this rank's file.
         """
         if self.free_bytes is not None and needed_bytes > self.free_bytes:
             raise StorageError(
@@ -86,7 +86,7 @@ class Form(ABC):
 
     @abstractmethod
     def arguments(self) -> Json:
-        """The options that must be equal on all ranks, with the content of files that they name.
+        """The options that must be equal on all ranks, including the content of files that options name.
 
         Raises:
             VescaleError: for an invalid option; raised on all ranks, before anything is written.
@@ -94,14 +94,16 @@ class Form(ABC):
 
     @abstractmethod
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
-        """On rank 0, before anything is written: lock the folder; refuse an existing one without ``overwrite``.
+        """On rank 0, before anything is written: lock the folder.
+
+        Without ``overwrite``, refuse to replace an existing checkpoint.
 
         Args:
-            held: gets the lock; closed after the commit.
+            held: the lock is added to this stack, which the caller closes after the commit.
         """
 
     def left_out(self, structure: Structure) -> Collection[str]:
-        """Names of tensors whose values `write` never reads, so that they need not be copied."""
+        """Names of tensors whose values `write` never reads; a save need not copy these tensors."""
         return ()
 
     @abstractmethod
@@ -142,7 +144,7 @@ def root_errors(storage: Storage) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _UNUSABLE:
+        if error.errno not in _UNUSABLE:  # not about the path, such as a full disk
             raise
         problem = storage.check_root() or f"{type(error).__name__}: {error}"
         raise bad_root(storage.where, problem, ALLOW_WRITES) from error

@@ -29,21 +29,21 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, run_start, whole_box
 
-_MAX_STEP_BYTES = 1 << 20  # 1 MiB; `content_sum` takes arrays of 8 bytes for each item
+_MAX_STEP_BYTES = 1 << 20  # 1 MiB of items; `content_sum` makes arrays with 8 bytes for each item
 
 
 class HeldShards:
-    """The shards of a save's tensors on its ranks; equal on all ranks except for the bytes.
+    """The shards of all tensors of a save. All ranks describe the same shards, but a rank has only its own bytes.
 
     Args:
-        manifest: of the save.
+        manifest: the manifest of the save.
         rank: this rank.
         locals_by_name: this rank's tensors.
         storage: the target of the save, for messages.
 
     Attributes:
-        source: the state, with this rank's bytes.
-        file: the file that this rank would write in the native form, which defines its share of replicas.
+        source: the state as a source. Its readers return this rank's items, and zeros for items of other ranks.
+        file: the file that this rank would write in the native form. The file defines this rank's share of replicas.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HeldShards:
         firsts: dict[int, str] = {}
         for name, place in self.places.items():
             firsts.setdefault(place, name)
-        # One chunk, whoever holds what: where bytes lie is asked of the readers alone.
+        # One nominal chunk for each tensor: items are read through the readers alone.
         self.source = Source(
             "live",
             storage,
@@ -93,13 +93,14 @@ class HeldShards:
         if last is None or last[0] != place:
             plain = dense(self._locals_by_name[self.manifest.entries[place].name]).view(-1)
             last = (place, plain.view(carrier_of(plain.dtype)))
-            self._last = last
+            self._last = last  # boxes of one tensor are read one after another
         return last[1]
 
     def _read(self, place: int, box: Box) -> np.ndarray:
         """The bits of a box; zeros for items that only other ranks have."""
         region, wanted = self._region(place), _region_of(box)
         shares = overlaps(region, wanted) if region is not None else []
+        # One run has the whole box: no copy.
         if len(shares) == 1 and isinstance(shares[0], SharedRun) and shares[0].numel == box.numel:
             return shares[0].source_view(self._items(place)).numpy().reshape(box.sizes)
         carrier = carrier_of(dtype_named(self.manifest.entries[place].dtype))
@@ -116,14 +117,14 @@ class HeldShards:
         shape = self.manifest.entries[place].shape
         cuts = self.manifest.distributions[place].cuts
         dims = [cut.dim for cut in cuts if isinstance(cut, ShardCut)]
-        # A cut along a dim leaves one run if no dim before it repeats the cut.
+        # A part that is cut along a dim is one run if all dims before that dim have size 1.
         return all(size == 1 for size in shape[: max(dims, default=0)])
 
     def own_run(self, leaf: SourceView) -> FlatRange:
         """The items of a stored tensor that this rank writes; every rank's part must be one run."""
         place = self.place_of(leaf)
         piece = self.file.piece_of.get(place)
-        if piece is None:
+        if piece is None:  # this rank writes no part of it
             return FlatRange(0, 0)
         box, first = next(piece.region.pieces())
         start = run_start(self.manifest.entries[place].shape, box)
@@ -137,7 +138,7 @@ class HeldShards:
         return self._items(piece.tensor_index)[first : first + stop - start].view(torch.uint8).numpy()
 
     def _brought(self, place: int, box: Box, turn: int) -> Iterator[tuple[int, Region]]:
-        """(rank, its region) of the ranks that provide the items of a box; ``turn`` chooses one of several replicas."""
+        """Yield (rank, its region) for each rank that provides items of a box; ``turn`` chooses among replicas."""
         wanted, holders = _region_of(box), self.manifest.holders_of(place)
         for coordinates, region in self.manifest.distributions[place].touching(
             self.manifest.entries[place].shape, wanted, self.manifest.structure.layouts
@@ -175,11 +176,12 @@ class HeldShards:
             if self.rank not in self.holders(view, start, stop, 0):
                 continue
             items = read_range(view, start, stop, np.empty((stop - start) * dtype.itemsize, dtype=np.uint8))
+            # Turn 0: one replica of each item, so that each item counts once.
             mine = np.flatnonzero(self.numbers(view, start, stop, 0) == self.rank + 1)
             words = items.reshape(-1, dtype.itemsize)[mine].astype(np.uint64)
             for byte in range(dtype.itemsize):
                 places = (mine + start).astype(np.uint64) * np.uint64(dtype.itemsize) + np.uint64(byte)
-                # 256 numbers for each place, one per value of its byte; a sum is the same in any order.
+                # Position * 256 + value of the byte: a different number to hash for every position and value.
                 total += int(_mixed(places * np.uint64(256) + words[:, byte]).sum(dtype=np.uint64))
         return total % 2**64  # ranks' sums are added up in 64 bits, which wrap
 

@@ -62,7 +62,7 @@ class Loadable(ABC):
         """Allocate tensors of modules that are on the meta device, where that is supported.
 
         Args:
-            matched: the match with the state before.
+            matched: the match before the allocation.
             on_failure: gets a callback that restores the meta tensors.
 
         Returns:
@@ -72,7 +72,7 @@ class Loadable(ABC):
 
     @abstractmethod
     def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
-        """Check two stored tensors that fill one tensor of the state; if this does not raise, the second is used."""
+        """Check two stored tensors that both fill one tensor of the state; without an error, the second fills it."""
 
     @abstractmethod
     def fetch(self, reads: Reads, matched: Match) -> None:
@@ -94,7 +94,7 @@ class Supply(Protocol):
         """Cost of copying the file of a saved rank; among replicas, the cheapest file is read."""
 
     def fetch(self, manifest: Manifest, saved_ranks: set[int]) -> None:
-        """Copy the files of ``saved_ranks``, which differ by rank; a collective."""
+        """Copy the files of ``saved_ranks``; a collective, to which each rank passes the ranks that it needs."""
 
 
 class NativeCheckpoint(Loadable):

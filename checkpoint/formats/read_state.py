@@ -149,7 +149,7 @@ class CheckpointTensor:
         """
         wanted = whole_region(self.shape) if box is None else Region(box, FlatRange(0, box.numel))
         self._check(wanted.box, out)
-        # Whatever the default device is.
+        # On the CPU, whatever torch's default device is.
         result = out if out is not None else torch.empty(wanted.box.sizes, dtype=self.dtype, device="cpu")
         self.reader.fill([(self.index, wanted, result)], verify=verify)
         return result
@@ -238,7 +238,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     @functools.cached_property
     def _aliases(self) -> dict[str, int]:
-        """Number of each tensor by all its names: the stored ones, and the dotted ones that are unique."""
+        """The number of each tensor by all its names: the stored names, and those dotted names that are unique."""
         stored = {name: places[0] for name, places in self.manifest.indices_by_name.items()}
 
         def visit(node: Json, name: str) -> None:

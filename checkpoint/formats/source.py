@@ -30,7 +30,7 @@ from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
 
-_MAX_OPEN_FILES = 64
+_MAX_OPEN_FILES = 64  # each holds its pieces, header and checksums in memory
 
 
 class _NumberedTensor(NamedTuple):
@@ -55,13 +55,14 @@ def open_native(store: Storage) -> Source:
     files = [RankFile(manifest, rank, its_shares) for rank, its_shares in enumerate(shares)]
     chunks = (_array_chunks if manifest.is_zarr else _pieces)(store, manifest, files)
     ranks = {file.name: file.rank for file in files}
-    del files  # frees their pieces and headers
+    del files  # frees the pieces and headers of all files
     leaves = NativeLeaves(manifest.structure, store.where)
     layouts = manifest.structure.layouts
     tensors = {
         name: StoredTensor(leaves.infos[name], tuple(chunks[place])) for name, place in leaves.tensors.items()
     }
-    manifest = replace(manifest, structure=replace(manifest.structure, tree=None))  # the leaves have it
+    # The tree is freed: its content is in the leaves.
+    manifest = replace(manifest, structure=replace(manifest.structure, tree=None))
     form = "zarr" if manifest.is_zarr else "native"
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id, "form": form}
 
@@ -106,6 +107,7 @@ class NativeLeaves:
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.per_rank: list[str] = []
         state = decode(structure.tree, _leaf, where)
+        # A list or a single tensor needs a key, so that its leaves have names.
         nested = state if isinstance(state, Mapping) else {"state": state}
         for path, leaf in flatten(
             nested, lambda value: isinstance(value, (_NumberedTensor, _PerRankLeaf))
@@ -129,7 +131,7 @@ def _leaf(node: Mapping[str, Any]) -> Any:
 
 
 def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> list[list[StoredChunk]]:
-    """The pieces of every tensor in ranks' files, each once.
+    """The pieces of every tensor in ranks' files; a piece that several replicas store is listed once.
 
     If every replica stores its whole region (storage that ranks do not share), one replica suffices, and other ranks'
     files may be missing.
@@ -143,8 +145,9 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
             continue
         store.check_size(file.name, file.total_bytes)
         for place, region, _, start, _ in file.pieces:
-            if region not in found[place]:  # the boxes of a piece follow each other in the file
+            if region not in found[place]:  # else another replica stores it too
                 itemsize = itemsizes[place]
+                # The boxes of a piece follow each other in the file.
                 found[place][region] = [
                     StoredChunk(box, file.name, start + first * itemsize, box.numel * itemsize)
                     for box, first in region.pieces()
@@ -184,7 +187,7 @@ def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile])
 
 
 def _saved_crc(tables: ChunkTables, store: Storage, chunk: Chunk, nbytes: int) -> int:
-    """The crc32c with which a chunk was saved: from its owner's file, else from the end of the chunk's own file."""
+    """The crc32c with which a chunk was saved: from its owner's file; in version 1, from the end of its file."""
     written = tables.checksum(chunk)
     if written is None:
         written = stored_crc(store, chunk_file(tables.manifest, *chunk), nbytes)

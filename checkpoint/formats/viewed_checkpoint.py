@@ -68,10 +68,10 @@ class OpenedSource:
     Attributes:
         state: the source's entries, dequantized and after key rules.
         quantized: names of the model's quantized codes and scales, which are not cast.
-        aliases: takes all names that are stored; returns the names of tied tensors that the format omits, each with
-            the name that is stored, and warnings. Called only if tensors are missing, since it may import transformers.
-        adapter_names: takes the names of a live model and of the source's model. If the source is an adapter's folder,
-            it returns the live model's name of each of the adapter's tensors; otherwise nothing.
+        aliases: takes all stored names; returns (dict from omitted names of tied tensors to their stored names,
+            warnings). Called only if tensors are missing, since the function may import transformers.
+        adapter_names: takes the names of a live model and the names of the source's model. For an adapter's folder, it
+            returns the live model's name of each tensor of the adapter; for other sources, nothing.
     """
 
     source: Source
@@ -149,12 +149,14 @@ class ViewedCheckpoint(Loadable):
         if rules is not None:
             carried = carried.with_model_views(lambda views: rules.apply(views, self._quantized))
         carried, adapter = _at_paths_of(leaves, tuple(live.modules), carried, self._opened.adapter_names)
-        tree, names = native_tree(carried, lambda _: 0)
+        tree, names = native_tree(carried, lambda _: 0)  # in any order: the tree is not written
         self._views = [carried.views[name] for _, name in names]
         self.left_out = carried.left_out
+        # Modules get no tensors from `load_state_dict`: the views fill these.
         matched = match(state, tree, include, live=live, gives_modules=False)
         matched.require_fit(self.where, strict=False)  # missing names may still get aliases
         matched.reads = [read for read in matched.reads if matched.fits(read, *self._type_of(read))]
+        # A tied tensor is filled if one of its names is.
         filled, aliases = {read.name for read in matched.reads}, aliases_of(leaves)
         matched.missing = [name for name in matched.missing if filled.isdisjoint(aliases.get(name, ()))]
         if adapter:  # only the adapter is filled; the base model keeps its values
@@ -176,7 +178,7 @@ class ViewedCheckpoint(Loadable):
         return CastView(view, wanted) if is_cast else view
 
     def describe(self, number: int) -> tuple[tuple[int, ...], str, bool]:
-        """Shape and dtype of a stored tensor; False, since sources have whole tensors."""
+        """Shape and dtype of a stored tensor, and False: sources do not tell whether a tensor was sharded."""
         info = self._views[number].info
         return info.shape, info.dtype.required_torch_name, False
 
@@ -201,6 +203,7 @@ class ViewedCheckpoint(Loadable):
             )
         if not names and not buffers:
             return matched
+        # Without `init`, and not strict: these buffers stay on the meta device.
         buffers = buffers if self._init is not None else {}
         on_failure.callback(allocate(live, names, buffers))
         for owner in dict.fromkeys(buffers.values()):  # each module once
@@ -251,11 +254,11 @@ def _at_paths_of(
     carried: CarriedState,
     adapter_names: Callable[[Collection[str], Collection[str]], Mapping[str, str]],
 ) -> tuple[CarriedState, frozenset[str]]:
-    """(a source's entries, moved to the paths of a live state; full names of the adapter's tensors that it fills).
+    """(a source's entries, moved to the paths of a live state; full names of live tensors that an adapter fills).
 
-    If both sides have one model, the source's model moves to the live model's path, whatever their names; so does a
-    single optimizer. Entries that the live state cannot take are left out, such as a scheduler's, or the optimizer's
-    if the live state is a model alone.
+    If both sides have one model, the source's model moves to the live model's path, whatever its own path is. A single
+    optimizer moves in the same way. Entries that the live state cannot take are left out, such as a
+    scheduler's, or the optimizer's if the live state is a model alone.
 
     Args:
         leaves: leaves of the live state.
@@ -328,8 +331,8 @@ class _BoxRead(NamedTuple):
 class _ViewReads(Reads):
     """Reads of views.
 
-    A region is a flat range of a box, and is contiguous in memory. It is cut into boxes that are contiguous there too,
-    so that bytes which a file has in the same order are read without a copy:
+    A region is a flat range of a box, and is contiguous in memory. It is cut into boxes that are contiguous in memory
+    too, so that bytes which a file has in the same order are read without a copy:
 
         region   rows 3.5 .. 9.0 of a matrix      boxes   half of row 3 | rows 4 .. 8       (of at most 16 MiB)
     """
@@ -361,10 +364,10 @@ class _ViewReads(Reads):
         kept.attempt(self._fill)
         seen = None if kept.error is not None else checks.seen_in_part()
         seen_by_rank = self._coordinator.everyone(seen)
-        kept.raise_kept()
+        kept.raise_kept()  # only now: the other ranks wait in the collective
         if None not in seen_by_rank:  # else a rank has failed, and its error is raised on every rank
             checks.verify_with(_share_of(self._coordinator.rank, [each or [] for each in seen_by_rank]))
-        self._source.require_unchanged()  # most formats have no checksums that would show it
+        self._source.require_unchanged()  # most formats have no checksums that would reveal a changed file
 
     def _fill(self) -> None:
         total = sum(filling.region.numel * filling.target.itemsize for filling in self._fillings)
@@ -375,7 +378,7 @@ class _ViewReads(Reads):
                 _fill_box(read)
                 self.meter.advance(read.box.numel * read.target.itemsize)
 
-        # Views compute, and the ranks of a node share its cores.
+        # Computing views takes CPU time, and the ranks of a node share its cores.
         cores = max(1, (os.cpu_count() or 1) // num_neighbors())
         in_threads(min(self.storage.read_threads, cores), work, self._boxes())
         self.num_bytes_read = total
@@ -422,7 +425,7 @@ def _share_of(rank: int, seen_by_rank: Sequence[Sequence[SeenPieces]]) -> Iterat
 def _cut(box: Box, itemsize: int, first: int) -> Iterator[tuple[Box, int]]:
     """Cut a row-major box into consecutive boxes of at most `_BOX_BYTES`; yields each with its first item's index."""
     nbytes = box.numel * itemsize
-    # The outermost, so that the parts follow each other in memory.
+    # The outermost dim that can be cut, so that the parts follow each other in memory.
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
     if nbytes <= _BOX_BYTES or dim is None:
         if box.numel:

@@ -5,8 +5,8 @@
 
 On disks, an old folder stays whole until the rename, even if ranks are killed. Where folders cannot be renamed, files
 are moved one by one, the decisive one last (`checkpoint.storage.file_system`). Object stores rename nothing: an old
-folder there is no longer valid once the first byte is written. A marker makes our own readers refuse such a folder,
-if they would accept files without the decisive one.
+folder there is no longer valid once the first byte is written. Where our own readers
+would accept a folder without its decisive file, a marker makes them refuse the folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WrittenFolder:
         final: the folder.
         kind: its kind, for messages.
         decisive: name of the file without which loaders refuse the folder.
-        is_ours: whether a file may be part of such a folder, so that it may be replaced.
+        is_ours: takes a file's name; tells whether this kind of folder may contain it, so that it may be replaced.
         marker: name of a file that exists while the folder is written; empty if a missing ``decisive`` is enough.
     """
 
@@ -49,7 +49,7 @@ class WrittenFolder:
     def claim(self, held: ExitStack, *, overwrite: bool) -> None:
         """Refuse a folder that must not be replaced, then lock it."""
         self._prove_free(overwrite)
-        self.working.check_not_planted()
+        self.working.check_not_planted()  # the name is predictable: another user may have made a link there
         with lock_errors(self.final):
             held.enter_context(self.working.lock())
         self._prove_free(overwrite)  # again: another job may have written before the lock was taken
@@ -62,6 +62,7 @@ class WrittenFolder:
         if foreign:
             todo = "save to another path, or move the other files away: the whole folder is replaced"
             raise self._refusal(f"nothing, or only files of {self.kind}", some(foreign), todo)
+        # A folder that a killed save left may be replaced.
         is_torn = self.marker in names if self.marker else self.decisive not in names
         if names and not overwrite and not is_torn:
             todo = "save to another path, or pass overwrite=True"
@@ -73,13 +74,13 @@ class WrittenFolder:
         )
 
     def begin(self) -> None:
-        """Before any rank writes: remove files of a killed attempt; an old folder in an object store gets invalid."""
+        """Before any rank writes: remove files of a killed attempt; in an object store, invalidate an old folder."""
         if not self.final.in_order:
             for name in self.working.list_folder(""):
                 if name not in LOCK_NAMES:  # this save has locked the folder
                     self.working.remove(name)
         if self.marker:
-            # First: our readers must not find the folder without either.
+            # Before the removal: our readers must not find a folder with neither marker nor decisive file.
             self.working.commit(self.marker, b"", replace=True)
         self.working.remove(self.decisive)
 
@@ -101,11 +102,12 @@ class WrittenFolder:
             if self.marker:
                 self.working.remove(self.marker)
             if self.final.in_order:
-                _put(self.working, last)
+                _put(self.working, last)  # last: it makes the folder valid
                 return
+            # Durable before the rename.
             for folder in {name.rpartition("/")[0] for name in self.working.list_files()} | {""}:
                 self.working.sync_folder(folder)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: the note says what the path has
             error.add_note(f"nothing was committed; {self._left()}")
             if not self.final.in_order:
                 self.working.remove("")
@@ -115,7 +117,7 @@ class WrittenFolder:
             self.final.sync_folder("")
             for name in LOCK_NAMES:  # renamed together with the folder
                 self.final.remove(name)
-        except BaseException as error:
+        except BaseException as error:  # as above
             error.add_note(f"{self.final.where} is the whole old or new folder, or has no {self.decisive}")
             raise
 
@@ -132,7 +134,7 @@ class WrittenFolder:
                 self.final.remove(name)
 
     def clear_away(self) -> None:
-        """After a failure: remove written files from disks; in object stores they are invalid without ``decisive``."""
+        """After a failure: remove written files from disks; in object stores they stay, and lack ``decisive``."""
         if not self.final.in_order:
             self.working.remove("")
 

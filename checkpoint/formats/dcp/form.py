@@ -1,7 +1,7 @@
 """`DCP`: a form of `save` that writes a folder of stock torch.distributed.checkpoint, without DCP's planning.
 
 Every rank writes one file with its boxes (a ragged piece is a few boxes). The layout of all ranks' files follows from
-the manifest, so that rank 0 writes ``.metadata``, last, without communication.
+the manifest, so that rank 0 can write ``.metadata``, the last file, without communication.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DCP(Form):
         return {"form": "DCP"}
 
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
-        """Lock the folder, and refuse one with other files than DCP's."""
+        """Lock the folder, and refuse a folder with files that are not DCP's."""
         _folder(storage).claim(held, overwrite=overwrite)
 
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
@@ -107,7 +107,7 @@ def _write(storage: Storage, output: OutputPlan) -> None:
             outputs.pop().abort()
 
     def create(file: FilePlan) -> FileWriter:
-        give_up()  # the file of a failed try
+        give_up()  # removes the file of a failed attempt
         outputs.append(storage.create(file.name, file.nbytes))
         return outputs[0]
 

@@ -1,8 +1,8 @@
 """Planning a folder of stock torch.distributed.checkpoint, which every program that uses DCP can load.
 
 A conversion cuts tensors along dim 0 into items of at most 64 MiB: DCP reads whole items even for a few rows, so that
-small items make a load on other ranks cheap. A live save writes each rank's boxes as they are. ``.metadata`` is written
-last. Its pickle names torch's records and contains plain data only.
+small items make a load on another number of ranks cheap. A live save writes each rank's boxes as they are.
+``.metadata`` is written last. Its pickle names torch's records and contains plain data only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.geometry import Box, run_start, whole_box
 from vescale_fsdp.views.index_maps import Slice
 
-_ITEM_BYTES = 64 * 2**20  # 64 MiB
+_ITEM_BYTES = 64 * 2**20  # 64 MiB: DCP reads whole items, even for a few rows
 _RECORDS = "torch.distributed.checkpoint.metadata"
 
 
@@ -79,14 +79,14 @@ def plan_dcp_by_rank(
     """The data file of ``rank``, and the ``.metadata`` of all ranks' files.
 
     Args:
-        boxes: gives (name, box) of all that a rank writes; a tensor with several names has its first one.
+        boxes: gives (name, box) of all that a rank writes; a tensor with several names is listed under its first name.
     """
 
     def of_rank(number: int) -> _Files:
         files = _Files(sys.maxsize, number)  # one file per rank, however large
         for name, box in boxes(number):
             files.add_tensor(name, state.views[name], box)
-        if number == 0:
+        if number == 0:  # one rank writes what belongs to no rank
             for name, view in state.views.items():
                 if not view.info.numel:  # no rank stores a part of it
                     files.add_tensor(name, view, whole_box(view.info.shape))
@@ -172,7 +172,7 @@ class _Files:
         self._contents, self._nbytes = [], 0
 
     def finish(self) -> tuple[FilePlan, ...]:
-        if self._contents or not self._done:
+        if self._contents or not self._done:  # an empty state has one empty file
             self._close()
         return tuple(self._done)
 
@@ -202,7 +202,7 @@ def _metadata(state: CarriedState, written: list[_Item]) -> New:
     contiguous = Call(Global(_RECORDS, "_MEM_FORMAT_ENCODING"), (0,))
     for name, view in state.views.items():
         info = view.info
-        # As the record pickles itself: dtype, layout, requires_grad, memory format, pinned.
+        # In the order in which the record pickles its fields: dtype, layout, requires_grad, memory format, pinned.
         properties = (torch_dtype(info.dtype), layout, False, contiguous, False)
         fields = {
             "properties": New(Global(_RECORDS, "TensorProperties"), properties),

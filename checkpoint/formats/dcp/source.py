@@ -25,27 +25,27 @@ from vescale_fsdp.layout.geometry import Box
 METADATA_FILE = ".metadata"
 _ACCELERATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_\d+)?/")  # such as pytorch_model_fsdp_0/
 
-# A record that lacks one of these attributes was damaged, not written by another version.
+# Raised for a record that lacks an attribute: it was damaged, not written by another version.
 _DAMAGE = (AttributeError, KeyError, TypeError, ValueError)
 
 
 def open_dcp(store: Storage, *, trust_pickle: bool = False, stand_ins: bool = False) -> Source:
-    """Open a DCP checkpoint, or accelerate's folder of two: the model's and the optimizer's.
+    """Open a DCP checkpoint, or a folder of accelerate with two: the model's and the optimizer's.
 
     Only ``.metadata`` and file sizes are read.
 
     Args:
-        stand_ins: as for `load_dcp_metadata`: replace records that are not needed.
+        stand_ins: as for `load_dcp_metadata`: put stand-ins in place of records that are not needed.
 
     Raises:
         ConversionError: for a checkpoint that this reader refuses (untrusted pickle, transformed data), or a folder
             with several checkpoints.
         CorruptCheckpointError: if metadata and files do not describe whole tensors.
     """
-    # Without any folder, opening the root says what is missing.
+    # If no folder has a checkpoint, opening the root raises the error that says what is missing.
     folders = ("",) if store.size(METADATA_FILE) is not None else dcp_folders(store.list_files()) or ("",)
     stems = [match[1] for folder in folders if (match := _ACCELERATE_FOLDER.fullmatch(folder))]
-    # One of each: two models of one run are two checkpoints.
+    # At most one model and one optimizer: two models are two checkpoints.
     if len(folders) > 1 and not len(set(stems)) == len(stems) == len(folders):
         raise ConversionError(
             "The folder holds several checkpoints.",
@@ -78,7 +78,7 @@ def open_dcp(store: Storage, *, trust_pickle: bool = False, stand_ins: bool = Fa
 
 
 def dcp_folders(files: Iterable[str]) -> tuple[str, ...]:
-    """Folders (with a trailing slash) directly below that contain DCP checkpoints."""
+    """Direct subfolders (with a trailing slash) that contain DCP checkpoints."""
     ends = [file for file in files if file.endswith(f"/{METADATA_FILE}") and file.count("/") == 1]
     return tuple(sorted(file.removesuffix(METADATA_FILE) for file in ends))
 
@@ -128,7 +128,7 @@ def _locate(store: Storage, trust_pickle: bool, info: TensorInfo, chunk: StoredC
 
 
 def _read_value(name: str, store: Storage, byte_range: tuple[str, int, int], trust: bool) -> Any:
-    """Read a value that is not a tensor. Not a method: it must not keep the metadata of all values in memory."""
+    """Read a value that is not a tensor. A function, since a bound method would keep all metadata in memory."""
     file, offset, nbytes = byte_range
     where = f"{name} in {store.where}/{file} at byte {offset}"
     return load_torch_bytes(store.read(file, offset, nbytes), where=where, trust=trust)
@@ -154,7 +154,7 @@ class _MetadataReader:
         tensors: dict[str, StoredTensor] = {}
         values: dict[str, StoredValue] = {}
         for name, entry in self._entries.items():
-            # The stand-ins of the unpickler are known by name only.
+            # By name: the unpickler returns stand-ins for torch's classes.
             if type(entry).__name__ == "TensorStorageMetadata":
                 tensors[name] = self._tensor(name, entry)
             else:

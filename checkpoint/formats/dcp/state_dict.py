@@ -10,7 +10,7 @@ torch a sharded state. Signatures are torch's.
     neither                                a sharded state                   nothing
 
 A full state can also fill a model on the meta device, as with torch's setters: tensors that the state names are
-allocated, in the model's dtypes; the others stay on the meta device.
+allocated, in the model's dtypes; all other tensors stay on the meta device.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def set_state_dict(
 
 
 def _split_options(options: StateDictOptions | None) -> tuple[StateDictOptions, StateDictOptions | None]:
-    """(options for torch's setter, to which the state is sharded; the caller's own if its state is full, else None)."""
+    """(options for torch's setter, for a sharded state; the caller's options if its state is full, else None)."""
     options = options if options is not None else StateDictOptions()
     if not (options.full_state_dict or options.broadcast_from_rank0):
         return options, None
@@ -203,7 +203,7 @@ def _broadcast(stub: _Stub, value: torch.Tensor | None, template: Any, home: tor
     device = template.device if isinstance(template, torch.Tensor) else torch.device("cpu")
     if device.type == "meta":
         device = home
-    if device.type == "cpu" and dist.get_backend() == "nccl":  # which sends no tensors of the CPU
+    if device.type == "cpu" and dist.get_backend() == "nccl":  # NCCL cannot send CPU tensors
         device = torch.device("cuda", torch.cuda.current_device())
     if value is None:
         value = torch.empty(stub.shape, dtype=stub.dtype, device=device)
@@ -229,7 +229,7 @@ def _cut_tensor(
         local = torch.empty_like(local_of(template), device=home, requires_grad=False)
         result: torch.Tensor = wrap_like(local, spec_of(template), like=template)
     else:
-        # torch's setter casts its copy.
+        # In the dtype of the full tensor: torch's setter casts when it copies.
         result = torch.empty_like(template, dtype=full.dtype, requires_grad=False)
     described = describer.describe(name, result)
     if described.local is None:

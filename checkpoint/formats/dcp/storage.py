@@ -7,8 +7,8 @@ With these planners every rank gives DCP an empty plan; the checkpoint's own eng
 default planners, DCP plans as usual: the writer then saves the planner's state, and the reader offers each tensor as
 one chunk.
 
-DCP does not give its process group to a storage. It gives each rank its rank number, and the coordinator one plan for
-each rank. `_DcpRanks` compares both with the ranks that the storage was made for, so that no rank waits forever:
+DCP does not pass its process group to a storage. It passes each rank's number, and the plans of all ranks to the
+coordinator. `_DcpRanks` compares both with the ranks that the storage was made for, so that no rank waits forever:
 
     RaggedWriter(path), dcp.save(no_dist=True) on one rank      one plan: that rank saves alone
     RaggedWriter(path, no_dist=True), dcp.save on all ranks     refused
@@ -60,7 +60,7 @@ from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.torch_private import flatten_state_dict, unflatten_state_dict
 
-_GROUP_USE = "dcp"  # DCP saves in a thread of its own, at the same time as other saves and loads
+_GROUP_USE = "dcp"  # a group of its own: DCP saves in a thread, while other saves and loads may run
 
 
 class _DcpRanks:
@@ -74,7 +74,7 @@ class _DcpRanks:
     def __init__(self, process_group: dist.ProcessGroup | None, no_dist: bool) -> None:
         self._process_group = process_group
         self._alone = self._no_dist = no_dist
-        self.coordinator()  # makes the gloo group here, where all ranks make their storage
+        self.coordinator()  # makes the gloo group, a collective, here: all ranks make their storage
 
     def coordinator(self) -> Coordinator:
         """The coordinator of the storage's ranks."""
@@ -86,7 +86,7 @@ class _DcpRanks:
         Raises:
             CheckpointError: if DCP works with other ranks, or without any collectives.
         """
-        # An earlier save may have found that it was alone.
+        # Reset, since `check_count` of an earlier save may have set it.
         self._alone = self._no_dist
         ours = self.coordinator()
         if not options.get("use_collectives", True) and not isinstance(ours, SoloCoordinator):
@@ -96,7 +96,7 @@ class _DcpRanks:
                 got="use_collectives=False",
                 todo="leave it out; to save this rank alone, make the writer with no_dist=True too",
             )
-        # DCP's coordinator has rank 0 with no_dist=True too: only `check_count` can tell the two apart.
+        # DCP's coordinator has rank 0 with and without no_dist=True: only `check_count` can tell these apart.
         if not is_coordinator and options.get("rank") != ours.rank:
             raise _other_ranks(ours, f"rank {options.get('rank')}")
 
@@ -258,7 +258,7 @@ class RaggedLoadPlanner(DefaultLoadPlanner):
     """Lets `RaggedReader` fill the state; DCP plans nothing.
 
     A value is loaded if the state has a key for it. An optimizer before its first step has an empty dict in place of
-    its moments: they are not loaded, and a warning names one.
+    its moments: the moments are not loaded, and a warning names one of them.
 
     Args:
         strict: raise if the checkpoint lacks a leaf of the state (it may always have more).
@@ -280,7 +280,7 @@ class RaggedLoadPlanner(DefaultLoadPlanner):
             metadata is not None and metadata.storage_data is not None
         ):  # DCP's own readers would load an empty plan
             raise _wrong_storage("RaggedLoadPlanner", "RaggedReader")
-        self.state_dict = state_dict  # not by the base class, which replaces tensors on the meta device
+        self.state_dict = state_dict  # set here: the base class would replace tensors on the meta device
 
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan([])
@@ -324,8 +324,8 @@ class RaggedReader(StorageReader):
 
     def read_metadata(self, *args: Any, **unused: Any) -> Metadata:
         """The checkpoint as DCP sees it: every tensor is one chunk, every other leaf is bytes."""
-        # The keyword arguments are not named ``kwargs``: after an error DCP asks a reader with ``**kwargs`` again, for
-        # the metadata of one rank, and goes on with that rank while the others wait.
+        # The keyword arguments are not named ``kwargs``: after an error, DCP calls a reader with ``**kwargs`` again for
+        # one rank's metadata. That rank would then continue while all other ranks wait.
         self._reader = CheckpointReader(self._storage)
         tree = self._reader.tree()
         stubs: dict[int, CheckpointTensor] = {}
@@ -424,7 +424,7 @@ class RaggedReader(StorageReader):
 
 
 def _empty_dicts(value: Any, name: str) -> Iterator[str]:
-    """The prefix that names of leaves inside each empty dict of a state would have."""
+    """For each empty dict of a state, the prefix of names of leaves in that dict."""
     if isinstance(value, Mapping) and not value:
         yield f"{name}." if name else ""
     if isinstance(value, (Mapping, list, tuple)):
@@ -433,7 +433,7 @@ def _empty_dicts(value: Any, name: str) -> Iterator[str]:
 
 
 def _with_stubs(value: Any, stubs: dict[int, CheckpointTensor]) -> Any:
-    """The tree with a meta tensor for each stored one, which DCP's flattening treats as a tensor."""
+    """The tree with a meta tensor in place of each `CheckpointTensor`: DCP's flattening knows torch's tensors only."""
     if isinstance(value, CheckpointTensor):
         stub = torch.empty(value.shape, dtype=value.dtype, device="meta")
         stubs[id(stub)] = value

@@ -37,7 +37,7 @@ from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 _STRIPES_PER_JOB = (
-    64  # 64 MiB of a file for one thread; at a job's ends, a stripe of the source is read twice
+    64  # 64 MiB of a file for one thread; smaller jobs read more stripes of the source twice, at their ends
 )
 _MAX_RANKS = 65_536  # bounds the time of planning a file for each rank
 _UNIT = re.compile(r"(.*?\.\d+)\.")  # up to the first number in a name
@@ -93,7 +93,7 @@ def _plan_layouts(
         *container, last = state.path(name)
         fqn = str(last)
         unit = _UNIT.match(fqn)
-        # With the container: several models of a state may have the same names.
+        # The container is part of the key: several models of a state may have the same names.
         key = (tuple(container), unit[1] if unit else "", info.dtype.name)
         inside = fqn[unit.end() :] if unit else fqn  # without the layer's number: equal layers share a layout
         block_numel = resolve_granularity(granularity, inside, info).block_numel(info.shape)
@@ -191,7 +191,7 @@ class _Stripes(FileWriter):
                 offset_bytes, view = offset_bytes + len(part), view[len(part) :]
 
     def _hash(self, offset_bytes: int, data: memoryview) -> None:
-        """Bytes of one stripe."""
+        """Add bytes of one stripe to its checksum."""
         index = offset_bytes // self._stripe_bytes
         state, expected = self._hashes.pop(index, (RunningChecksum(), index * self._stripe_bytes))
         assert offset_bytes == expected, f"written at {offset_bytes}, expected {expected}"

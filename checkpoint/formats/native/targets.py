@@ -3,7 +3,7 @@
 A `LoadTarget` is a tensor to fill. A `Sink` is one byte range of a file and its destination:
 
     direct      contiguous in the file and in CPU memory: the file is read into the tensor itself
-    copied      contiguous in both, but on a device: copied through pinned memory of the reading thread
+    copied      contiguous in the file and on a device: copied through pinned memory of the reading thread
     patch       a box that is strided in the file or in the tensor: copied box by box
 """
 
@@ -31,7 +31,7 @@ _slots = PinnedSlots()
 
 
 class LoadTarget:
-    """A tensor to fill in place, of any device and strides.
+    """A tensor to fill in place, on any device and with any strides.
 
     Args:
         tensor: this rank's local tensor; its row-major elements are a region of the global tensor.
@@ -52,7 +52,7 @@ class LoadTarget:
         self.memory: Bytes | None = None  # 1D [nbytes], None on a device
         self.stream = copy_stream_of(tensor.device)
         if self.stream is not None:
-            self.stream.wait_for_compute()  # here: reading threads have their own current streams
+            self.stream.wait_for_compute()  # here, since reading threads have their own current streams
         elif tensor.device.type == "cpu":
             self.memory = bytes_of(self._filled).numpy()
 
@@ -69,10 +69,10 @@ class LoadTarget:
         """Call after the last read: copies a temporary buffer, if there is one, into the tensor."""
         self.is_overwritten = self._filled.numel() > 0  # an empty tensor keeps what it had
         if self.stream is not None:
-            self.stream.hold_compute()
+            self.stream.hold_compute()  # later work must see the copied values
         if self._is_lazy:
             self._tensor.copy_(self._filled)
-        elif self._filled is not self._tensor:
+        elif self._filled is not self._tensor:  # copied as a dtype that every copy kernel supports
             self._tensor.view(carrier_of(self._tensor.dtype)).copy_(self.flat.view(self._tensor.shape))
 
 
@@ -81,9 +81,9 @@ class Sink(NamedTuple):
 
     Attributes:
         target: the tensor to fill; None for plain memory.
-        memory: the destination, as long as the range; None if the bytes must be copied.
-        deliver: copies a part of the range. It gets (offset in the file, bytes) of each part; the bytes are whole
-            elements, which it neither changes nor keeps.
+        memory: the destination, of the range's length; None if the bytes must be copied.
+        deliver: function that copies a part of the range, given (offset in the file, bytes). The bytes are whole
+            elements; the function neither changes nor keeps them.
     """
 
     start: int

@@ -1,6 +1,6 @@
 """The state tree and the manifest of a conversion's native checkpoint.
 
-Values of plain types are encoded here without torch; other values by the encoder of live saves, which imports it.
+Values of plain types are encoded here without torch; other values by the encoder of live saves, which imports torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _TensorLeaf(NamedTuple):
 def native_tree(
     state: CarriedState, file_order: Callable[[str], Any], reserved: Iterable[str] = ()
 ) -> tuple[Json, list[tuple[str, str]]]:
-    """The tree, and (stored name, name in the state) of every tensor in file order; tied tensors are one.
+    """The tree, and (stored name, name in the state) of every tensor in file order; tied tensors are listed once.
 
     Args:
         file_order: sort key of a tensor, by its name in the state; tensors with equal keys stay in the tree's order.
@@ -42,7 +42,7 @@ def native_tree(
     leaves: dict[Path, Any] = {state.path(name): _TensorLeaf(name) for name in state.views}
     leaves |= {state.path(name): read() for name, read in state.values.items()}
     tensors: list[tuple[str, str]] = []
-    index_of: dict[str, int] = {}  # by name in the state; of tied tensors the first one's
+    index_of: dict[str, int] = {}  # by name in the state; of tied tensors, by the first name
     nodes: list[dict[str, Any]] = []
     taken = set(reserved)
 
@@ -81,7 +81,7 @@ def _node(value: Any, name: str, tensor_node: Callable[[str, _TensorLeaf], Json]
         return items if kind is list else {"$": "tuple", "v": items}
     if isinstance(value, Mapping):
         nodes = [(key, _node(item, join_name(name, key), tensor_node)) for key, item in value.items()]
-        # $ marks nodes that are no dicts.
+        # The key $ marks nodes that are not dicts, so a dict whose keys begin with it is stored as pairs.
         if all(type(key) is str and not key.startswith("$") for key in value):
             return dict(nodes)
         return {"$": "dict", "v": [[_node(key, f"{name} (a key)", tensor_node), item] for key, item in nodes]}

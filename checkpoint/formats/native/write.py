@@ -151,7 +151,7 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
     except BaseException as error:
         published: bytes | Exception
         try:
-            # Another job's may be longer: a ValueError.
+            # Another job's manifest may be longer, which raises ValueError.
             published = storage.read_small(MANIFEST_NAME, limit_bytes=len(data))
         except Exception as unread:  # noqa: BLE001  the error of the commit is the one to raise
             published = unread
@@ -160,7 +160,7 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
             if storage.visible_is_durable:
                 return
             if isinstance(error, FileExistsError):
-                storage.sync_folder("")
+                storage.sync_folder("")  # the commit raised before it synced the name
                 return
         if isinstance(error, FileExistsError) and published != data:
             raise CheckpointError(
@@ -184,7 +184,7 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
         else:
             unread_text = f"{type(published).__name__}: {published}"
             outcome = f"whether {storage.where} holds the new checkpoint is unknown: {unread_text}"
-        # A subclass of another library may take other arguments.
+        # Only Python's own classes are made again: a subclass of another library may take other arguments.
         if isinstance(error, OSError) and error.errno and type(OSError(error.errno, "")) is type(error):
             raise OSError(error.errno, f"{error.strerror}; {outcome}") from error
         error.add_note(outcome)
@@ -214,7 +214,7 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
                 for index in range(first, min(first + step, file.num_stripes)):
                     start, stop = file.stripe(index)
                     buffers = image.buffers(start, stop)
-                    # Most stripes are one buffer: one call is a tenth faster.
+                    # Most stripes are one buffer: one call is a tenth faster than a running digest.
                     one_call = len(buffers) == 1
                     checksums.append(checksum_of(buffers[0]) if one_call else _joint_checksum(buffers))
                     writer.write_at(start, buffers)
@@ -238,7 +238,7 @@ def _joint_checksum(buffers: Sequence[Buffer]) -> int:
 
 
 class _Copied(NamedTuple):
-    """A byte range of a tensor on a device or with strides: no view of host memory has its bytes."""
+    """A byte range of a tensor that is on a device or not contiguous: it must be copied before it is written."""
 
     tensor: torch.Tensor
     start_bytes: int
@@ -277,7 +277,7 @@ class _Part(NamedTuple):
     """A byte range of a file.
 
     Attributes:
-        source: has the bytes, from its byte ``skip`` on: host memory, or a tensor that must be copied.
+        source: host memory, or a tensor that must be copied; the part's first byte is byte ``skip`` of the source.
     """
 
     start: int
@@ -336,7 +336,7 @@ class FileImage:
         """The bytes [start, stop) of the file; valid until the tensors change, or the thread's next call."""
         buffers: list[Buffer] = []
         copies: dict[int, _Copied] = {}  # by number of the buffer
-        at = bisect_right(self._starts, start) - 1
+        at = bisect_right(self._starts, start) - 1  # the part that contains `start`
         while start < stop:
             part = self._parts[at]
             end = min(stop, part.stop)

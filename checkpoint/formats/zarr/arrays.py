@@ -4,7 +4,8 @@ Chunks of plain bytes (with or without crc32c) are read by range, like any other
 chunk: version 3 by the zarr library; version 2 by the codecs of numcodecs, because the zarr library cannot read the
 types that JAX adds to version 2 (bfloat16, float8).
 
-A chunk without a file is all fill value; only a fill value of zeros is known without the zarr library.
+All items of a chunk without a file have the fill value. Fill values other than zero need the zarr library, and are
+refused in version 2.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
 
 ARRAY_FILE = ".zarray"  # metadata of an array, in version 2
-DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # of reading incomplete metadata
+DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # raised where metadata lacks fields
 
-_MANY_CHUNKS = 2**16  # with more, an array's absent chunks are limited
-_MOST_ABSENT = 64  # absent chunks of such an array for each stored one
+_MANY_CHUNKS = 2**16  # an array with more chunks may lack only a limited number of them
+_MOST_ABSENT = 64  # absent chunks that such an array may have for each stored chunk
 _CONCURRENT_DECODES = 10  # the zarr library's default, `async.concurrency`
-_DECODE_ERRORS = (*DAMAGE, EOFError, RuntimeError, zlib.error)  # of the zarr library's codecs
-# Not all codecs of numcodecs: one of them runs pickles.
+_DECODE_ERRORS = (*DAMAGE, EOFError, RuntimeError, zlib.error)  # raised by the zarr library's codecs
+# Not all codecs of numcodecs: its pickle codec would run code from the file.
 _CODECS = {"blosc", "bz2", "gzip", "lz4", "lzma", "shuffle", "zlib", "zstd"}
 
 
@@ -79,9 +80,9 @@ class Arrays:
         files: all files of the hierarchy.
 
     Attributes:
-        paths: of tensors whose arrays name their path in the state.
-        readers: of arrays that must be decoded.
-        decoded: bytes that decoding such an array needs at a time.
+        paths: paths in the state, of tensors whose arrays record a path.
+        readers: readers of arrays that must be decoded.
+        decoded: memory in bytes that reading a box of such an array needs.
     """
 
     def __init__(self, store: Storage, files: Collection[str]) -> None:
@@ -96,8 +97,8 @@ class Arrays:
         """Add the array in folder ``node``.
 
         Args:
-            name: of the tensor; default: the one in the array's attributes, else the folder's.
-            metadata: of version 3, if read before.
+            name: the tensor's name; default: the name in the array's attributes, else the folder's name.
+            metadata: the array's metadata of version 3; None to read it.
 
         Raises:
             CorruptCheckpointError: for damaged metadata, or a chunk file of the wrong size.
@@ -129,11 +130,11 @@ class _Array(ABC):
     """An array of either version.
 
     Attributes:
-        chunk: sizes of each chunk; of an irregular grid, the array's shape.
-        separator, prefix: of chunk keys.
+        chunk: sizes of each chunk; for an irregular grid, the array's shape.
+        separator, prefix: separator and leading parts of chunk keys.
         is_plain: whether chunk files are the items' bytes, row-major, and absent chunks are zeros.
         has_crc: whether each chunk of a plain array is followed by its crc32c.
-        path: of the tensor in the state, if the attributes say it.
+        path: the tensor's path in the state, if the attributes contain it.
     """
 
     info: TensorInfo
@@ -150,7 +151,7 @@ class _Array(ABC):
     def file_of(self, chunk: Box) -> str:
         """The file of a chunk."""
         index = (str(o // c) for o, c in zip(chunk.offsets, chunk.sizes, strict=True))
-        key = self.separator.join((*self.prefix, *index)) or "0"  # of an array without dims
+        key = self.separator.join((*self.prefix, *index)) or "0"  # the key in an array without dims
         return f"{self.node}/{key}" if self.node else key
 
     def stored(self, files: Collection[str]) -> StoredTensor:
@@ -174,9 +175,9 @@ class _Array(ABC):
         count = math.prod(-(-size // each) for size, each in zip(shape, chunk, strict=True))
         if count > _MANY_CHUNKS:
             num_stored = self._num_stored(files)
-            if not num_stored:
+            if not num_stored:  # all zeros
                 return StoredTensor(info, (StoredChunk(whole_box(shape), "", 0, 0),))
-            # The list below would have no bound in the number of stored files.
+            # Refused, since damaged metadata could make the list below far longer than the number of files.
             if count > _MANY_CHUNKS + _MOST_ABSENT * num_stored:
                 raise ValueError(f"{count} chunks of which {num_stored} are stored")
         chunks, strides = [], contiguous_strides(chunk)
@@ -194,7 +195,7 @@ class _Array(ABC):
         return StoredTensor(info, tuple(chunks))
 
     def _num_stored(self, files: Collection[str]) -> int:
-        """Stored chunks: all files of the array's folder except its metadata."""
+        """Number of stored chunks: all files in the array's folder are chunks, except metadata."""
         folder = f"{self.node}/" if self.node else ""
         inside = (name for name in files if name.startswith(folder))
         return sum(not name.rpartition("/")[2].startswith(("zarr.json", ".z")) for name in inside)
@@ -228,7 +229,7 @@ class _Array(ABC):
 
 
 class _LastChunk(threading.local):
-    """The chunk of version 2 that a thread decoded last: neighbors in a chunk are read one after another."""
+    """The chunk of version 2 that a thread decoded last; kept, since boxes of one chunk are read one after another."""
 
     file: str = ""
     values: np.ndarray | None = None
@@ -276,7 +277,7 @@ class _Array2(_Array):
             if self.store.size(file) is None:
                 return None
             self._last.values = self._decoded(file)
-            self._last.file = file
+            self._last.file = file  # only now: an error leaves nothing to reuse
         values = self._last.values
         return None if values is None else values[part.slices(chunk.offsets)]
 
@@ -303,7 +304,7 @@ class _Array2(_Array):
 
 
 def _numpy_dtype(text: object) -> tuple[bool, DType]:
-    """(whether bytes are swapped, the type) of version 2's names: numpy's, or the name of a type that JAX adds."""
+    """(whether bytes are swapped, dtype) of a dtype's name in version 2: numpy's name, or one that JAX adds."""
     # The first letter is the byte order: little, big or none.
     if isinstance(text, str) and (dtype := dtype_from_numpy(text[1:])) is not None and text[0] in "<>|":
         if text[0] == ">" and dtype.kind == "complex":  # swapping whole items would exchange their two parts
@@ -366,6 +367,7 @@ class _Array3(_Array):
             inner = whole_numbers(self._inner_chunks[0], len(chunk))
             count = math.prod(-(-a // b) for a, b in zip(chunk, inner, strict=True))
             chunk, concurrent = inner, min(_CONCURRENT_DECODES, count)
+        # 2: a chunk as stored, and as decoded.
         return 2 * concurrent * math.prod(chunk) * self.info.dtype.itemsize
 
     def open(self) -> None:
@@ -380,13 +382,14 @@ class _Array3(_Array):
                 where=path,
                 todo="pip install zarr",
             ) from error
-        # The zarr library lacks JAX's bfloat16.
+        # The zarr library lacks JAX's bfloat16: such arrays are opened as integers.
         source = path if self._stored_as.is_numpy else _as_integers(path, self._stored_as)
         self._opened: Any = zarr.open_array(source, mode="r")
 
     def decode(self, chunk: Box, part: Box) -> np.ndarray | None:
         raw = self.info.dtype.raw
         try:
+            # `ascontiguousarray` makes a 0-d array 1-d: `reshape` undoes it.
             values = np.ascontiguousarray(self._opened[part.slices()]).reshape(part.sizes)
         except _DECODE_ERRORS as error:
             raise damaged(self.store, f"{self.node}/{ZARR_NAME}", error) from error
@@ -395,7 +398,7 @@ class _Array3(_Array):
 
 
 def _as_integers(path: str, dtype: DType) -> Any:
-    """The store of an array at a path or URL, whose metadata name unsigned integers in place of ``dtype``.
+    """The store of an array at a path or URL; it returns metadata with unsigned integers in place of ``dtype``.
 
     For types that the zarr library lacks: only the items' bits are needed.
     """

@@ -1,7 +1,7 @@
 """Verified chunks of the zarr form.
 
-The checksum at the end of a chunk shows that the chunk is intact. The table in its owner's file, which belongs to one
-save, shows that it is the right chunk of this save. Needs no torch, so that conversions and `verify` can use it.
+The checksum at the end of a chunk shows that the chunk is intact. The table of checksums in the file of the chunk's
+owner shows that it is the right chunk of this save. Needs no torch, so that conversions and `verify` can use it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
 
-_SCRATCH_BYTES = 1 << 20  # 1 MiB
+_SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while in the cache
 
 
 class ChunkTables:
@@ -51,6 +51,7 @@ class ChunkTables:
     def _read(self, file: RankFile) -> dict[Chunk, int]:
         opened = OpenRankFile(self.storage, file)
         try:
+            # Only the stripes with the header and the table.
             for index in range(-(-file.blob_start // opened.stripe_bytes)):
                 opened.verify_stripe(index, opened.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
             table = bytearray(CRC_BYTES * len(file.chunks))

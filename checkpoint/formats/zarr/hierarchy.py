@@ -12,7 +12,7 @@ from vescale_fsdp.checkpoint.state.nesting import ListIndex
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CorruptCheckpointError
 
-_ATTRIBUTE = "vescale_conversion"  # of the root, as to-zarr wrote it before it wrote native checkpoints
+_ATTRIBUTE = "vescale_conversion"  # of the root group; older versions of to-zarr stored values there
 
 
 def has_manifest(store: Storage) -> bool:
@@ -54,7 +54,7 @@ def open_zarr(store: Storage) -> Source:
         }
     except DAMAGE as error:
         raise damaged(store, ZARR_NAME, error) from error
-    # Files are listed by name; a conversion's plan depends on the order of the saved state, where that is known.
+    # The order of the saved state where it is known, else by file name: a conversion's plan depends on the order.
     tensors = {
         name: arrays.tensors[name] for name in (*filter(arrays.tensors.__contains__, paths), *arrays.tensors)
     }
@@ -63,7 +63,7 @@ def open_zarr(store: Storage) -> Source:
 
 
 def _from_json_1(data: Any) -> Any:
-    """A value as to-zarr wrote it before it wrote native checkpoints.
+    """Decode a value as older versions of to-zarr wrote it; newer ones write native checkpoints.
 
     JSON values stand for themselves. Tuples, bytes, special floats, and dicts with keys other than plain strings are an
     object with the single key ``$``.

@@ -1,8 +1,8 @@
 """The zarr form of live states: ranks write chunks, and read them back.
 
 The owner of a chunk that is cut inside a row receives the other parts from its neighbors (see
-`checkpoint.manifest.zarr_layout`). Reads are of whole chunks, whose crc32c is compared before they are copied into
-tensors.
+`checkpoint.manifest.zarr_layout`). Chunks are read whole, and the crc32c of a chunk is compared before the
+chunk is copied into tensors.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ZarrForm(NativeForm):
 
 
 class _Step(NamedTuple):
-    """A chunk with elements of this rank, which assembles the chunk or sends its part to the rank that does."""
+    """A chunk with elements of this rank. The rank assembles the chunk, or sends its part to the rank that does so."""
 
     chunk: Chunk
     holders: list[Holder]  # the first assembles the chunk
@@ -147,6 +147,7 @@ class ArrayWriter:
                     self._errors.attempt(work.pop(0).result)
             for future in work:
                 self._errors.attempt(future.result)
+            # Parents too: the name of a new folder is durable once its parent is synced.
             folders = [folder.split("/") for folder in {file.rpartition("/")[0] for file in files}]
             with_parents = {
                 "/".join(parts[:depth]) for parts in folders for depth in range(1, len(parts) + 1)
@@ -166,7 +167,7 @@ class ArrayWriter:
             return None
 
         def own_part() -> torch.Tensor:
-            # Zeros, also beyond the tensor's edges.
+            # Zeros: a chunk at the tensor's edge has elements beyond it.
             chunk = torch.zeros(step.chunk.box.numel, dtype=step.dtype, device="cpu")
             for share in overlaps(owner.region, whole):
                 share.target_view(chunk).copy_(share.source_view(self._local(index)))
@@ -235,6 +236,7 @@ class ZarrReads(Reads):
         """A chunk's file is opened when it is read."""
 
     def verify(self) -> None:
+        # Each chunk once, however many tensors need it.
         chunks = dict.fromkeys(read.chunk for read in self._reads)
         size = sum(map(self._size, chunks))
         self._map("verifying", lambda chunk: len(read_chunk(self._tables, chunk)), list(chunks), size)

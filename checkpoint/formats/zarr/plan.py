@@ -74,7 +74,7 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
         stripes = (body[slice(*rank_file.stripe(index))] for index in range(rank_file.num_stripes))
         return body + pack_table([checksum_of(stripe) for stripe in stripes])
 
-    # Metadata are computed when they are written: together they are larger than the rest of the plan.
+    # Each array's JSON is computed when it is written: all JSON together is larger than the rest of the plan.
     arrays = [
         _small_file(f"{path}/{ZARR_NAME}", partial(array_json, manifest, index))
         for index, path in enumerate(manifest.array_paths)
@@ -103,11 +103,11 @@ def _chunk_shape(info: TensorInfo) -> tuple[int, ...]:
     if not info.shape:
         return ()
     rows = min(info.shape[0], max(1, _CHUNK_BYTES // (info.nbytes // info.shape[0]))) if info.numel else 1
-    return (rows, *(max(1, size) for size in info.shape[1:]))
+    return (rows, *(max(1, size) for size in info.shape[1:]))  # zarr allows no chunk size of 0
 
 
 def _chunk_plan(manifest: Manifest, chunk: Chunk, view: TensorView, crcs: dict[Chunk, int]) -> FilePlan:
-    """A chunk's file: items, zeros up to a whole chunk, and their CRC-32C, which ``crcs`` gets too."""
+    """A chunk's file: items, zeros up to a whole chunk, and their CRC-32C, which is also added to ``crcs``."""
     info, box = view.info, chunk.box
     inside = clipped(box, info.shape)
     start = box.offsets[0] * (info.numel // info.shape[0]) if info.shape else 0
