@@ -149,7 +149,9 @@ class RamTier:
             step.
         """
         # Rank 0 draws the attempt's number; the all-reduce by MAX sends it to all ranks.
-        attempt = secrets.randbits(32) if coordinator.rank == 0 else 0  # a seeded generator would repeat the number
+        attempt = (
+            secrets.randbits(32) if coordinator.rank == 0 else 0
+        )  # a seeded generator would repeat the number
         is_copying = self._copies is not None and not self._copies.done()
         doing = "looking for copies of the previous step"
         attempt, is_copying_anywhere = coordinator.raise_together(
