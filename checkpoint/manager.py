@@ -367,7 +367,7 @@ class CheckpointManager:
                 behind=self._copying,
                 check_replicas=self._check_replicas,
             )
-            # A save to memory waits for the previous step's copies to other nodes. While they run, the disk comes first.
+            # A save to memory waits for the previous step's copies to other nodes. While they run, disk comes first.
             if not (is_copying and targets):
                 is_in_ram, save_to_ram = save_to_ram(), None
         if not targets:
@@ -606,7 +606,7 @@ class CheckpointManager:
         Args:
             state: filled in place, as by `load`.
             step: restore this step only.
-            read_only: pass True if this manager does not continue the run: its saves then never mark steps as abandoned.
+            read_only: True if this manager does not continue the run: its saves then never mark steps as abandoned.
             strict, include, verify, read: as for `load`; each rank reads a step in memory itself, whatever ``read``.
             patience_s: how long ranks retry while they see different steps, which caches of network file systems can
                 cause; after that they raise.
@@ -620,7 +620,7 @@ class CheckpointManager:
                 unchanged.
             CheckpointError: if a step does not fit the state, the given step does not exist, or ranks see different
                 steps for ``patience_s``. An error of one rank is raised on all ranks.
-            PartialLoadError: instead of these errors, if a step was loaded in part and no other step completely; see `load`.
+            PartialLoadError: instead of these, if a step was loaded in part and no other step completely; see `load`.
                 If damage was the cause, it is a CorruptCheckpointError too.
         """
         self._wait_together()

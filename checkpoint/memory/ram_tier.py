@@ -127,8 +127,8 @@ class RamTier:
         self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False, private=True)
         self._copier = BackgroundThread("checkpoint-copies")
         self._copies: SaveHandle | None = None
-        # The coordinator that the next four attributes were computed for. A weak reference: the coordinator's group must
-        # not outlive the job.
+        # The coordinator that the next four attributes were computed for. A weak reference, because the coordinator's
+        # group must not outlive the job.
         self._seen: weakref.ref[Coordinator] | None = None
         self._nodes: list[str] = []  # by rank
         self._leads_node = False  # whether this rank is the first of its node

@@ -164,7 +164,7 @@ class CastView(WrapperView):
         raw = np.empty(box.sizes, dtype=source.raw)
         self.inner.read_into(box, raw)
         if lost := cast_into(raw, source, out, self.dtype):
-            self.lost[box] = lost  # by box: a second read of it is not counted twice
+            self.lost[box] = lost  # by box, so that a second read is not counted again
 
     @property
     def overflows(self) -> int:

@@ -186,7 +186,7 @@ class ScaledView(_ComputedView):
             # With the ellipsis, indexing a 0-d array returns an array, not a scalar.
             index: tuple[Any, ...] = (*tile.slices(box.offsets), ...)
             if lost := cast_into(values.view(np.uint32), _F32, out[index], self.dtype):
-                self.lost[tile] = lost  # by tile: a second read of it is not counted twice
+                self.lost[tile] = lost  # by tile, so that a second read is not counted again
 
     @property
     def overflows(self) -> int:

@@ -10,8 +10,8 @@ with checksums is read and hashed once, whichever tensors are in it:
 
 Computed tensors (casts, concatenations, strided boxes) are instead split into *segments*: runs of items of the result.
 An output file that stores checksums of its own stripes is split into *stretches*, byte ranges of the output. One
-thread assembles, hashes and writes each stretch front to back; the table of checksums comes last. If the source has the same
-order, as is usual, it is read forward too.
+thread assembles, hashes and writes each stretch front to back; the table of checksums comes last. If the source has
+the same order, as is usual, it is read forward too.
 
     file         | header |   a   |       b       |    c    | table |
     stretches    |------ 0 -------|------ 1 -------|-- 2 ---|           ends at multiples of `FilePlan.stretch_bytes`

@@ -216,7 +216,8 @@ class _Memory(NamedTuple):
 def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]:
     """The bits of every n-th element of each tensor, in row-major order, as a 1D array. All tensors have one dtype.
 
-    Dense host tensors are read by their addresses, all in one call: creating a view of each tensor would take longer than reading the sample.
+    Dense host tensors are read by their addresses, all in one call: creating a view of each would take longer
+    than reading the sample.
     """
     itemsize = tensors[0].itemsize
     numels = _of_each(torch.Tensor.numel, tensors, np.int64)

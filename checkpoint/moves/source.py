@@ -203,7 +203,7 @@ class Source:
         read_box(tensor, box, out, lambda chunk: self.located(tensor.info, chunk), self.reads.read)
 
     def verify(self, name: str) -> None:
-        """Verify the byte ranges with checksums that contain a tensor's chunks; reads the bytes that no thread has read yet.
+        """Verify the byte ranges with checksums around a tensor's chunks; reads the bytes that no thread has read yet.
 
         Raises:
             CorruptCheckpointError: if a checksum does not match.

@@ -93,7 +93,7 @@ class StoredChunk:
         """Number of stored bytes that the items consist of."""
         if not self.file:
             return self.nbytes
-        # Fewer items are stored than the box has if a stride of 0 repeats them.
+        # If a stride of 0 repeats items, fewer items are stored than the box has.
         spanned = 1 + sum((n - 1) * s for n, s in zip(self.box.sizes, self.steps, strict=True))
         items_nbytes = min(self.box.numel, spanned) * itemsize
         return min(items_nbytes, self.nbytes or items_nbytes)  # nbytes is 0 if only reading shows the size

@@ -1,6 +1,6 @@
 """Reads of a checkpoint's files that are verified with the format's checksums, without reading bytes twice if possible.
 
-*Ranges* have one CRC each: a record of a torch.save archive, or a chunk of a zarr array. They may be gigabytes long, and
+*Ranges* have one CRC each: a record of a torch.save archive, or a chunk of a zarr array. They may be gigabytes, and
 several threads read pieces of them in any order. CRCs of pieces can be combined to the CRC of the range: the CRC of
 each piece is computed while it is in the cache, and the range is verified when its last piece has been read:
 

@@ -22,8 +22,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-# The import of `thread` registers an exit function that closes all pools. It runs after `_finish_at_exit`, because it is
-# registered first.
+# The import of `thread` registers an exit function that closes all pools. It runs after `_finish_at_exit`, because it
+# is registered first.
 from concurrent.futures import Future, thread, wait
 from queue import SimpleQueue
 from typing import NoReturn

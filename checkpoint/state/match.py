@@ -156,7 +156,7 @@ class Match:
 
     @property
     def renaming(self) -> tuple[str, str] | None:
-        """A prefix of missing names, and the checkpoint's prefix for them; None if they explain less than half of the missing names.
+        """The prefix of missing names, and the checkpoint's prefix for them; None if less than half of the names fit.
 
         >>> Match(missing=["model.0.bias", "model.1.bias"], unexpected=["model.m.0.bias", "model.m.1.bias"]).renaming
         ('model.', 'model.m.')

@@ -149,7 +149,7 @@ class SaveSchedule:
     def refuse(self) -> None:
         """Announce an invalid step, so that other ranks fail instead of waiting."""
         self._read_metrics()
-        # -1 differs from the step of every other rank: valid steps are not negative.
+        # -1 differs from all valid steps, which are not negative.
         self._pending = self._start(-1, None, False, dict.fromkeys(self._leaves, False))
 
     def saved(self, decision: Decision) -> None:
