@@ -133,12 +133,12 @@ class Stager:
         starts = [0, *accumulate(round_up(nbytes, _ALIGN_BYTES) for nbytes in sizes)]
         if self._buffer.numel() < starts[-1]:
             self._kinds, self._views = [], []  # views keep the old buffer alive
-            # Freed before the larger one is allocated.
+            # The old buffer is freed before the larger one is allocated.
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._buffer = self._allocate(starts[-1])
         return [
             self._buffer[start : start + nbytes].view(dtype).view(shape)
-            # The last start is the total.
+            # Not strict: the last item of `starts` is the total size.
             for (shape, dtype), start, nbytes in zip(kinds, starts, sizes, strict=False)
         ]
 
@@ -271,7 +271,7 @@ class AsyncSaver:
             savers = [saver(storage, overwrite=overwrite, format=format)]
             savers += [saver(folder, overwrite=True, format=form) for folder, form in copies]
             taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of), savers, optimizer)
-            metadata = plain_json(metadata)  # a copy: the trainer may change its own
+            metadata = plain_json(metadata)  # a copy: the trainer may change its dict
         except BaseException as caught:  # noqa: BLE001  the worker raises it on all ranks
             error = caught
 
@@ -318,7 +318,7 @@ class AsyncSaver:
         self, taken: TakenState, savers: Sequence[Saver], optimizer: Optimizers
     ) -> tuple[TakenState, DeferredCopy]:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        # Copied if one of the forms reads it.
+        # A tensor is not copied if all formats leave it out.
         left_out = set.intersection(*(set(saver.left_out(taken.structure)) for saver in savers))
         names = [name for name in taken.locals_by_name if name not in left_out]
         per_rank = [tensor for _, tensors in taken.per_rank.values() for tensor in tensors]

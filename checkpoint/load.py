@@ -422,7 +422,7 @@ class Loader:
                 continue  # this rank is not in the tensor's mesh
             _check_writable(read.name, local)
             region = describer.region(described, self.coordinator.rank)
-            # Empty tensors may all have address 0.
+            # Empty tensors may all have address 0, so they are distinguished by name.
             memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
             if memory in wanted:
                 checkpoint.require_equal(wanted[memory][0], read, region)
@@ -502,7 +502,7 @@ def _cannot_fill(name: str, got: str, todo: str) -> CheckpointError:
 
 
 class VanishedLoadError(PartialLoadError, NoCheckpointError):
-    """A checkpoint was removed while a load overwrote tensors with it."""
+    """A checkpoint was removed while a load overwrote tensors with its values."""
 
 
 class _Filled(NamedTuple):

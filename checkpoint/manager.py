@@ -335,7 +335,7 @@ class CheckpointManager:
             state: as for `vescale_fsdp.checkpoint.save`.
             metadata: JSON of your own (counters, configuration); `restore` returns it.
             force: save even if the policy does not ask for it.
-            metric: of this step, the same on all ranks; used by `BestOf` and `history`.
+            metric: the step's metric, the same on all ranks; used by `BestOf` and `history`.
 
         Returns:
             A handle if the save runs in the background, else None. A final save (see `should_stop`) never runs in the
@@ -367,7 +367,7 @@ class CheckpointManager:
                 behind=self._copying,
                 check_replicas=self._check_replicas,
             )
-            # A save to memory waits until the previous step is copied to other nodes: then the disk comes first.
+            # A save to memory waits for the previous step's copies to other nodes. While they run, disk comes first.
             if not (is_copying and targets):
                 is_in_ram, save_to_ram = save_to_ram(), None
         if not targets:
@@ -606,7 +606,7 @@ class CheckpointManager:
         Args:
             state: filled in place, as by `load`.
             step: restore this step only.
-            read_only: whether this manager does not continue the run: its saves then never mark steps as abandoned.
+            read_only: True if this manager does not continue the run: its saves then never mark steps as abandoned.
             strict, include, verify, read: as for `load`; each rank reads a step in memory itself, whatever ``read``.
             patience_s: how long ranks retry while they see different steps, which caches of network file systems can
                 cause; after that they raise.
@@ -620,7 +620,7 @@ class CheckpointManager:
                 unchanged.
             CheckpointError: if a step does not fit the state, the given step does not exist, or ranks see different
                 steps for ``patience_s``. An error of one rank is raised on all ranks.
-            PartialLoadError: instead of either, if a step was loaded in part and no other step completely; see `load`.
+            PartialLoadError: instead of these, if a step was loaded in part and no other step completely; see `load`.
                 If damage was the cause, it is a CorruptCheckpointError too.
         """
         self._wait_together()
@@ -633,7 +633,7 @@ class CheckpointManager:
                     "patience_s is not a time.", expected=">= 0", got=patience_s, where=self._root.where
                 )
             patterns = (include,) if isinstance(include, str) else include
-            wanted = None if step is None else operator.index(step)
+            wanted = None if step is None else operator.index(step)  # refuses floats, as in `save`
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}
             if self._ram is not None and self._coordinator.rank == 0:
                 run = read_run_file(self._root)

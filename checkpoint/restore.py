@@ -90,7 +90,7 @@ class StoredStep(NamedTuple):
 
     @property
     def tier(self) -> str:
-        """As in `Restored`."""
+        """The tier that the step is in: "disk" or "ram"."""
         return "ram" if self.in_memory else "disk"
 
 
@@ -183,7 +183,7 @@ class StepSearch:
         with self._coordinator.together(doing, "nothing was overwritten"):
             self._warn()
             time.sleep(self._pause_s)
-            # A step that is named may be an abandoned one.
+            # A step that the caller has named may be an abandoned one.
             numbers = committed_steps(self._root, abandoned=self._wanted is not None)
             on_disk = [StoredStep(number, False) for number in numbers]
             if self._ram is not None:
@@ -308,7 +308,7 @@ def _newest(views: Sequence[_View]) -> StoredStep | None:
 
     def order(step: StoredStep) -> tuple[int, bool, bool, str]:
         parts = [view.parts[step] for view in views if step in view.parts]
-        # The attempt: all ranks choose alike.
+        # The attempt decides between equal steps, so that all ranks choose the same one.
         return step.number, step.in_memory, step.in_memory and is_whole(parts), step.attempt
 
     return max({step for view in views for step in view.steps}, key=order, default=None)

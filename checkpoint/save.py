@@ -75,7 +75,7 @@ def save(
     progress: Tell = False,
     check_replicas: CheckReplicas = "sample",
 ) -> None:
-    """Write a checkpoint; when this returns on any rank, it is complete and durable. A collective.
+    """Write a checkpoint. When the call returns on any rank, the checkpoint is complete and durable. A collective.
 
     Args:
         path: folder or fsspec URL. Its manifest, written last, makes it a checkpoint.
@@ -137,9 +137,8 @@ class Saver:
     split_bytes: int | None = SPLIT_BYTES
     format: Format = "native"
     save_id: str | None = None  # shared with a save to memory, to show that both have the same state
-    every_node: bool = (
-        False  # whether each node has its own storage, where every rank stores all of its regions
-    )
+    # Whether each node has its own storage, where every rank stores all of its regions.
+    every_node: bool = False
     leads_node: bool = False  # with `every_node`: whether this rank commits for its node
     meter: Meter = field(default_factory=Meter)
     check_replicas: CheckReplicas = "sample"
@@ -174,7 +173,7 @@ class Saver:
                         raise
         saved = Saved(commit.num_bytes, time.monotonic() - start_s, commit.save_id)
         if self.coordinator.rank == 0:
-            rate = saved.num_bytes / max(saved.seconds, 1e-9) / 1e9
+            rate = saved.num_bytes / max(saved.seconds, 1e-9) / 1e9  # coarse clocks may not have moved
             _log.info("saved %s: %d bytes in %.3f s, %.2f GB/s", where, *saved[:2], rate)
         return saved
 
@@ -333,7 +332,7 @@ def check_mergeable(taken: TakenState, coordinator: Coordinator) -> None:
             )
         for name, value in taken.resharded.items():
             holders = [rank for rank, values in enumerate(by_rank) if name in values]
-            if holders[0] != coordinator.rank:
+            if holders[0] != coordinator.rank:  # one rank merges each value
                 continue
             parts = [by_rank[rank][name] for rank in holders]
             try:

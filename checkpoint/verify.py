@@ -94,7 +94,7 @@ def verify(
     Args:
         path: folder, file or URL of a checkpoint in any format; or an open `Source`.
         deep: read all data, not only metadata and headers.
-        progress: called with the bytes of tensors read since the last call, from several threads.
+        progress: called with the number of tensor bytes read since the last call, from several threads.
 
     Examples:
         >>> import torch
@@ -210,6 +210,7 @@ def _read_tensor(
     # A small file can declare a huge tensor, by repeating its bytes: then only the stored bytes are read.
     if is_inflated(info.nbytes, tensor.stored_nbytes):
         for chunk in chunks:
+            # Chunks with a checksum have been read above.
             stop = chunk.offset + (0 if chunk.checked else chunk.stored_nbytes(info.dtype.itemsize))
             for start in range(chunk.offset, stop, _READ_BYTES):
                 nbytes = min(_READ_BYTES, stop - start)

@@ -47,7 +47,7 @@ def ranks_by_node(nodes: Sequence[str]) -> list[list[int]]:
 
 
 def partners_in_cliques(nodes: Sequence[str], replicas: int) -> list[list[int]]:
-    """For each rank, the ranks that keep a copy of its file. Remaining nodes join the last clique.
+    """For each rank, the ranks that keep a copy of its file. Nodes that do not fill a clique join the last one.
 
     Args:
         nodes: node name of each rank.
@@ -63,7 +63,7 @@ def partners_in_cliques(nodes: Sequence[str], replicas: int) -> list[list[int]]:
             for step in range(1, size):
                 keepers = clique[(index + step) % len(clique)]
                 for local, rank in enumerate(ranks):
-                    partners[rank].append(keepers[local % len(keepers)])
+                    partners[rank].append(keepers[local % len(keepers)])  # a node may have fewer ranks
     return partners
 
 
@@ -113,7 +113,7 @@ def plan_makers(wanted: Sequence[Sequence[int]], lost: Iterable[int]) -> dict[in
     load = Counter[int]()
     return {
         saved_rank: _least_busy((rank for rank, needs in enumerate(wanted) if saved_rank in needs), load)
-        for saved_rank in sorted(lost)
+        for saved_rank in sorted(lost)  # in one order on all ranks
     }
 
 
@@ -135,7 +135,7 @@ def plan_moves(
     return [
         FileMove(name, _least_busy(holders[name], sent), _least_busy(ranks, received))
         for ranks in ranks_by_node(nodes)
-        # All ranks must plan the same.
+        # Sorted: the order of a set differs between processes, and all ranks must plan the same moves.
         for name in sorted(set().union(*(wanted[rank] for rank in ranks)) - present[ranks[0]])
     ]
 
@@ -160,7 +160,7 @@ def plan_copies(
     for name, numbers in holders.items():
         senders = [rank for number in numbers for rank in by_node[number]]
         others = [number for number in range(len(by_node)) if number not in numbers]
-        missing = max(0, num_copies + 1 - len(numbers)) if numbers else 0
+        missing = max(0, num_copies + 1 - len(numbers)) if numbers else 0  # else no node can send it
         for number in sorted(others, key=lambda number: (num_files[number], number))[:missing]:
             moves.append(FileMove(name, _least_busy(senders, sent), _least_busy(by_node[number], received)))
             num_files[number] += 1

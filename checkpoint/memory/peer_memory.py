@@ -73,7 +73,7 @@ class StepOnDisk:
         reader.fill(wanted, verify=True)
         blob = bytes(reader.blobs([saved_rank])[0])
         working = memory.working_name(file.name, "disk")
-        memory.remove(working)  # a killed run may have left one
+        memory.remove(working)  # a killed run may have left such a file
         write_rank_file(memory, FileImage(file, locals_by_name, blob), Meter(), name=working)
         memory.rename(working, file.name)
 
@@ -153,7 +153,9 @@ class PeerMemory:
         Raises:
             LostPartError: on all ranks, if any rank reads a file that neither a node nor the disk has.
         """
+        # Sorted: `everyone` compares representations, and a set has no fixed order.
         wanted = self._coordinator.everyone(sorted(saved_ranks - self._on_own_node))
+        # Saved rank -> one of the ranks that read its file.
         lost = {
             rank: number
             for number, ranks in enumerate(wanted)
@@ -166,6 +168,7 @@ class PeerMemory:
             makers = plan_makers(wanted, lost.keys())
             self._make(manifest, makers)
             for number, maker in makers.items():
+                # All ranks of the maker's node now see the file.
                 for part, numbers in zip(self._held, present, strict=True):
                     if part.node == self._held[maker].node:
                         numbers.add(number)

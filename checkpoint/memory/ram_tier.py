@@ -78,8 +78,8 @@ class RamTier:
         replicas: number of other nodes that keep a copy of each node's part, sent in the background. Nodes are
             distinguished by their memory file systems, and form cliques of ``replicas + 1``. On fewer nodes there are
             fewer copies, with a warning.
-        mesh: a 1D mesh whose ranks keep each other's copies instead, such as ``mesh["replicate"]``; neighboring ranks
-            must be on different nodes.
+        mesh: a 1D mesh, such as ``mesh["replicate"]``, whose ranks keep each other's copies; default: cliques of nodes.
+            Neighboring ranks of the mesh must be on different nodes.
         folder: a memory file system. Steps are in a private folder below it; a folder that another user may have
             created is an error.
 
@@ -102,7 +102,7 @@ class RamTier:
         mesh: DeviceMesh | None = None,
         folder: str | os.PathLike[str] = "/dev/shm",
     ) -> None:
-        # It becomes the name of a folder.
+        # The name becomes part of a folder's name.
         is_plain = re.fullmatch(r"[\w.-]+", name) and not name.startswith(".")
         if interval < 1 or keep_last < 1 or replicas < 0 or not is_plain:
             raise ArgumentError(
@@ -123,11 +123,12 @@ class RamTier:
         self._keep_last = keep_last
         self._mesh = mesh
         self._folder = Path(folder)
-        # Not durable: memory outlives no power loss. Private: everybody may write to /dev/shm.
+        # Not durable: a power loss erases memory anyway. Private: every user may write to /dev/shm.
         self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False, private=True)
         self._copier = BackgroundThread("checkpoint-copies")
         self._copies: SaveHandle | None = None
-        # The next four attributes are computed for this coordinator. Weak: its group must not outlive the job.
+        # The coordinator that the next four attributes were computed for. A weak reference, because the coordinator's
+        # group must not outlive the job.
         self._seen: weakref.ref[Coordinator] | None = None
         self._nodes: list[str] = []  # by rank
         self._leads_node = False  # whether this rank is the first of its node
@@ -148,7 +149,9 @@ class RamTier:
             step.
         """
         # Rank 0 draws the attempt's number; the all-reduce by MAX sends it to all ranks.
-        attempt = secrets.randbits(32) if coordinator.rank == 0 else 0  # a seeded generator would repeat it
+        attempt = (
+            secrets.randbits(32) if coordinator.rank == 0 else 0
+        )  # a seeded generator would repeat the number
         is_copying = self._copies is not None and not self._copies.done()
         doing = "looking for copies of the previous step"
         attempt, is_copying_anywhere = coordinator.raise_together(
@@ -270,6 +273,7 @@ class RamTier:
     def wait(self) -> None:
         """Wait until no copy is in flight, and warn about failed copies."""
         error = self._copy_error()
+        # As in `_warn`: on rank 0, and on ranks with an error of their own.
         if error is not None and (self._warns or not isinstance(error, CheckpointError)):
             warnings.warn(f"{_NO_COPIES}: {_text_of(error)}", stacklevel=3)
 
@@ -356,9 +360,8 @@ class RamTier:
             move_files(coordinator, storage, moves, doing)
             self._copied_step = step
         except Exception as error:
-            if is_of_storage(
-                error
-            ):  # e.g. a node's memory is full; other errors may be of the ranks' connection
+            # Such as a full memory. After another error, ranks may be unreachable for the collective in `_retire`.
+            if is_of_storage(error):
                 self._retire(coordinator, step, run)
             raise
         self._retire(coordinator, step, run)

@@ -18,7 +18,7 @@ from vescale_fsdp.layout.geometry import Box, contiguous_strides
 Locate = Callable[[StoredChunk], StoredChunk]
 ReadBytes = Callable[[str, int, memoryview], None]  # (file, offset, buffer to fill)
 
-_GAP_BYTES = 64 * 2**10  # largest gap that is read over: a second read would cost more
+_GAP_BYTES = 64 * 2**10  # largest gap that is read and discarded: a second read would cost more
 _COVER_BYTES = 4 * 2**20  # largest scratch read for items that are not contiguous in the file
 
 
@@ -35,13 +35,13 @@ def read_box(tensor: StoredTensor, box: Box, out: np.ndarray, locate: Locate, re
     for chunk in tensor.chunks:
         part = box.intersect(chunk.box)
         if part is not None:
-            # The ellipsis keeps the part of a 0-d tensor an array.
+            # With the ellipsis, indexing a 0-d array returns an array, not a scalar.
             index: tuple[Any, ...] = (*part.slices(box.offsets), ...)
             _read_part(locate(chunk) if chunk.file else chunk, part, out[index], read)
 
 
 def _read_part(chunk: StoredChunk, part: Box, view: np.ndarray, read: ReadBytes) -> None:
-    if not chunk.file:
+    if not chunk.file:  # a chunk of zeros, which is not stored
         view[...] = np.zeros((), dtype=view.dtype)
         return
     first = sum((o - c) * s for o, c, s in zip(part.offsets, chunk.box.offsets, chunk.steps, strict=True))
@@ -77,11 +77,12 @@ def _read_strided(
     cover = (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))) * itemsize
     dim = max(range(len(sizes)), key=lambda d: (sizes[d] - 1) * strides[d])
     step = strides[dim] * itemsize
+    # If the gap between two slices along this dim is large, each slice is read separately.
     if sizes[dim] > 1 and step - (cover - (sizes[dim] - 1) * step) > _GAP_BYTES:
         parts = [(index, index + 1) for index in range(sizes[dim])]
         _read_parts(read, offset, dim, parts, strides, view)
         return
-    # Twice as much of a run, which has no gaps that are read in vain.
+    # A contiguous run may be twice as large: it has no gaps, which would be read in vain.
     if cover <= _COVER_BYTES or (is_run and cover <= 2 * _COVER_BYTES):
         scratch = np.empty(cover // itemsize, dtype=view.dtype)
         read(offset, _bytes_of(scratch))

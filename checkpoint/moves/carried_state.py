@@ -42,7 +42,7 @@ _TRAINING = re.compile(
 # Objects that a user registers with accelerate. They may contain a model, which is not the trained one.
 _USERS = re.compile(r"^custom_checkpoint_\d+$")
 _OUTERMOST = "module."  # added by DDP
-_PROGRESS = "loops"  # Lightning's counters; some of their names contain "optimizer"
+_PROGRESS = "loops"  # Lightning's counters; names of some counters contain "optimizer"
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class ModelNames:
         names: name in the source -> name in the model, tensors only.
         optimizer: names of optimizer entries, tensors and values.
         others: names of all other entries (schedulers, counters, random states).
-        candidates: the models' containers, if there are several and no choice was made; ``names`` then has the full
-            names of all their tensors.
+        candidates: the models' containers, if the source has several models and none was chosen; ``names`` then has
+            the full names of all models' tensors.
     """
 
     prefix: str
@@ -155,7 +155,7 @@ def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: 
     Args:
         names: name in the source -> name in the model.
         counters: source names of 0-d tensors, such as ``n_averaged`` of an averaged model. DDP's prefix is removed even
-            if they lack it.
+            if these tensors lack it.
 
     Raises:
         ConversionError: if two tensors would get the same name.
@@ -354,21 +354,21 @@ class CarriedState:
         return aliases
 
     def with_model_views(self, change: Callable[[list[TensorView]], Iterable[TensorView]]) -> CarriedState:
-        """The state with each of the model's tensors replaced by the one of the same name that ``change`` returns."""
+        """The state after ``change``, which returns new views of the model's tensors under the same names."""
         old = [view for name, view in self.views.items() if name in self.is_model]
         changed = {view.info.name: view for view in change(old)}
         return replace(self, views={name: changed.get(name, view) for name, view in self.views.items()})
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    """Replace the end of a text by the part of ``new`` that differs from ``old``; the text ends like ``old``."""
+    """Rename a text that ends like ``old``: from the first different letter on, its end becomes that of ``new``."""
     differ = (at for at, letters in enumerate(zip(old, new, strict=False)) if letters[0] != letters[1])
     same = next(differ, min(len(old), len(new)))
     return text.removesuffix(old[same:]) + new[same:]
 
 
 def _matches(name: str, patterns: Sequence[str], *, default: bool = False) -> bool:
-    # Fnmatchcase: fnmatch ignores case on some systems.
+    # Not `fnmatch`, which ignores case on some systems.
     return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else default
 
 
@@ -444,13 +444,13 @@ _COMMON_WORDS = {
     "state",
     "dict",
 }
-_COMMON_WORDS |= {"pytorch", "fsdp"}
+_COMMON_WORDS |= {"pytorch", "fsdp"}  # in accelerate's names, such as pytorch_model_fsdp_0
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def optimizer_container(path: Path) -> Path | None:
-    """The container of an optimizer entry: its path before ``state`` or ``param_groups``; None if it has neither."""
+    """The container of an optimizer entry: its path before ``state`` or ``param_groups``; None if neither is in it."""
     for depth, part in enumerate(path):
         if str(part).split(".", 1)[0] in _OPTIMIZER_KEYS:
             return path[:depth]
@@ -489,7 +489,7 @@ def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
         return state.restricted_to({*state.views, *state.values}.difference(state.model.optimizer))
     params = frozenset(str(state.path(name)[-1]) for name in state.is_model)
     for container, names in optimizers_of(state).items():
-        # State, the parameter and the kind are keys of their own.
+        # In nested state, ``state``, the parameter and the kind are three separate keys of the path.
         is_nested = all(len(state.path(name)) - len(container) >= 3 for name in names)
         if is_nested != (form == "nested"):
             state = _with_form(state, container, names, form, params)
@@ -595,7 +595,7 @@ def _owners(
         model
         for model in named
         if all(
-            # Steps have one item, moments the shape of their parameter.
+            # A step count has one item; a moment has the shape of its parameter.
             shape in ((), (1,), models[model][str(parameter(key, models[model]))])
             for key, shape in entries
         )
@@ -632,4 +632,5 @@ def _words(path: Path) -> frozenset[str]:
 def _are_alike(left: frozenset[str], right: frozenset[str]) -> bool:
     if not left or not right:
         return left == right
+    # A prefix is enough: ``optim_g`` is the optimizer of ``generator``.
     return any(a.startswith(b) or b.startswith(a) for a in left for b in right)

@@ -92,7 +92,7 @@ def require_one_rule_each(option: str, texts: Sequence[str]) -> None:
     """Check that no two options, such as ``*.bias=bf16`` and ``*.bias=fp16``, give one pattern different values.
 
     Raises:
-        ConversionError: if there are two; names them.
+        ConversionError: if two options do; names both.
     """
     given: dict[str, str] = {}
     for text in texts:
@@ -114,7 +114,7 @@ def float_type(name: str) -> DType:
     """
     try:
         dtype = dtype_from_torch(_SHORT.get(name, name))
-    except ConversionError:
+    except ConversionError:  # an unknown name gets the error below
         dtype = None
     if dtype is None or dtype.kind != "float":
         raise ConversionError(
@@ -164,7 +164,7 @@ class CastView(WrapperView):
         raw = np.empty(box.sizes, dtype=source.raw)
         self.inner.read_into(box, raw)
         if lost := cast_into(raw, source, out, self.dtype):
-            self.lost[box] = lost
+            self.lost[box] = lost  # by box, so that a second read is not counted again
 
     @property
     def overflows(self) -> int:

@@ -183,10 +183,10 @@ class ScaledView(_ComputedView):
                 values *= np.float32(self.factor)
             if self.offset is not None:
                 values += np.float32(self.offset)
-            # The ellipsis keeps a 0-d tensor an array.
+            # With the ellipsis, indexing a 0-d array returns an array, not a scalar.
             index: tuple[Any, ...] = (*tile.slices(box.offsets), ...)
             if lost := cast_into(values.view(np.uint32), _F32, out[index], self.dtype):
-                self.lost[tile] = lost
+                self.lost[tile] = lost  # by tile, so that a second read is not counted again
 
     @property
     def overflows(self) -> int:
@@ -328,7 +328,7 @@ def _times(box: Box, block: tuple[int, ...]) -> Box:
 
 
 def _tiles(box: Box, block: Sequence[int]) -> Iterator[Box]:
-    """Split a box into tiles of at most `_TILE_NUMEL` items, between blocks. The box must begin at a block."""
+    """Split a box into tiles of at most `_TILE_NUMEL` items, at block boundaries. The box must begin at one."""
     if box.numel <= _TILE_NUMEL:
         if box.numel:
             yield box
@@ -341,4 +341,4 @@ def _tiles(box: Box, block: Sequence[int]) -> Iterator[Box]:
                 offsets[dim], sizes[dim] = box.offsets[dim] + start, count
                 yield from _tiles(Box(tuple(offsets), tuple(sizes)), block)
             return
-    yield box
+    yield box  # a single block, which is not split

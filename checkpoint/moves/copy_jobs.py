@@ -9,9 +9,9 @@ with checksums is read and hashed once, whichever tensors are in it:
     output        | header |  k  |     o     |  q  | ...
 
 Computed tensors (casts, concatenations, strided boxes) are instead split into *segments*: runs of items of the result.
-An output file that stores checksums of its own stripes is split into *stretches*: byte ranges of the output that one
-thread each assembles, hashes and writes front to back; the table of checksums comes last. If the source has the same
-order, as is usual, it is read forward too.
+An output file that stores checksums of its own stripes is split into *stretches*, byte ranges of the output. One
+thread assembles, hashes and writes each stretch front to back; the table of checksums comes last. If the source has
+the same order, as is usual, it is read forward too.
 
     file         | header |   a   |       b       |    c    | table |
     stretches    |------ 0 -------|------ 1 -------|-- 2 ---|           ends at multiples of `FilePlan.stretch_bytes`
@@ -35,7 +35,7 @@ from vescale_fsdp.layout.geometry import round_up
 
 _CELL_BYTES = 4 * 2**20  # bytes of a source file per job
 _STEP_BYTES = 2**20  # bytes that are read, hashed and written while they are in the cache
-_MAX_GAP_BYTES = 64 * 2**10  # largest gap that is read over: another read would cost more
+_MAX_GAP_BYTES = 64 * 2**10  # largest gap that is read and discarded: another read would cost more
 
 
 class Segment(NamedTuple):
@@ -97,7 +97,7 @@ def jobs_by_source(plan: FilePlan, buffer_bytes: int) -> Iterator[Job]:
             continue
         target = plan.offsets[index]
         for source, file, offset, nbytes in ranges:
-            sources[id(source), file] = source
+            sources[id(source), file] = source  # by id: a `Source` is not hashable
             moves.setdefault((id(source), file), []).append(Move(offset, target, nbytes, index))
             target += nbytes
     for key, file_moves in moves.items():
@@ -116,7 +116,7 @@ def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) ->
     checked = source.checked(file)
     unit, end, max_gap = 1, sys.maxsize, _MAX_GAP_BYTES
     if checked is not None:
-        # 0: whole stripes inside a gap would be read and hashed in vain.
+        # No gap is read over (0): whole stripes inside it would be read and hashed in vain.
         unit, end, max_gap = checked.stripe_bytes, checked.checked_bytes, 0
     size = unit * max(1, cell_bytes // unit)
     cells: dict[int, list[Move]] = {}
@@ -200,8 +200,8 @@ def stretches(plan: FilePlan) -> Iterator[Stretch]:
 
 
 def stretch_steps(plan: FilePlan, stretch: Stretch, buffer_bytes: int) -> Iterator[tuple[int, int]]:
-    """First byte and end of each write of a stretch. With computed tensors writes are large: a small one may have to
-    read many source bytes for a few items.
+    """First byte and end of each write of a stretch. With computed tensors, writes are as large as the
+    buffer, because a small write may have to read many source bytes for a few items.
     """
     step = _STEP_BYTES if plan.is_moved else buffer_bytes
     for start in range(stretch.start, stretch.stop, step):
@@ -265,8 +265,8 @@ def compute_items(view: TensorView, first: int, stop: int, data: memoryview) -> 
 
 
 def _append(runs: list[tuple[int, ByteRange]], position: int, piece: ByteRange) -> None:
-    """Add bytes to read into ``position``. If they continue the last run in the source and in the output, they are
-    merged into it: adjacent small tensors are one read.
+    """Add a run of source bytes to read into ``position``. It is merged into the last run if it continues that run in
+    the source and in the output: adjacent small tensors are one read.
     """
     if runs:
         at, last = runs[-1]

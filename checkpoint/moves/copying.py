@@ -47,7 +47,7 @@ from vescale_fsdp.checkpoint.storage.base import FileWriter, SourceError, readin
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of, hex_checksum_of
 from vescale_fsdp.errors import ConversionError
 
-Progress = Callable[[int], None]  # called with bytes of tensors done since the last call
+Progress = Callable[[int], None]  # called with the number of tensor bytes done since the last call
 
 
 def no_progress(nbytes: int) -> None:
@@ -125,7 +125,7 @@ class _WorkingFile:
     def __init__(self, plan: FilePlan, out: FileWriter, num_jobs: int) -> None:
         self.plan, self.out = plan, out
         self._left = num_jobs
-        self._lock = threading.Lock()  # protects the next two, and the number of jobs left
+        self._lock = threading.Lock()  # protects `_left`, `_crcs` and `_digests`
         self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # content -> (byte offset, crc, bytes)
         self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3) of each write
 
@@ -166,7 +166,7 @@ class _WorkingFile:
         return nbytes
 
     def _write(self, offset: int, data: memoryview, content: int | None = None) -> None:
-        """Write bytes and update the checksums; ``content`` is None for bytes without CRCs, of one or more contents."""
+        """Write bytes and update the checksums; ``content`` is None for the bytes of a stretch, which have no CRCs."""
         self.out.write_at(offset, [data])
         digest = checksum_of(data)
         kind = None if content is None else self.plan.tensor(content).crc
@@ -230,7 +230,7 @@ class Copier:
     Args:
         limits: limits for memory and threads.
         create: opens an output file; called just before its first byte is written.
-        retrying: calls the given function, again if it fails: it writes one file front to back, from its start.
+        retrying: calls a function that writes one file from its start, and calls it again if it fails.
         progress: called with the tensor bytes done since the last call, from several threads.
         on_finished: called with each finished (not yet published) file and its digest, by one thread at a time.
     """
@@ -251,7 +251,7 @@ class Copier:
         if in_order:
             in_threads(self.limits.usable_threads, self._stream, plans)
         else:
-            try:  # `retrying` unwraps a SourceError; it is not called for outputs on disk
+            try:  # outputs on disk are written without `retrying`, which unwraps a SourceError
                 in_threads(self.limits.usable_threads, self._work, self._jobs(plans))
             except SourceError as carried:
                 raise carried.error from carried.error.__cause__  # `from` keeps the first cause
@@ -286,11 +286,12 @@ class Copier:
             nbytes, is_last = file.do(job, buffer)
             self.progress(nbytes)
             if is_last:
+                # Stretches contain all contents but the last one.
                 self._finish(file, len(file.plan.contents) - 1 if file.plan.stretch_bytes else 0)
 
     def _stream(self, plans: Shared[FilePlan]) -> None:
         """Write files front to back, one after the other."""
-        buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))
+        buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))  # takes no memory until it is touched
         for plan in plans:
             self.retrying(partial(self._write_in_order, plan, plans, buffer))
 
@@ -344,5 +345,6 @@ def verify_rest(plans: Sequence[FilePlan], threads: int) -> None:
     if cut := [each for plan in plans for each in tensors_to_verify(plan, whole=False)]:
         in_threads(threads, work, cut)
     views = (items.view for plan in plans for _, items in plan.tensors)
+    # Each source once; by id, because a `Source` is not hashable.
     for source in {id(source): source for view in views for source, _ in view.sources()}.values():
         source.require_unchanged()

@@ -135,9 +135,9 @@ class OutputPlan:
         closing: small files; the one that makes the folder a checkpoint comes last.
         is_stale: returns whether an old file of this name in the target is removed when the plan is published.
         single_file: whether the target is a single file rather than a folder.
-        wrap: returns the writer to use instead, given an output file's name and writer.
-        when_written: called after all data files are written, by this or other runs and processes, and before the
-            closing files are created.
+        wrap: returns the writer to use for an output file, given the file's name and its plain writer.
+        when_written: called before the closing files are created, when all data files are complete, whichever runs and
+            processes wrote them.
     """
 
     kind: str

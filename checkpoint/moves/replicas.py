@@ -40,7 +40,7 @@ _LEAST_ELEMENTS = 32  # of a sample; smaller tensors are compared whole
 _CHUNK_BYTES = 16 << 20  # 16 MiB: for "all", tensors are copied to the host in pieces of this size
 _NUM_WORDS = 4  # words of 32 bits in a sum: a difference goes unnoticed once in 2**128
 _MOD = 1 << 32  # the words have 32 bits
-_MAX_NAMED = 8  # tensors whose ranks an error names
+_MAX_NAMED = 8  # most tensors for which an error names the ranks that differ
 
 
 def check_choice(check_replicas: object) -> None:
@@ -216,7 +216,8 @@ class _Memory(NamedTuple):
 def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]:
     """The bits of every n-th element of each tensor, in row-major order, as a 1D array. All tensors have one dtype.
 
-    Dense host tensors are read by their addresses, all in one call: a view of each would take longer than the reading.
+    Dense host tensors are read by their addresses, all in one call: creating a view of each would take longer
+    than reading the sample.
     """
     itemsize = tensors[0].itemsize
     numels = _of_each(torch.Tensor.numel, tensors, np.int64)
@@ -228,9 +229,10 @@ def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]
     firsts = phase % np.minimum(steps, numels)
     counts = (numels - firsts + steps - 1) // steps
     addresses = _of_each(torch.Tensor.data_ptr, tensors, np.int64)
+    # Aligned, because `_gathered` counts addresses in items.
     is_dense = _of_each(torch.Tensor.is_contiguous, tensors, np.bool_) & (addresses % itemsize == 0)
     is_dense &= _of_each(attrgetter("is_cpu"), tensors, np.bool_)
-    is_dense &= ~_of_each(torch.Tensor.is_neg, tensors, np.bool_)
+    is_dense &= ~_of_each(torch.Tensor.is_neg, tensors, np.bool_)  # not negated in memory
     if tensors and tensors[0].is_complex():
         is_dense &= ~_of_each(torch.Tensor.is_conj, tensors, np.bool_)
     if is_dense.all():
@@ -245,7 +247,7 @@ def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]
         for index in np.flatnonzero(~is_dense).tolist()
     ]
     if len({view.device for view in views}) > 1:
-        views = [view.cpu() for view in views]
+        views = [view.cpu() for view in views]  # `torch.cat` needs one device
     # Joined on the device, so that there is one copy to the host.
     sample[~is_gathered] = bytes_of(torch.cat(views).cpu()).numpy().view(sample.dtype)
     return sample

@@ -59,7 +59,7 @@ def run_plan(
 
     Args:
         plan: the output plan.
-        source: the source; neither may contain the other, source or target.
+        source: the source. The source must not contain the target, and the target must not contain the source.
         url: the target.
         limits: limits for memory and threads.
         overwrite: replace an existing target.
@@ -132,7 +132,7 @@ def _is_written(plan: OutputPlan, files: tuple[FilePlan, ...], output: Output, l
     compared.
 
     Raises:
-        ConversionError: if bytes differ, and neither an interrupted run nor ``overwrite`` allows to replace them.
+        ConversionError: if bytes differ, and neither an interrupted run nor ``overwrite`` allows replacing them.
     """
     if not output.may_be_complete:
         return False

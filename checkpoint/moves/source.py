@@ -76,7 +76,8 @@ class Source:
         file_metadata: ``__metadata__`` of all safetensors files, merged; torchao describes quantized tensors there.
         warnings: messages for the user of a conversion, about properties that the format does not store.
         folder_problems: returns the reasons why loaders of this folder would fail although every file is good.
-        locate: determines the location of a chunk's items, if only the file contains it; None if metadata does.
+        locate: determines the location of a chunk's items, for formats that store the location in the file; None if the
+            metadata contains all locations.
 
     Examples:
         >>> import torch
@@ -153,7 +154,7 @@ class Source:
         Raises:
             ConversionError: if a file was replaced or removed: the data read may be a mixture of two checkpoints.
         """
-        before = self.__dict__.pop("fingerprint", None)  # the cached value, if it was ever computed
+        before = self.__dict__.pop("fingerprint", None)  # clears the cache; None if it was never computed
         try:
             is_same = before is None or self.fingerprint == before
         except CorruptCheckpointError:  # a file is gone
@@ -202,7 +203,7 @@ class Source:
         read_box(tensor, box, out, lambda chunk: self.located(tensor.info, chunk), self.reads.read)
 
     def verify(self, name: str) -> None:
-        """Verify all ranges with checksums that contain a tensor; reads the bytes that no thread has read yet.
+        """Verify the byte ranges with checksums around a tensor's chunks; reads the bytes that no thread has read yet.
 
         Raises:
             CorruptCheckpointError: if a checksum does not match.

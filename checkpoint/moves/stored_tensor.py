@@ -60,7 +60,8 @@ class StoredChunk:
         box: the part of the tensor.
         file: relative name of the file; empty if the chunk is not in a file, such as a box of zeros.
         offset: byte offset of the first element, or of the record in which `Source.locate` locates it.
-        nbytes: number of bytes from there; without a file, the size of the stored data (in a pickle, compressed).
+        nbytes: number of bytes from ``offset`` on; for a chunk without a file, the size of its stored data, such as
+            compressed bytes in a pickle.
         strides: strides of the box in the file, in items; None for row-major.
         checked: the byte range with a checksum that contains the chunk; None if there is none, or if only
             `Source.locate` determines it.
@@ -92,10 +93,10 @@ class StoredChunk:
         """Number of stored bytes that the items consist of."""
         if not self.file:
             return self.nbytes
-        # Fewer than the items if a stride of 0 repeats them.
+        # If a stride of 0 repeats items, fewer items are stored than the box has.
         spanned = 1 + sum((n - 1) * s for n, s in zip(self.box.sizes, self.steps, strict=True))
         items_nbytes = min(self.box.numel, spanned) * itemsize
-        return min(items_nbytes, self.nbytes or items_nbytes)  # 0 in formats that determine it on reading
+        return min(items_nbytes, self.nbytes or items_nbytes)  # nbytes is 0 if only reading shows the size
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ def _first_overlap(shape: tuple[int, ...], boxes: list[Box]) -> tuple[Box, Box] 
 
 
 def _overlap_on_grid(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Mark the cells of the grid spanned by all box edges with their boxes; compare pairs if the grid is too large."""
+    """Two boxes that share a cell of the grid of all box edges, or None. If the grid is too large, compares pairs."""
     import numpy as np
 
     edges = []
@@ -201,7 +202,7 @@ def _overlap_on_grid(boxes: list[Box]) -> tuple[Box, Box] | None:
     cells = tuple(len(e) - 1 for e in edges)
     if math.prod(cells) > _MAX_GRID_CELLS:
         return _overlap_by_pairs(boxes)
-    owner = np.full(cells, -1, dtype=np.int64)
+    owner = np.full(cells, -1, dtype=np.int64)  # -1: no box yet
     for number, box in enumerate(boxes):
         where = tuple(slice(e[o], e[o + n]) for e, o, n in zip(edges, box.offsets, box.sizes, strict=True))
         taken = owner[where]
@@ -216,7 +217,7 @@ def _overlap_by_pairs(boxes: list[Box]) -> tuple[Box, Box] | None:
     for i, box in enumerate(ordered):
         for other in ordered[i + 1 :]:
             if other.offsets[0] >= box.offsets[0] + box.sizes[0]:
-                break
+                break  # sorted by offset: no later box can overlap
             if box.intersect(other) is not None:
                 return box, other
     return None

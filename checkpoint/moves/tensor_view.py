@@ -121,7 +121,7 @@ class SourceView(TensorView):
 class MappedView(TensorView):
     """A tensor with the items of its inputs at other positions (concatenated, sliced, reshaped, ..).
 
-    It has the name of the first input.
+    Its name is that of the first input.
 
     Raises:
         ConversionError: if the tensors do not fit the map.
@@ -166,7 +166,7 @@ class MappedView(TensorView):
             return
         # The offsets and strides of pieces refer to a row-major box.
         flat = (out if out.flags.c_contiguous else np.empty(box.sizes, dtype=out.dtype)).reshape(-1)
-        if self.map.has_gaps:
+        if self.map.has_gaps:  # gaps are zeros
             flat[...] = np.zeros((), dtype=out.dtype)
         for (number, part), group in groupby(
             self.map.pieces(self._shapes, box), key=lambda p: (p.input, p.box)

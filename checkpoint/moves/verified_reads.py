@@ -1,6 +1,6 @@
 """Reads of a checkpoint's files that are verified with the format's checksums, without reading bytes twice if possible.
 
-*Ranges* have one CRC each: a record of a torch.save archive, or a chunk of a zarr array. They may have gigabytes, and
+*Ranges* have one CRC each: a record of a torch.save archive, or a chunk of a zarr array. They may be gigabytes, and
 several threads read pieces of them in any order. CRCs of pieces can be combined to the CRC of the range: the CRC of
 each piece is computed while it is in the cache, and the range is verified when its last piece has been read:
 
@@ -128,7 +128,7 @@ class VerifiedReads:
 
     def __init__(self, store: Storage, striped: Callable[[str], StripedFile | None]) -> None:
         self._store, self._striped = store, striped
-        # The first is never held during a read.
+        # `_lock` is never held during a read.
         self._lock, self._rereading = threading.Lock(), threading.Lock()
         self._starts: dict[str, list[int]] = {}
         self._ranges: dict[str, list[_Seen]] = {}  # by file, in the order of the starts
@@ -165,7 +165,7 @@ class VerifiedReads:
             part = data[: end - offset]
             if index not in verified:
                 checksum, following = begun.pop((file, index), (RunningChecksum(), first))
-                if following != offset:  # this thread did not read the bytes before
+                if following != offset:  # this thread did not read the bytes before `offset`
                     self._reread(striped, file, index)
                 else:
                     checksum.update(part)
@@ -208,7 +208,7 @@ class VerifiedReads:
         """Add bytes that were read from a file to the CRCs of its ranges.
 
         Raises:
-            CorruptCheckpointError: if they complete a range and its CRC does not match.
+            CorruptCheckpointError: if the bytes complete a range and its CRC does not match.
         """
         stop = offset + len(data)
         for seen in self._within(file, offset, stop):
@@ -235,14 +235,14 @@ class VerifiedReads:
 
     def verify_range(self, checked: CheckedRange) -> None:
         """Read the bytes of a range that no thread has read, which verifies it; raises the same errors as `read`."""
-        while gaps := self.unread(checked):  # other threads may read a part of them meanwhile
+        while gaps := self.unread(checked):  # other threads may meanwhile read a part of a gap
             for gap in gaps:
                 for start in range(*gap, _SCRATCH_BYTES):
                     nbytes = min(_SCRATCH_BYTES, gap[1] - start)
                     self.read(checked.file, start, memoryview(bytearray(nbytes)))
 
     def seen_in_part(self) -> list[SeenPieces]:
-        """The pieces that were read of incomplete ranges."""
+        """The pieces, read so far, of ranges that are not verified yet."""
         with self._lock:
             return [
                 SeenPieces(file, seen.checked.start, tuple(seen.pieces))

@@ -22,7 +22,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-# `thread` registers an exit function that closes all pools. Registered before `_finish_at_exit`, it runs later.
+# The import of `thread` registers an exit function that closes all pools. It runs after `_finish_at_exit`, because it
+# is registered first.
 from concurrent.futures import Future, thread, wait
 from queue import SimpleQueue
 from typing import NoReturn
@@ -59,7 +60,7 @@ class Job:
 
     def disown(self) -> None:
         """In a forked child: make waiting for this job an error."""
-        self.future.__init__()  # type: ignore[misc]  # a thread of the parent may have had the lock
+        self.future.__init__()  # type: ignore[misc]  # a new lock: a thread of the parent may have held it
         self.is_read = True
         self.future.set_exception(
             CheckpointError(
@@ -165,7 +166,7 @@ def _report(lost: Sequence[Job]) -> None:
 
 def _leave() -> NoReturn:
     """Exit with status 1, by `os._exit`: an exiting interpreter has no other way to change its status."""
-    atexit.unregister(_leave)
+    atexit.unregister(_leave)  # else `_run_exitfuncs` would call it again
     atexit._run_exitfuncs()  # `os._exit` would skip the other exit functions
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -181,7 +182,7 @@ def _forget_parent() -> None:
         if not job.future.done():
             job.disown()
     for each in list(_threads):
-        each._reset()
+        each._reset()  # the child does not have the thread
 
 
 os.register_at_fork(after_in_child=_forget_parent)

@@ -101,7 +101,7 @@ class Agreement(NamedTuple):
     """The result of `Coordinator.agree`, the same on all ranks."""
 
     classes: list[tuple[RankSet, Structure]]
-    blob_bytes: int  # of the largest rank
+    blob_bytes: int  # the largest of all ranks
     has_resharded: bool  # on any rank
     save_id: str
     free_bytes: int | None  # the smallest of all ranks; None if no rank knows it
@@ -112,7 +112,7 @@ class Coordinator:
 
     rank = 0
     world_size = 1
-    rank_of: dict[int, int] | None = None  # rank in this group of each global rank; None if they are equal
+    rank_of: dict[int, int] | None = None  # global rank -> rank in this group; None if they are equal
 
     def agree(
         self,
@@ -136,7 +136,7 @@ class Coordinator:
                 error raises that error.
         """
         words = words_of(structure.digest if structure is not None else bytes(16))
-        save_id = secrets.randbits(62) if self.rank == 0 else 0  # rank 0's, by MAX; fits an int64
+        save_id = secrets.randbits(62) if self.rank == 0 else 0  # MAX returns rank 0's; fits an int64
         free = _ENDLESS if free_bytes is None else free_bytes
         largest_bytes, resharded, save_id, least_free, *digests = self.raise_together(
             error,
@@ -177,8 +177,8 @@ class Coordinator:
 
         Raises:
             CheckpointError: on ranks without an error: names the failed ranks and their errors, or the argument that
-                differs. A failed rank raises its own error, unless both its error and the worst one are errors of
-                this library: then it raises one of the worst kind.
+                differs. A failed rank raises its own error. One exception: if that error is one of this library, and
+                another rank's error is more severe, it raises one of the more severe kind.
         """
         if error is not None:
             raise _marked(error, _severity(error))
@@ -300,7 +300,7 @@ class GroupCoordinator(Coordinator):
         store = store_of(self.group)
         doing = f"rank {self.rank}, {name}"
         try:
-            # "": no word yet.
+            # "" stands for a missing entry: no rank has entered a word yet.
             entered = within(self._timeout_s, lambda: store.compare_set(name, "", word), doing)
         except RuntimeError as lost:
             raise CheckpointError(
@@ -312,7 +312,7 @@ class GroupCoordinator(Coordinator):
             ) from lost
         decision = entered.decode()
         with suppress(RuntimeError):  # the decision is final, even if the store is lost now
-            # Twice the time that rank 0 waits in it.
+            # The limit is twice the time that rank 0 waits in this call.
             within(2 * _READERS_S, lambda: self._wait_for_readers(store, name, decision, done), doing)
         return decision
 
@@ -334,7 +334,7 @@ class GroupCoordinator(Coordinator):
         """The largest of each value over all ranks.
 
         Args:
-            first_doing: the call, if this is its first collective.
+            first_doing: description of the call that this collective begins; None in later collectives of a call.
         """
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         with self._reaching("meeting"):
@@ -388,10 +388,10 @@ class GroupCoordinator(Coordinator):
         owners: dict[tuple[int, ...], list[int]] = {}
         for rank, row in enumerate(rows):
             owners.setdefault(tuple(row.tolist()), []).append(rank)
-        # A rank without memory would miss the broadcasts.
+        # In a `together` block, because a rank that runs out of memory would miss the broadcasts.
         with self.together("allocating other ranks' structures"):
             documents = [
-                # torch warns of read-only bytes.
+                # A bytearray, because torch warns about read-only bytes.
                 torch.frombuffer(bytearray(structure.document), dtype=torch.uint8)
                 if self.rank == ranks[0]
                 else torch.empty(length, dtype=torch.uint8, device="cpu")
@@ -432,6 +432,7 @@ class GroupCoordinator(Coordinator):
     def _raise_gathered(self, error: BaseException | None, worst: int, doing: str, outcome: str) -> NoReturn:
         texts = self._documents(None if error is None else _format_error(error), doing)
         failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+        # An error of this library becomes one of the worst kind; errors of other classes are raised as they are.
         if error is not None and _severity(error) in (worst, _STORAGE, _FOREIGN, _INTERRUPT):
             error.add_note(f"on rank {self.rank}, while {doing}; {outcome}")
             raise _marked(error, worst)
@@ -520,6 +521,7 @@ class GroupCoordinator(Coordinator):
 
     def _documents(self, item: Json, doing: str) -> list[Json]:
         """All-gather one JSON value per rank."""
+        # A bytearray, because torch warns about read-only bytes.
         data = torch.frombuffer(bytearray(self._seal(json.dumps(item).encode())), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
         with self._reaching(doing):
@@ -588,7 +590,7 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
     """The coordinator of a process group; without torch.distributed, that of a single process.
 
     The first call for a group creates a gloo group of the same ranks, so all of them must make this call together. The
-    gloo group has the same time-out: if a rank is missing, a save or load fails after it.
+    gloo group has the same time-out: if a rank is missing, a save or load fails after that time.
 
     Args:
         process_group: the ranks that save or load together; default: all.
@@ -620,9 +622,10 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
         name = f"{base.group_name} {members} {use}"
         rank, timeout = dist.get_rank(base), timeout_of(base)
         if timeout is not None:
+            # torch's own clients may wait forever.
             store = BoundedStore(store, timeout.total_seconds())
         roll_call = RollCall(store, name, rank, len(ranks), timeout)
-        # First, because `new_group` does not report which ranks are missing.
+        # Before `new_group`, which does not report which ranks are missing.
         roll_call.gather("the first call of its kind")
         known[use] = new_group(base, backend="gloo")
         _roll_calls[known[use]] = roll_call
@@ -652,7 +655,7 @@ def is_same(largest: Sequence[int]) -> bool:
 
 
 def unlike(everyone: Sequence[Json]) -> CheckpointError:
-    """The error for arguments, indexed by rank, that differ."""
+    """The error for arguments that differ between ranks; ``everyone`` has the arguments of each rank."""
     name, values = _first_difference(everyone, "")
     ranks_by_text: dict[str, list[int]] = {}
     for rank, value in enumerate(values):

@@ -52,9 +52,8 @@ def waves_of(turns: Iterable[T], max_incoming: int) -> list[list[T]]:
     """
     waves: list[list[T]] = []
     sends_next: dict[int, int] = {}  # the first wave in which a rank is free to send
-    receives: dict[
-        int, tuple[int, int]
-    ] = {}  # the last wave in which a rank receives, and its number of turns
+    # For each rank, the last wave in which it receives, and the number of turns that it receives in that wave.
+    receives: dict[int, tuple[int, int]] = {}
     for turn in turns:
         number = sends_next.get(turn.sender, 0)
         for rank in turn.receivers:
@@ -114,7 +113,7 @@ def exchange(
         for turn, data in turns:
             if data[size_of(turn)]:
                 take(turn, bytes_of(turn, data))
-            free.append(data)  # also of a turn that its sender could not read
+            free.append(data)  # also after a turn that its sender could not read
 
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
         ahead: deque[Future[torch.Tensor]] = deque(pool.submit(filled, turn) for turn in islice(own, threads))
@@ -127,13 +126,13 @@ def exchange(
                 nbytes = size_of(turn) + 1
                 if turn.sender == rank:
                     data = ahead.popleft().result()
-                    # In place of the one taken.
+                    # Read one more turn ahead, in place of the turn just taken.
                     ahead.extend(pool.submit(filled, following) for following in islice(own, 1))
                     outgoing += [(data[:nbytes], receiver) for receiver in turn.receivers]
                 else:
                     data = memory()
                     incoming.append((data[:nbytes], turn.sender))
-                    received += nbytes - 1
+                    received += nbytes - 1  # without the byte after the turn
                 current.append((turn, data))
             finish = coordinator.begin_exchange(outgoing, incoming)
             take_all(before)  # while this wave is sent
@@ -181,7 +180,7 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
                 if moves[number] in ends:
                     ends[moves[number]].num_bytes = nbytes
         # Each wave of files becomes waves of pieces. A rank plans only its own pieces: with huge files and thousands of
-        # ranks there would be millions in all.
+        # ranks, the pieces of all ranks would be millions.
         waves = [
             [_Piece(end, number) for end in own if number < end.num_pieces]
             for wave in waves_of(moves, 1)
@@ -231,7 +230,7 @@ class _End:
         """Write a piece. The last piece also renames the file to its final name."""
         working_name = self._storage.working_name(self.move.name, f"from{self.move.sender}")
         if self._writer is None:
-            self._storage.remove(working_name)  # a killed run may have left one
+            self._storage.remove(working_name)  # a killed run may have left such a file
             self._writer = self._storage.create(working_name, self.num_bytes)
         self._writer.write_at(number * _PIECE_BYTES, [data])
         self._num_written += 1

@@ -56,7 +56,7 @@ class RollCall:
 
         def arrived(patience_s: float) -> bool:
             end_s = time.monotonic() + patience_s
-            while self._store.add(f"{key} count", 0) < self._world_size:
+            while self._store.add(f"{key} count", 0) < self._world_size:  # reads the counter
                 if time.monotonic() > end_s:
                     return False
                 time.sleep(_POLL_S)

@@ -94,7 +94,7 @@ def address_of(interface: str) -> str:
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         request = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-    return str(ipaddress.ip_address(request[20:24]))
+    return str(ipaddress.ip_address(request[20:24]))  # after 16 bytes of name, family and port
 
 
 def local_address(host: str, port: int) -> str:
@@ -122,7 +122,7 @@ def bound_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 def sign(secret: bytes, name: str, value: bytes) -> bytes:
     """An HMAC of name and value, followed by the value."""
-    # The zero: no other name and value are the same bytes.
+    # The zero byte separates name and value, so that no other pair gives the same bytes.
     return hmac.new(secret, name.encode() + b"\0" + value, _DIGEST).hexdigest().encode() + value
 
 
@@ -133,7 +133,7 @@ def unsign(secret: bytes, name: str, signed: bytes) -> bytes:
         PlacementError: if the value was not signed for this name with this secret.
     """
     value = signed[_MAC_BYTES:]
-    # In a time that tells nothing of the secret.
+    # The time that `compare_digest` takes reveals nothing about the secret.
     if not hmac.compare_digest(sign(secret, name, value), signed):
         raise PlacementError(
             "A message is not signed with this job's secret.",
@@ -217,7 +217,7 @@ class _StoreProxy(dist.Store):
     def num_keys(self) -> int:
         return self._call(self._store.num_keys, "num_keys")
 
-    def has_extended_api(self) -> bool:  # append and the calls for several keys are not passed on
+    def has_extended_api(self) -> bool:  # append and calls for several keys are not forwarded
         return False
 
 

@@ -159,7 +159,7 @@ def _encode_key(key: Any, name: str, depth: int) -> Json:
 
 
 def _holds_nan(key: Any) -> bool:
-    """Whether a key is or contains NaN, which equals nothing, so that the entry could not be looked up."""
+    """Whether a key is or contains NaN. NaN equals nothing, so the entry could not be looked up."""
     if isinstance(key, (tuple, frozenset)):
         return any(map(_holds_nan, key))
     return isinstance(key, (float, complex, np.inexact)) and bool(key != key)  # only NaN differs from itself
@@ -258,7 +258,7 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
 
 
 class _Taken(NamedTuple):
-    """A tensor of the state, see `_Taker._role`."""
+    """A tensor of the state: its entry, this rank's part, and its role and offset (see `_Taker._role`)."""
 
     entry: Entry
     local: torch.Tensor
@@ -280,7 +280,7 @@ class _Taker(TreeSink):
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         dtype, shape, distribution, local = self.describer.describe(name, tensor)
-        if local is None:
+        if local is None:  # this rank is outside the tensor's mesh
             return {"$": "absent"}
         axes = self.axes.setdefault(distribution.axes, len(self.axes))
         # Tensors that share memory are stored once. All ranks must get the same result, even a rank with an empty
@@ -331,7 +331,7 @@ class _Taker(TreeSink):
                 "a name that the file format reserves",
                 f"a name other than {', '.join(RESERVED_NAMES)}",
             )
-        # Almost all names are ASCII, and skip the loop.
+        # ASCII names, which almost all names are, skip the loop over their letters.
         elif not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
             problem = (
                 "a name that is not valid text",
@@ -372,7 +372,7 @@ class _Taker(TreeSink):
 
 
 class _LeafTaker(TreeSink):
-    """Collects the tensors of one per-rank value; of a DTensor, the local part."""
+    """Collects the tensors of one per-rank value; for a DTensor, its local part."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -396,7 +396,7 @@ class _LeafTaker(TreeSink):
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         local = Describer().describe(name, tensor).local
-        # A stand-in on a rank outside the mesh, so that the leaf has a number.
+        # An empty stand-in on a rank outside the mesh, so that the leaf has a number.
         self.tensors.append(torch.empty(0, dtype=torch.float32, device="cpu") if local is None else local)
         return {"$": "tensor", "i": len(self.tensors) - 1}
 

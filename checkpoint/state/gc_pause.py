@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No collection inside; plans make many small objects and no cycles."""
+    """Context manager: no garbage collection in the block. Plans create many small objects and no cycles."""
     was_enabled = gc.isenabled()  # a caller may have disabled it
     gc.disable()
     try:

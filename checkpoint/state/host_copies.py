@@ -101,7 +101,7 @@ class PinnedSlots(threading.local):
         ] * 2
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        """A 1D uint8 buffer that no earlier copy uses; valid until this thread's call after the next."""
+        """A 1D uint8 buffer that no earlier copy uses; valid until this thread has called `lend` twice more."""
         slot, busy = self._slots.pop(0)
         if busy is not None:
             busy.synchronize()
@@ -172,7 +172,7 @@ class DeferredCopy:
 
     @property
     def _was_written(self) -> bool:
-        # Another thread may be in `finish`, which clears them.
+        # A copy, and not strict: another thread may be in `finish`, which clears `_sources`.
         pairs = zip(list(self._sources), self._versions, strict=False)
         return any(version_of(each) != version for each, version in pairs)
 

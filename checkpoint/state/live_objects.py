@@ -105,6 +105,7 @@ class LiveObjects:
             names = canonical_names(module, raw)
             values = {names[name]: value for name, value in raw.items()}
             state = ModuleState(raw, values, {short: name for name, short in names.items()})
+            # With a reference to the module, so that its id is not reused.
             self._module_states[id(module)] = known = (module, state)
         return known[1]
 
@@ -351,7 +352,7 @@ def allocate(live: LiveObjects, names: Iterable[str], buffers: Iterable[str]) ->
 
 
 def home_device(state: Mapping[str, Any]) -> torch.device:
-    """The device of a module's tensors; if all are on the meta device, that of their mesh, or the CPU."""
+    """The device of a module's tensors; if all are on the meta device, the device of their mesh, or the CPU."""
     # 0-d tensors do not count: torch's optimizers keep step counts on the CPU.
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.ndim]
     there = [tensor.device for tensor in tensors if not tensor.is_meta]

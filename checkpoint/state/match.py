@@ -44,9 +44,8 @@ from vescale_fsdp.torch_modes import NULL_CONTEXT
 
 Finish = Callable[[], Any]
 Strict = bool | Literal["missing"]
-_TRIED_NAMES = (
-    64  # missing names, and unexpected ones for each, when a common prefix is looked for: bounds the time
-)
+# Limits the time to find a common prefix: this many missing names are tried, each with as many unexpected names.
+_TRIED_NAMES = 64
 _Items = Iterable[tuple[Any, Any]]
 
 
@@ -157,7 +156,7 @@ class Match:
 
     @property
     def renaming(self) -> tuple[str, str] | None:
-        """A prefix of missing names, and the checkpoint's prefix for them; None if it matches less than half of them.
+        """The prefix of missing names, and the checkpoint's prefix for them; None if less than half of the names fit.
 
         >>> Match(missing=["model.0.bias", "model.1.bias"], unexpected=["model.m.0.bias", "model.m.1.bias"]).renaming
         ('model.', 'model.m.')
@@ -180,7 +179,7 @@ class Match:
         return best if 2 * most >= len(self.missing) else None
 
     def _how_to_rename(self) -> str:
-        """How to load a checkpoint with other names; empty if no other prefix explains them."""
+        """How to load a checkpoint with other names; empty if `renaming` is None."""
         if self.renaming is None:
             return ""
         own, stored = self.renaming
@@ -204,7 +203,7 @@ class Match:
 
 def _different_starts(name: str, other: str) -> tuple[str, str]:
     """The prefixes in which two names differ, without their equal last parts."""
-    parts, others = (re.split(r"(?<=[.])", text) for text in (name, other))
+    parts, others = (re.split(r"(?<=[.])", text) for text in (name, other))  # parts keep their dots
     while parts and others and parts[-1] == others[-1]:
         parts.pop()
         others.pop()
@@ -280,7 +279,7 @@ class _Matcher:
             ]
             finishers = self._optimizers([(n, named) for n, named in owners if named is not None], node, name)
             if finishers is not None and len(finishers) == len(target):
-                # Calls all, and gives the list itself.
+                # Calls all `finish` functions, and returns the list itself.
                 return lambda: (target, [finish() for finish in finishers])[0]
         items = node.get("v") if kind == "tuple" and isinstance(node, Mapping) else node
         if isinstance(target, (list, tuple)) and isinstance(items, list) and len(items) == len(target):
@@ -483,7 +482,7 @@ class _Matcher:
             }
 
         if isinstance(named.optimizer, ChecksStateDict):
-            # Now, before anything is overwritten.
+            # Checked now, before anything is overwritten.
             named.optimizer.check_state_dict(whole(lambda finish: finish()))
 
         def finish() -> Any:
@@ -611,9 +610,8 @@ class _Matcher:
             return self._fresh(node, name)
         if has_tensors(node) or _holds_tensors(target):
             return self._unlike(target, node, name)
-        value = decode(
-            node, lambda leaf: None
-        )  # not in `finish`: errors are raised before anything is overwritten
+        # Not in `finish`, so that errors are raised before anything is overwritten.
+        value = decode(node, lambda leaf: None)
         return lambda: value
 
     def _leaves(self, value: Any, name: str, items_of: Callable[[Any], _Items | None]) -> list[str]:
@@ -793,6 +791,7 @@ class NewTensor:
             self.value = torch.empty(shape, dtype=dtype, device="cpu")
         elif tuple(param.shape) == shape and (shape or self.kind not in _PER_PARAMETER):
             self.value = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        # Step counts and other numbers; those of LBFGS are replicated DTensors, see below.
         elif not shape and not isinstance(self.optimizer, torch.optim.LBFGS):
             self.value = torch.empty((), dtype=dtype, device="cpu")
         elif isinstance(self.optimizer, _SHAPED_AS_PARAMETERS):
@@ -816,6 +815,6 @@ class NewTensor:
         else:  # replicated DTensors, also for numbers: LBFGS computes them from the gradients of all parameters
             whole = torch.empty(shape, dtype=dtype, device=param.to_local().device)
             replicated = [Replicate()] * param.device_mesh.ndim
-            # A check communicates.
+            # Without `run_check`, which would communicate.
             self.value = DTensor.from_local(whole, param.device_mesh, replicated, run_check=False)
         return self.value

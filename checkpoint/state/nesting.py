@@ -28,7 +28,7 @@ class ListIndex(int):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ListIndex) and int(self) == int(other)
 
-    def __ne__(self, other: object) -> bool:  # int has its own, which ignores `__eq__`
+    def __ne__(self, other: object) -> bool:  # int defines its own, which ignores `__eq__`
         return not self == other
 
 

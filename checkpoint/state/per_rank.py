@@ -32,7 +32,7 @@ class PerRank:
             ``load_state_dict``.
         merge: called as ``merge(values_of_all_saved_ranks, rank, world_size)`` if the checkpoint was saved by another
             number of ranks; returns this rank's value. Without ``merge``, each rank gets the value saved by the rank
-            with its number; a rank without such a value keeps its own, with a warning.
+            of the same number; if there is none, it keeps its own value, with a warning.
 
     Attributes:
         value: this rank's value; `load` replaces it.
@@ -176,6 +176,7 @@ def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[to
             values[name] = (head["values"][name]["tree"], tensors[first:stop])
         return values
     except (LookupError, TypeError, ValueError, ArithmeticError, struct.error, RuntimeError) as error:
+        # The errors that parsing damaged bytes can raise.
         raise CorruptCheckpointError(
             "The per-rank values cannot be unpacked.",
             expected="a length, a JSON header and the tensors that it lists",

@@ -29,7 +29,7 @@ from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 T = TypeVar("T")
 _CHUNK = 4096  # indices that are converted to Python numbers at a time
-_ALIKE = ("num_samples", "shuffle", "seed", "drop_last")
+_ALIKE = ("num_samples", "shuffle", "seed", "drop_last")  # settings that must be equal on all ranks
 
 
 class ReshardableSampler(Sampler[int]):
@@ -81,9 +81,8 @@ class ReshardableSampler(Sampler[int]):
         }
         self.epoch = 0
         self._stages: list[list[int]] = []  # for each earlier set of ranks, the samples that each rank took
-        self._ahead: list[
-            tuple[int, list[list[int]]]
-        ] = []  # later epochs that ranks had begun, and their stages
+        # Later epochs that ranks had begun, each with its stages.
+        self._ahead: list[tuple[int, list[list[int]]]] = []
         self.num_taken = 0
         self.has_ended = False
         self.generation = 0
@@ -102,7 +101,7 @@ class ReshardableSampler(Sampler[int]):
 
         `ElasticJob` calls this for the samplers in `Resharded` values when the ranks of the job change.
         """
-        if self._given != (None, None):
+        if self._given != (None, None):  # else `load_state_dict` asks `torch.distributed` again
             self._given = rank, world_size
         self.rank, self.world_size = rank, world_size
         self.epoch, self._stages, self.num_taken, self.has_ended = 0, [], 0, False

@@ -148,10 +148,8 @@ class Describer:
         if region is None:
             coordinates = [axis.coordinates([rank])[0] for axis in distribution.axes]
             region = distribution.region(described.shape, coordinates, self.layouts)
-            self._regions[key] = (
-                distribution,
-                region,
-            )  # a reference to the distribution: its id is not reused
+            # With a reference to the distribution, so that its id is not reused.
+            self._regions[key] = (distribution, region)
         return region
 
     def _distribution(self, name: str, tensor: DTensor, position: _MeshPosition) -> Distribution:
@@ -179,7 +177,7 @@ class Describer:
         if order is None:
             raise _no_order(name, tensor)
         cuts = [(position.axes[number], ShardCut(shards[number][0])) for number in order]
-        pairs = [pair for pair in (*cuts, *ragged) if pair[0].size > 1]
+        pairs = [pair for pair in (*cuts, *ragged) if pair[0].size > 1]  # a single rank has no cut
         return Distribution(tuple(axis for axis, _ in pairs), tuple(cut for _, cut in pairs))
 
     def _check_order(self, name: str, tensor: DTensor, position: _MeshPosition) -> None:
@@ -241,7 +239,7 @@ def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
     """One `Axis` per mesh axis; coordinates are ranks in the axis' process groups, see `dtensor.spec`."""
     numbers = ranks_by_group_rank(mesh).numpy()
     if rank_of is not None:
-        # -1: not among the ranks that save.
+        # -1 for a rank that is not among the ranks that save.
         numbers = np.vectorize(lambda rank: rank_of.get(int(rank), -1))(numbers)
     return axes_of_ranks(numbers)
 
@@ -257,7 +255,7 @@ def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
         wanted = coordinates[dim].reshape(-1).tolist()
         rules = [Axis(size, stride, base) for base in (0, min(flat)) if stride > 0]
         fitting = [rule for rule in rules if rule.coordinates(flat) == wanted]
-        table = tuple(sorted(zip(flat, wanted, strict=True)))  # equal on all ranks
+        table = tuple(sorted(zip(flat, wanted, strict=True)))  # sorted, to be equal on all ranks
         axes.append(fitting[0] if fitting else Axis(size, 1, 0, table))
     return tuple(axes)
 

@@ -1,4 +1,4 @@
-"""`RetentionPolicy`: which steps of a run are kept. Also the record and the pin of a step.
+"""`RetentionPolicy`: which steps of a run are kept. The module also reads and writes a step's record and pin.
 
     step-00000100/record.json       {"num_bytes": .., "seconds": .., "unix_s": .., "metric": ..}, after the commit
     step-00000100/pinned            empty file: the step is exempt from the rules
@@ -171,7 +171,7 @@ def read_record(root: Storage, step: int) -> StepRecord:
     try:
         record = json.loads(root.read_small(f"{step_name(step)}/{_RECORD_NAME}", limit_bytes=_LIMIT_BYTES))
         values = [record.get(key) for key in _KEYS]
-    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):  # the last: JSON without keys
+    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):  # AttributeError: not a dict
         return StepRecord(step, pinned=pinned)
     num_bytes, seconds, unix_s, metric = map(_finite_or_none, values)
     return StepRecord(step, None if num_bytes is None else int(num_bytes), seconds, unix_s, metric, pinned)

@@ -81,6 +81,7 @@ class RunFile:
             (branch, step if newest is None else min(step, newest))
             for branch, newest in self.branches[1 - _MOST_BRANCHES :]  # 1: room for the new branch
         ]
+        # The step that the run continues from is valid again.
         kept = {number: digest for number, digest in self.abandoned.items() if number != step}
         return RunFile((*ended, (_new_branch(), None)), {**kept, **abandoned})
 

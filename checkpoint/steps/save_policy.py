@@ -81,7 +81,7 @@ class SavePolicy(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "should_save" in vars(cls):
+        if "should_save" in vars(cls):  # inherited values describe the method that the subclass overrides
             cls.same_on_all_ranks = vars(cls).get("same_on_all_ranks", False)
             cls.may_be_late = vars(cls).get("may_be_late", False)
 
@@ -137,6 +137,7 @@ class AllOf(_Combined):
     """
 
     def should_save(self, context: SaveContext) -> bool:
+        # A list, so that every policy is called, even after an answer of False.
         answers = [policy.should_save(context) for policy in self.policies]
         return all(answers)
 

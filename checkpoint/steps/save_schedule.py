@@ -41,6 +41,7 @@ _LARGEST_STEP = 2**42  # with a rank and a sign, less than 64 bits
 _HEAD = 3  # an announcement starts with 3 numbers: failure, newest step, oldest step
 _ALIKE = 9  # words that must be the same on all ranks: 4 of the step, `force`, 4 of the metric
 _RAISED, _NO_BOOL = 1, 2  # how a policy failed: it raised, or returned no bool
+# Policies that do not use the metrics of the steps on disk; other classes may use them.
 _READ_NO_METRICS = (EverySteps, EveryMinutes, BeforeDeadline, OnSignal)
 
 _Answers = Mapping[int, bool]  # `id` of a leaf policy -> its answer
@@ -102,9 +103,8 @@ class SaveSchedule:
         self._last_step: int | None = None
         self._pending: _Announcement | None = None
         self._has_begun = False
-        self._answered: tuple[int, float | None, _Answers] | None = (
-            None  # step and metric of the last answers
-        )
+        # The last answers of this rank's policies, with their step and metric.
+        self._answered: tuple[int, float | None, _Answers] | None = None
         self._decided: Decision | None = None  # the last decision, until its save
         self._has_ended = False
         self.should_stop = False
@@ -149,7 +149,7 @@ class SaveSchedule:
     def refuse(self) -> None:
         """Announce an invalid step, so that other ranks fail instead of waiting."""
         self._read_metrics()
-        # -1: no rank has that step.
+        # -1 differs from all valid steps, which are not negative.
         self._pending = self._start(-1, None, False, dict.fromkeys(self._leaves, False))
 
     def saved(self, decision: Decision) -> None:

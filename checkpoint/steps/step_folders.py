@@ -77,7 +77,7 @@ def remove_step(root: Storage, step: int, *, if_torn: bool = False) -> str | Non
     """Remove a step, unless another job is writing it. Its manifest is removed first: a crash leaves a torn step.
 
     Args:
-        if_torn: do nothing if the step is committed meanwhile.
+        if_torn: do nothing if the step has been committed meanwhile.
 
     Returns:
         Why the step, or a part of it, was not removed; None on success.
