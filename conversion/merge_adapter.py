@@ -80,7 +80,9 @@ def _by_module(adapter: Source) -> tuple[dict[str, dict[str, TensorView]], dict[
         end = next((end for end in _PARTS if short.endswith(end)), None)
         if end is not None:
             parts.setdefault(short.removesuffix(end), {})[_PARTS[end]] = view
-        elif "lora_" in short or "ia3_" in short or "token_adapter" in short:
+        elif (
+            "lora_" in short or "ia3_" in short or "token_adapter" in short
+        ):  # else such parts would be taken for weights
             raise _no_fit(f"parts such as {', '.join(_PARTS)}", name, adapter.url)
         else:
             whole_weights[short.replace(".base_layer.", ".")] = view
@@ -106,7 +108,7 @@ class _Latest:
     raw: np.ndarray | None = None
 
 
-@dataclass(frozen=True, eq=False)  # eq: `latest` is compared by identity
+@dataclass(frozen=True, eq=False)
 class MergedView(TensorView):
     """A weight that is computed whole, from whole tensors.
 

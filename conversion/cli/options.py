@@ -60,7 +60,7 @@ class Size(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):  # click may convert a default twice
+        if isinstance(value, int):  # click requires types to accept converted values
             return value
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].upper() not in _UNITS:

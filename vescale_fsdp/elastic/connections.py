@@ -7,9 +7,9 @@ the group too, until the time-out. So a rank that leaves an epoch closes all con
 All ranks then leave within milliseconds.
 
 gloo's connections are recognized by their epoll instance. Every gloo group has one for its listening socket, its
-connections and a pipe. No other library in a training process mixes these: asyncio has a pair of sockets, libuv and tokio have an
-eventfd instead of the pipe. Only Linux lists the files of an epoll instance; on other systems ranks leave when the
-group's time-out ends.
+connections and a pipe. No other library in a training process mixes these: asyncio has a pair of sockets, libuv and
+tokio have an eventfd instead of the pipe. Only Linux lists the files of an epoll instance; on other systems ranks leave
+when the group's time-out ends.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class ElasticJob:
             ``replicas=1``, the loss of a node costs only the current step.
         make_mesh: makes the mesh of an epoch, for its number of ranks; default: 1-D over all ranks.
         backend: the backend of process groups; default: torch's choice.
-        timeout_s: the time-out of process groups: how long ranks wait for a rank that is lost without its connections being closed
-            (a machine without power, a process that hangs). No step may take longer.
+        timeout_s: the time-out of process groups: how long ranks wait for a rank whose connections stay open (a machine
+            without power, a process that hangs). No step may take longer.
         max_retries: maximum number of errors without a finished step between them; the next error is raised.
 
     Attributes:
@@ -253,7 +253,9 @@ class ElasticJob:
                 self._store.set("all-finished", "")
             deadline_s = time.monotonic() + self._timeout_s  # a rank may be lost after its last step
             while not self._store.check(["all-finished"]) and time.monotonic() < deadline_s:
-                if self._membership.has_changed():  # a rank left this epoch, so not all will be counted
+                if (
+                    self._membership.has_changed()
+                ):  # some rank left this epoch unfinished, and will not be counted
                     return
                 time.sleep(_POLL_S)
 

@@ -214,7 +214,7 @@ class StoreMembership:
         )
 
     def _complete(self, current: _Round, is_settled: bool, is_late: bool) -> tuple[str, ...] | None:
-        """The members with which this process can close a round; None if it must wait, or if another process closes the round.
+        """The members with which this process can close a round; None if it must wait, or another process will do it.
 
         Args:
             is_settled: whether no process has entered the round for a while.
