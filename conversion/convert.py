@@ -144,7 +144,7 @@ def convert(
         (1, 'dcp')
     """
     options, target = options or ConvertOptions(), os.fspath(target)
-    with gc_paused():
+    with gc_paused():  # scanning the objects of a large plan takes seconds
         report = plan_conversion(source, target, kind, options)
         checks: list[ClassCheck] = []
 

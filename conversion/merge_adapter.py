@@ -80,9 +80,8 @@ def _by_module(adapter: Source) -> tuple[dict[str, dict[str, TensorView]], dict[
         end = next((end for end in _PARTS if short.endswith(end)), None)
         if end is not None:
             parts.setdefault(short.removesuffix(end), {})[_PARTS[end]] = view
-        elif (
-            "lora_" in short or "ia3_" in short or "token_adapter" in short
-        ):  # else such parts would be taken for weights
+        # Refused, since an unknown part would be taken for a whole weight.
+        elif "lora_" in short or "ia3_" in short or "token_adapter" in short:
             raise _no_fit(f"parts such as {', '.join(_PARTS)}", name, adapter.url)
         else:
             whole_weights[short.replace(".base_layer.", ".")] = view

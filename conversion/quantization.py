@@ -244,6 +244,7 @@ class _Dequantization:
             values, DecodedView(stored, _table("e8m0"), "e8m0"), (1, 1, _MX_BLOCK), self.dtype
         )
         weight = name.removesuffix("_blocks")
+        # gpt-oss stores the blocks of the transposed weight.
         self._add(weight, MappedView(Permute((0, 2, 1)), (scaled,)), (name, scale))
 
     def _add_bitsandbytes(self, name: str, view: TensorView) -> None:
@@ -474,6 +475,7 @@ def newly_quantized(
     )
     settings: dict[str, Any] = {"quant_method": "mxfp4"}
     if rules.scheme != "mxfp4":
+        # The fields of transformers' FineGrainedFP8Config.
         settings = {
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
@@ -492,6 +494,7 @@ def _codes_and_scales(name: str, view: TensorView, scheme: str) -> tuple[TensorV
         scales = EncodedView(values, fp8, f"{name}_scale_inv", wants_scales=True)
         return EncodedView(values, fp8, name), scales
     experts, k, n = view.info.shape
+    # gpt-oss stores the blocks of the transposed weight.
     values, mxfp4 = MappedView(Permute((0, 2, 1)), (values,)), Mxfp4Encoding()
     codes = EncodedView(values, mxfp4, f"{name}_blocks")
     scales = EncodedView(values, mxfp4, f"{name}_scales", wants_scales=True)

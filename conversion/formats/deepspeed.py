@@ -95,6 +95,7 @@ class ModelFile:
         Raises:
             CorruptCheckpointError: if it is not a DeepSpeed file.
         """
+        # Stand-ins, because pickles may name classes of DeepSpeed and of users, which are never imported.
         opened = TorchFile.open(store, file, stand_ins=True)
         content = opened.content
         module, shapes = content.get("module"), content.get("param_shapes")
@@ -238,7 +239,6 @@ class _Reader:
         """A parameter that is not trained, of which each rank's model file has a part."""
         shape = self._model.frozen[name]
         parts = [[model.opened.flat(model.fragments[name])] for model in self._models]
-        runs = runs_of_parameters([math.prod(shape)], len(parts), [parts[0][0].numel])[
-            0
-        ]  # one parameter, in parts of equal size
+        # The runs of one parameter, whose parts have equal sizes.
+        runs = runs_of_parameters([math.prod(shape)], len(parts), [parts[0][0].numel])[0]
         return tensor_of_runs(path, shape, runs, parts, self._model.opened)

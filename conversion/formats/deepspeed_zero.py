@@ -314,6 +314,7 @@ class RankShards:
             ConversionError: if it contains expert-parallel parameters.
             CorruptCheckpointError: if it is damaged.
         """
+        # Stand-ins, because pickles may name classes of DeepSpeed, which are never imported.
         opened = TorchFile.open(store, file, stand_ins=True)
         content = opened.content["optimizer_state_dict"]
         counts = content["partition_count"]

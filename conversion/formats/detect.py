@@ -131,7 +131,7 @@ def open_source(
         url = step_url(url, steps, abandoned_steps(folder, own), step)
         folder = open_store(url)
     try:
-        with gc_paused():
+        with gc_paused():  # else the collector scans all objects of a large checkpoint again and again
             detected = kind or _detect(folder, url)
             form = FORMATS.get(detected) or dict(all_formats()).get(detected)
             if form is None:

@@ -233,6 +233,7 @@ def _longest_inside(text: str, known: Collection[str], lengths: Iterable[int]) -
     """
     parts = text.split(".")
     runs = (".".join(parts[at : at + length]) for length in lengths for at in range(len(parts) - length))
+    # The longest, since a parameter's name may contain the name of another parameter.
     return max((run for run in runs if run in known), key=len, default=None)
 
 
@@ -242,6 +243,7 @@ def _nested_entry(path: Path, at: int) -> _OptimizerEntry:
 
 
 def _flat_entry(path: Path, last: str, fqn: str) -> _OptimizerEntry:
+    # With dots inside, so that the end of another part does not match.
     before, after = last.split(fqn, 1) if last.startswith(fqn) else last.split(f".{fqn}.", 1)
     before, after = (before and f"{before}."), f".{after.lstrip('.')}"
     slot = name_of((*path[:-1], f"{before}*{after}"))

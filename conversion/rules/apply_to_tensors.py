@@ -376,7 +376,7 @@ def _first(text: str, lets: Mapping[str, str], config: Mapping[str, Any], *, dep
 
 def _value(node: ast.expr, lets: Mapping[str, str], config: Mapping[str, Any], depth: int) -> Fraction:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return Fraction(node.value)
+        return Fraction(node.value)  # exact, to detect a division with a remainder
     if isinstance(node, ast.Name):
         if node.id in lets:
             return _first(str(lets[node.id]), lets, config, depth=depth + 1)

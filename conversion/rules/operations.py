@@ -10,7 +10,7 @@ order make ours from hf; their inverses in reverse order make hf from ours.
 
 ``trim`` removes padding whose size is not recorded anywhere: items of ours beyond ``to`` are left out, and tensors of
 hf stay as they are. With ``groups``, ``concat`` joins within each of that many groups: [q q k v] [q q k v] ... instead
-of [q q q q] [k k] [v v]. ``heads`` may be a list with one number per pattern of the rule; 0 leaves its tensor unchanged.
+of [q q q q] [k k] [v v]. ``heads`` may be a list with one number per pattern of the rule; 0 leaves a tensor unchanged.
 """
 
 from __future__ import annotations

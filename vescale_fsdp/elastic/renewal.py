@@ -122,7 +122,7 @@ def _new_group(
         layout=layout,
         data=data,
         part_size=None,  # `check_renewable` refuses other values
-        is_hooked=False,
+        is_hooked=False,  # `check_renewable` refuses subclasses that gather themselves
         param_dtype=old.mp_policy.param_dtype,
         scatter=old.scatter,
         together=old.together,

@@ -59,7 +59,7 @@ def read_values(path: str | os.PathLike[str], wanted: Callable[[str], bool]) -> 
         reader = read_state(path)
 
         def leaf(node: Mapping[str, Any]) -> Any:
-            if node["$"] != "tensor":
+            if node["$"] != "tensor":  # a per-rank value, which is not the same on all ranks
                 return None
             value = CheckpointTensor(reader, int(node["i"])).read()
             return value.numpy() if node.get("numpy") else value

@@ -68,7 +68,7 @@ def ragged_like(local: torch.Tensor, ref: RaggedDTensor) -> RaggedDTensor:
     ragged = RaggedDTensor.from_local(
         local.contiguous(), ref.device_mesh, ref.placements, shape=tuple(ref.shape)
     )
-    ragged.layout_ref = ref.layout_ref
+    ragged.layout_ref = ref.layout_ref  # flat optimizers find the layout through it
     return ragged
 
 
