@@ -361,6 +361,7 @@ class RankShards:
     def counts(self, number: int) -> dict[str, Any]:
         """Scalars in the state of a master, such as the step."""
         group = next((group for group in self.groups if number in group["params"]), {})
+        # Some optimizers count steps per group, not in the state.
         state = {"step": group.get("step"), **self.states[number]}
         return {
             kind: value
@@ -448,6 +449,7 @@ class ZeroShards:
                     computed = [
                         (r.start, r.numel, r.part) for r in self.runs.get(name, ()) if r.rank == number
                     ]
+                    # In one piece: a rank's part of a group is one flat tensor.
                     if computed != [(address.start, address.numel, group)]:
                         expected = f"{name} at {address.start}, {address.numel} elements of group {group}"
                         raise rank.opened.damaged(expected, f"(start, elements, group) {computed}")

@@ -76,6 +76,7 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
         facts={**source.facts, "next to the model": ", ".join(read_files) or "nothing that can be read"},
         omitted=(*source.omitted, *entries.omitted),
         warnings=(*source.warnings, *entries.warnings),
+        # None stays None: then all chunks of the source are located already.
         locate=source.locate and partial(_located, source.locate, frozenset(read_files)),
     )
 

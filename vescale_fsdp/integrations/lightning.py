@@ -138,6 +138,7 @@ class VescaleStrategy(ModelParallelStrategy):
         if not holds_checkpoint(path):
             with self._ours():  # so that torch's setters of state dicts accept ragged shards
                 return super().load_checkpoint(path, weights_only)
+        # The names that `save_checkpoint` has written.
         optimizers = {f"optimizer_{index}": each for index, each in enumerate(self.optimizers)}
         strict = self.lightning_module.strict_loading
         return _load(path, ("state_dict", self.model), optimizers, strict, weights_only)
