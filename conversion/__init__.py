@@ -3,7 +3,7 @@
     source = open_source("checkpoint")  # native, DCP, Hugging Face, torch.save, zarr; path or URL
     convert(source, "out", "hf", ConvertOptions(assets="original_repo"))
 
-Pickles run no code unless asked to, no training code is imported, and memory stays within
+Pickles run no code unless the caller allows it, no training code is imported, and memory stays within
 ``memory_budget_bytes``.
 """
 

@@ -144,7 +144,7 @@ def convert(
         (1, 'dcp')
     """
     options, target = options or ConvertOptions(), os.fspath(target)
-    with gc_paused():
+    with gc_paused():  # scanning the objects of a large plan takes seconds
         report = plan_conversion(source, target, kind, options)
         checks: list[ClassCheck] = []
 
@@ -173,7 +173,8 @@ def convert(
             progress=progress,
             announce=announce,
         )
-        if outcome.published and not checks:  # another part published it, or an earlier run
+        # No check yet: another part or an earlier run published the result.
+        if outcome.published and not checks:
             require(check_planned(report.plan, find_quantized))
     warnings = (*report.warnings, *_overflows(report.state))
     return replace(report, outcome=outcome, check=checks[0] if checks else None, warnings=warnings)
@@ -183,7 +184,7 @@ def _limits_of(options: ConvertOptions, source: Source, state: CarriedState) -> 
     """Memory and threads; chunks that are decoded whole count toward the budget."""
     limits = options.limits
     if options.merge is not None:
-        limits = replace(limits, threads=1)  # merging needs memory for a whole matrix
+        limits = replace(limits, threads=1)  # each thread of a merge would hold a whole matrix
     if source.decoded:
         names = (name for view in state.views.values() for _, name in view.sources())
         nbytes, name = max(((source.decoded.get(name, 0), name) for name in names), default=(0, ""))
@@ -219,15 +220,17 @@ def plan_conversion(
     state = _merged(state, kind, options, assets, source)
     state = _with_rules(state, kind, options, assets, source)
     warnings = [*source.warnings, *state.warnings]
-    described = sorted(source.file_metadata.keys() - {"format"})  # every file gets that one anyway
+    described = sorted(source.file_metadata.keys() - {"format"})  # the writer adds "format" itself
     changes_tensors = any((options.dequantize, options.quantize, options.rules, options.merge))
     if described and (kind != "hf" or changes_tensors):
         state = replace(state, file_metadata={})
         warnings.append(f"__metadata__ of safetensors files is left out: {some(described)}")
+    # After the rules, since ties are known by the names of the result.
     state, tied, tie_warnings = _with_ties(state, kind, source, assets, is_equal)
     warnings += tie_warnings
     state = _newly_quantized(state, options, assets, source)
     quantized = _quantized_names(state, options, kind, assets, source)
+    # After ties and scales were found, which needs all names.
     state = state.filtered(options.include, options.exclude)
     _check_names([*state.views, *state.values])
     _check_growth(state, source, keeps_repeats=TARGETS[kind].keeps_repeats)
@@ -263,7 +266,7 @@ def _assets_for(source: Source, kind: str, options: ConvertOptions) -> Assets:
     if url is None and not options.no_assets and kind == "hf" and source.kind in _WITH_SETTINGS:
         own = own_settings(source.store)
         url = None if own is None else own.where
-    # `adapter_state` reads the assets of an adapter, which belong to its base model.
+    # None for an adapter: the assets belong to its base model, and `adapter_state` reads them.
     return Assets(None if kind == "adapter" else url, options.include_asset)
 
 
@@ -312,7 +315,7 @@ def _merged(
     from vescale_fsdp.conversion.formats.peft import PeftConfig, require_adapter
     from vescale_fsdp.conversion.merge_adapter import merged_state
 
-    if source.kind == "hf":  # an adapter uses the model's names in memory
+    if source.kind == "hf":  # an adapter has the names of the model in memory, not those in files
         state = _with_rules(state, kind, replace(options, rules_to="ours"), assets, source)
     require_adapter(options.merge)
     adapter = open_source(options.merge, kind="adapter")
@@ -444,8 +447,9 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _check_growth(state: CarriedState, source: Source, *, keeps_repeats: bool) -> None:
-    """Refuse a result far larger than the bytes that the source stores. A hostile file of a kilobyte can describe a
-    tensor of terabytes: its strides repeat one item, or the chunks of its array are absent.
+    """Refuse a result that is far larger than the bytes that the source stores.
+
+    A hostile file of a kilobyte can describe a tensor of terabytes: strides repeat one item, or chunks are absent.
 
     Args:
         keeps_repeats: whether the target writes items that strides repeat only once.
@@ -458,6 +462,7 @@ def _check_growth(state: CarriedState, source: Source, *, keeps_repeats: bool) -
     total = sum(sizes.values())
     if not is_inflated(total, 0):
         return  # small enough, however few bytes are stored
+    # By id: several tensors may read the same stored one, which counts once.
     inputs = {(id(each), name): each for view in state.views.values() for each, name in view.sources()}
     stored = {key: each.tensors[key[1]].stored_nbytes for key, each in inputs.items()}
     if not is_inflated(total, sum(stored.values())):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.errors import ConversionError
 
-_MAX_PARTS = 65_536  # each part has a journal, which all other parts look for
+_MAX_PARTS = 65_536  # a bound, since every part looks for the journals of all parts
 # Options that change how the result is written, not what is written: a resumed run may change them.
 _HOW_IT_RUNS = {"overwrite", "resume", "dry_run", "part", "memory_budget_bytes", "threads", "require_check"}
 

@@ -75,7 +75,7 @@ def diff(
     """All differences, and the number of tensors that were compared.
 
     Models are compared under their own names, whatever their prefixes. Everything else, including values that are not
-    tensors, is compared by full name, unless one of the two has nothing else (a Hugging Face folder).
+    tensors, is compared by full name, unless one checkpoint contains only a model, as a Hugging Face folder does.
 
     Args:
         a, b: opened checkpoints.
@@ -101,7 +101,7 @@ def diff(
     tolerance = _Tolerance(rtol, atol, ignore_dtype)
     left, right = matched_views(a, b, model_prefix)
     has_others = [s.values or any(key[0] == "other" for key in v) for s, v in ((a, left), (b, right))]
-    compares_all = not model_only and all(has_others)
+    compares_all = not model_only and all(has_others)  # a model alone would differ in everything else
     if not compares_all:
         left, right = ({k: v for k, v in side.items() if k[0] == "model"} for side in (left, right))
     differences: list[Difference] = []
@@ -178,6 +178,7 @@ def _is_same(left: Any, right: Any) -> bool:
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return left.keys() == right.keys() and all(_is_same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        # Not ==, which compares NaN inside by identity.
         return type(left) is type(right) and len(left) == len(right) and all(map(_is_same, left, right))
     return bool(left == right or (left != left and right != right))
 
@@ -216,7 +217,8 @@ def _compare(
         return [Difference(name, "dtype", f"{left.dtype.name} and {right.dtype.name}")]
     a, b, repeats = _without_common_repeats(a, b)
     count, worst = 0, 0.0
-    step = _READ_BYTES // max(left.dtype.itemsize, right.dtype.itemsize)  # as many items of both
+    # In items, so that pieces of both sides match even if the dtypes differ.
+    step = _READ_BYTES // max(left.dtype.itemsize, right.dtype.itemsize)
     for p, q in zip(pieces_of(a, _READ_BYTES, step), pieces_of(b, _READ_BYTES, step), strict=True):
         x, y = p.view(left.dtype.raw), q.view(right.dtype.raw)
         progress(p.nbytes + q.nbytes)
@@ -233,7 +235,7 @@ def _compare(
 
 
 def _without_common_repeats(a: TensorView, b: TensorView) -> tuple[TensorView, TensorView, int]:
-    """Both tensors without the dims along which both repeat their items, and the number of repeats of each item.
+    """Both tensors, reduced along the dims in which both repeat items; and the number of repeats of each item.
 
     Raises:
         ConversionError: if the rest is still far larger than the bytes that are stored.
@@ -250,7 +252,7 @@ def _without_common_repeats(a: TensorView, b: TensorView) -> tuple[TensorView, T
             where=f"tensor {a.info.name}",
             todo="compare the stored bytes in Python, or a sample: vescale-convert report A --against B",
         )
-    return left, right, a.info.numel // max(1, left.info.numel)  # 1: empty tensors
+    return left, right, a.info.numel // max(1, left.info.numel)  # max: empty tensors
 
 
 def _far(x: np.ndarray, a: DType, y: np.ndarray, b: DType, tolerance: _Tolerance) -> tuple[int, float]:

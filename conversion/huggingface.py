@@ -1,8 +1,8 @@
 """`HuggingFace`: a form of `save` that writes a Hugging Face repository straight from live shards.
 
 The save is a conversion: key rules, casts and ties are planned by `plan_conversion`, with the ranks' shards as the
-source, so the folder has the same bytes as one converted from a native checkpoint. That is why the class is here, while
-the reader, the writer and the checks of the format are in `checkpoint.formats.huggingface`, which knows no rules.
+source, so the folder has the same bytes as one converted from a native checkpoint. So the class is in this package.
+The reader, the writer and the checks of the format are in `checkpoint.formats.huggingface`, which has no key rules.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class HuggingFace(Form):
     require_check: bool = False
 
     def __post_init__(self) -> None:
-        CastRules.parse(self._casts)  # raises now, not in the first save
+        CastRules.parse(self._casts)  # raises an error now instead of in the first save
         if self.budget_bytes < MIN_BUDGET_BYTES or self.max_shard_bytes < 1:
             raise ConversionError(
                 "A limit is too small.",
@@ -175,6 +175,7 @@ class HuggingFace(Form):
         Raises:
             ConversionError: with ``require_check``, if there are any, or the table has no answer.
         """
+        # "never": a model trains meanwhile, so no child process imports its class.
         check = check_planned(plan, find_quantized, asks="never")
         problems = () if check is None else check.problems
         is_unknown = check is None or check.how == "not checked"

@@ -1,11 +1,11 @@
 """Merge an adapter into base weights, with the same arithmetic as peft's ``merge_and_unload``, one matrix at a time.
 
     LoRA    W + (B A) * scaling          embeddings: the transpose of the product
-    DoRA    m / |W + (B A) * scaling| per row, times that sum
+    DoRA    m / |S| * S, per row         where S = W + (B A) * scaling
     IA3     W * l                        and the bias times l if l scales the layer's output
 
-The product of whole matrices differs in the last bits from the products of their parts. So a matrix is computed whole
-and kept until another one is read: memory is one matrix and its change. A conversion that merges uses one thread.
+The product of whole matrices differs in the last bits from products of their parts. So a weight is computed whole and
+kept until another weight is read: memory contains one matrix and its change. A conversion that merges uses one thread.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def _by_module(adapter: Source) -> tuple[dict[str, dict[str, TensorView]], dict[
         end = next((end for end in _PARTS if short.endswith(end)), None)
         if end is not None:
             parts.setdefault(short.removesuffix(end), {})[_PARTS[end]] = view
+        # Refused, since an unknown part would be taken for a whole weight.
         elif "lora_" in short or "ia3_" in short or "token_adapter" in short:
             raise _no_fit(f"parts such as {', '.join(_PARTS)}", name, adapter.url)
         else:
@@ -163,6 +164,7 @@ class MergedView(TensorView):
 def _raw_type(tensor: torch.Tensor) -> torch.dtype:
     import torch
 
+    # numpy has no bfloat16 or float8, so bytes are passed as integers.
     types = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
     return types[tensor.element_size()]
 
@@ -201,7 +203,7 @@ class _Merge:
             ConversionError: if the base lacks one of the names.
         """
         first = {name.partition(".")[0] for name in names}
-        # All names under one module, and none as it is.
+        # All names are in one module, and the base has none of these names unchanged.
         if len(first) == 1 and not any(name in self.base for name in names):
             self.root = f"{first.pop()}."
         missing = [name for name in names if name.removeprefix(self.root) not in self.base]
@@ -248,12 +250,13 @@ class _Merge:
     def _is_transposed(
         self, module: str, shape: tuple[int, ...], rows: tuple[int, ...], cols: tuple[int, ...]
     ) -> bool:
-        """Whether a weight is stored as [in, out], as Conv1D does. The adapter's rows and columns show it; for a square
-        weight the model's class does. ``fan_in_fan_out`` of the adapter's config is of one module only.
+        """Whether a weight is stored as [in, out], as Conv1D does. The shapes of the adapter's parts show it; for a
+        square weight, the model's class does. ``fan_in_fan_out`` of the adapter's config describes one module only.
 
         Args:
             shape: of the weight.
-            rows, cols: the adapter's number of rows and of columns, each as (number,); () if it is not known.
+            rows, cols: the adapter's number of rows and of columns, each as (number,); () if the adapter does not show
+                the number.
 
         Raises:
             ConversionError: if the weight is square and its class is not known.
@@ -296,7 +299,7 @@ class _Merge:
         self.merged[name] = (MergedView(inputs, compute, recipe, self.latest), name)
 
     def replace(self, name: str, view: TensorView) -> None:
-        """Replace a weight of the base by one that was trained whole."""
+        """Replace a weight of the base by a weight that was trained whole."""
         name = name.removeprefix(self.root)
         old = self.base[name].info
         if view.info.shape != old.shape:
@@ -327,9 +330,8 @@ def _with_lora(
     delta = _as_loaded(b) @ _as_loaded(a)
     delta = (delta.T if is_transposed else delta) * scaling
     if magnitudes is None:
-        weight += (
-            delta.to(weight.dtype) if is_embedding else delta
-        )  # peft rounds the change first, for embeddings only
+        # peft rounds the change to the weight's type first, for embeddings only.
+        weight += delta.to(weight.dtype) if is_embedding else delta
         return weight
     # The same expressions as in peft, for the same rounding; ``1 *`` is peft's scaling.
     rows = (weight.T if is_transposed else weight) + 1 * (delta.T if is_transposed else delta)

@@ -68,8 +68,8 @@ def find_quantized(infos: Iterable[TensorInfo], config: Mapping[str, Any] | None
     }
     packed = {name.partition(BITSANDBYTES_STATE)[0] for name in dtypes if BITSANDBYTES_STATE in name}
     codes |= packed & dtypes.keys()
-    # Modules with codes, and weights with parts of their own (weight.absmax). Parts of a tensor subclass
-    # (weight._data) are codes of the enclosing module.
+    # Modules that contain codes, and weights that have parts (weight.absmax). The parts of a tensor subclass
+    # (weight._data) count as codes of the enclosing module.
     containers = set(codes)
     for name in codes:
         module, _, leaf = name.rpartition(".")
@@ -92,10 +92,10 @@ def find_quantized(infos: Iterable[TensorInfo], config: Mapping[str, Any] | None
 
 
 _F32 = dtype_from_torch("float32")
-_BLOCK = (128, 128)  # of transformers' FineGrainedFP8Config, where config.json does not name one
-_MX_BLOCK = 32  # of all MX formats, by the specification of OCP
+_BLOCK = (128, 128)  # the default of transformers' FineGrainedFP8Config, if config.json names no size
+_MX_BLOCK = 32  # values per scale in all MX formats, by OCP's specification
 _FLOAT8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-_MOST_STATE_BYTES = 2**16  # of the JSON in a bitsandbytes tensor
+_MOST_STATE_BYTES = 2**16  # maximum size of the JSON in a bitsandbytes tensor
 
 
 def dequantized(state: CarriedState, config: Mapping[str, Any], dtype: DType) -> CarriedState:
@@ -126,7 +126,7 @@ def dequantized(state: CarriedState, config: Mapping[str, Any], dtype: DType) ->
             got=some(codes),
             todo="dequantize with the library that made them, or leave them out with --exclude",
         )
-    # For example, a scale of activations, or of a weight that is stored as floats.
+    # Such as scales of activations, and scales of weights that are stored as floats.
     warning = (f"scales without a weight of their own are left out: {some(left)}",) if left else ()
     return state.with_replaced(floats.weights, floats.used.union(left), warning)
 
@@ -179,7 +179,7 @@ class _Dequantization:
         kind = _FLOAT8.get(view.info.dtype.name) or view.info.dtype.name
         scale = next((s for s in (f"{name}_scale_inv", f"{name}_scale") if s in self.views), None)
         if kind in ("e4m3", "e5m2", "int8") and scale is not None:
-            if f"{name}_zero_point" not in self.views:
+            if f"{name}_zero_point" not in self.views:  # asymmetric codes are refused as unknown
                 self._add(name, self._in_blocks(view, kind, self.views[scale]), (name, scale))
         elif kind == "int8" and f"{module}.SCB" in self.views:
             self._add_int8(name, view, f"{module}.SCB", f"{module}.weight_format")
@@ -244,6 +244,7 @@ class _Dequantization:
             values, DecodedView(stored, _table("e8m0"), "e8m0"), (1, 1, _MX_BLOCK), self.dtype
         )
         weight = name.removesuffix("_blocks")
+        # gpt-oss stores the blocks of the transposed weight.
         self._add(weight, MappedView(Permute((0, 2, 1)), (scaled,)), (name, scale))
 
     def _add_bitsandbytes(self, name: str, view: TensorView) -> None:
@@ -303,8 +304,8 @@ def _as_float(scales: TensorView) -> TensorView:
 def _blocks_of(
     shape: tuple[int, ...], of_scales: tuple[int, ...], named: tuple[int, int] | None
 ) -> tuple[int, ...] | None:
-    """The size of a block in each dim: the named size if it fits, else the only one that fits; None if no size fits,
-    or several do."""
+    """The size of a block in each dim: the named size if it fits, else the only size that fits; None if no size
+    fits, or several fit."""
     if len(shape) != len(of_scales):
         return None
     sizes = (*(1,) * (len(shape) - 2), *named)[-len(shape) :] if named and shape else (None,) * len(shape)
@@ -328,11 +329,11 @@ def _some_block_fits(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> bool
 
 
 def _fitting_sizes(size: int, count: int) -> tuple[int, int]:
-    """The smallest and the largest size of blocks, for ``count`` blocks of ``size`` items; empty range if none fits."""
+    """The smallest and the largest block size that divide ``size`` items into ``count`` blocks; empty if none does."""
     if count < 1:
         return 1, 0
     if count == 1:
-        return max(size, 1), max(size, 1)  # a larger one gives the same values
+        return max(size, 1), max(size, 1)  # a larger block gives the same values
     return -(-size // count), -(-size // (count - 1)) - 1
 
 
@@ -426,6 +427,7 @@ class QuantizeRules:
             fits = fits and len(shape) >= 2 and shape[-1] % 128 == 0 and shape[-2] % 128 == 0
         pattern = next((pattern for pattern in self.patterns if fnmatchcase(info.name, pattern)), None)
         if pattern is not None:
+            # Vectors that a pattern also matches, such as biases, stay floats without an error.
             if self.patterns[pattern] and not fits and len(shape) > 1:
                 got = f"{info.name} of shape {list(shape)} and type {info.dtype.name}"
                 raise _bad(_WANTED[self.scheme], got, "leave it out of the pattern, or give it =keep before")
@@ -473,6 +475,7 @@ def newly_quantized(
     )
     settings: dict[str, Any] = {"quant_method": "mxfp4"}
     if rules.scheme != "mxfp4":
+        # The fields of transformers' FineGrainedFP8Config.
         settings = {
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
@@ -491,6 +494,7 @@ def _codes_and_scales(name: str, view: TensorView, scheme: str) -> tuple[TensorV
         scales = EncodedView(values, fp8, f"{name}_scale_inv", wants_scales=True)
         return EncodedView(values, fp8, name), scales
     experts, k, n = view.info.shape
+    # gpt-oss stores the blocks of the transposed weight.
     values, mxfp4 = MappedView(Permute((0, 2, 1)), (values,)), Mxfp4Encoding()
     codes = EncodedView(values, mxfp4, f"{name}_blocks")
     scales = EncodedView(values, mxfp4, f"{name}_scales", wants_scales=True)

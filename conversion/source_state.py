@@ -48,6 +48,7 @@ def _adapter_names(live: Collection[str], stored: Collection[str]) -> dict[str, 
         ConversionError: if the live model has several adapters.
     """
     trained = trained_names(live)
+    # Without names that training states have too: a checkpoint of the run itself needs no renaming.
     if {name.saved for name in trained.values()}.isdisjoint(set(stored).difference(trained)):
         return {}
     return {saved: name for name, saved in one_adapter(trained, None, "the state to be filled").items()}

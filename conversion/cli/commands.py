@@ -98,6 +98,7 @@ def inspect_command(
     if svg is not None:
         picture = draw(source, layout)
         folder, name = open_parent(svg)
+        # backslashreplace: names in pickles may not be encodable.
         folder.commit(name, picture.encode(errors="backslashreplace"), replace=True)
     description = describe(source)
     click.echo(json.dumps(description, indent=2) if as_json else format_description(description))
@@ -198,6 +199,7 @@ def report_command(
     with ProgressBar(source.nbytes + (other.nbytes if other else 0), quiet=quiet) as progress:
         page = report_page(checkpoint_report(source, other, progress=progress.advance))
     folder, name = open_parent(out)
+    # backslashreplace: names in pickles may not be encodable.
     folder.commit(name, page.encode(errors="backslashreplace"), replace=True)
     if not quiet:
         click.echo(f"wrote {out}: {len(source.tensors)} tensors, {format_bytes(source.nbytes)}")
@@ -286,7 +288,7 @@ def _convert(
         raise click.UsageError("--no-assets and --assets exclude each other")
     options = conversion.ConvertOptions(part=(0, 1) if part is None else part_of(part), **fields)
     if part is None and "RANK" in os.environ:
-        # A training script may run this command on rank 0 alone, so torchrun's variables do not select a part.
+        # torchrun's variables select no part by themselves: a script may run this command on rank 0 alone.
         click.echo("RANK is set and --part is not: this process writes all files", err=True)
     source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
     try:
@@ -294,7 +296,7 @@ def _convert(
             report = conversion.convert(
                 source, out, target_kind, options, progress=progress.advance, announce=progress.announce
             )
-    except KeyboardInterrupt as error:
+    except KeyboardInterrupt as error:  # only here is there something to resume
         raise Stopped from error
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
@@ -348,7 +350,7 @@ def summary(report: ConvertReport) -> str:
     ]
     index, count = report.part
     if count > 1:
-        mine = report.plan.files[index::count]
+        mine = report.plan.files[index::count]  # as `run_plan` divides them
         names = some((file.name for file in mine), _MOST)
         lines.append(f"part {index} of {count}, counted from 0: {names}")
     if report.outcome.published and not report.outcome.written:
@@ -373,10 +375,11 @@ def summary(report: ConvertReport) -> str:
 
 
 def _by_container(report: ConvertReport) -> list[str]:
-    """The omitted entries, with one item per container: a trainer may store a hundred counters and random states."""
+    """The omitted entries, one line per container: a trainer may store a hundred counters and random states."""
     containers: dict[str, list[str]] = {}
     for name in report.dropped_others:
         root, *inner = map(str, report.source.path(name))
+        # An entry at the root or in the model's container is listed by itself.
         is_in_model = not inner or report.state.model.prefix.startswith(f"{root}.")
         containers.setdefault(name if is_in_model else root, []).append(name)
     return [

@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
+    signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
     raise KeyboardInterrupt
 
 
@@ -106,9 +106,10 @@ def _what_happened(error: OSError) -> str:
 
 
 def _what_to_do(error: OSError) -> str:
-    # The first word is the command.
+    # Only the first word is the command; a path may start with the same letters.
     resume = f"; {_RESUME}" if any(word.startswith(_RESUMABLE) for word in sys.argv[1:2]) else ""
     if "what to do" in str(error):
+        # The message has its own advice; a lost connection can be resumed as well.
         return resume if isinstance(error, ConnectionError) else ""
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "\n  what to do: check who may read the source and write to the target"

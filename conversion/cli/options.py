@@ -1,8 +1,8 @@
 """The arguments and options of ``vescale-convert``.
 
 The Python name of an option of the ``to-..`` commands, such as ``max_shard_bytes`` for ``--max-shard-size``, is a field
-of `ConvertOptions`. Exceptions are the options of the source, ``as_json`` and ``quiet``, which are arguments of
-`commands._convert`, and ``adapter``, which selects a target.
+of `ConvertOptions`. The options of the source, ``as_json`` and ``quiet`` are arguments of
+`commands._convert` instead, and ``adapter`` selects a target.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Size(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
+        if isinstance(value, int):  # click requires types to accept converted values
             return value
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].upper() not in _UNITS:

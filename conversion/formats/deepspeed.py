@@ -35,13 +35,13 @@ from vescale_fsdp.conversion.formats.deepspeed_zero import (
 )
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
 
-# Keys of a model file that are read here, or describe only the run that saved it.
+# Keys of a model file that this reader uses, or that describe only the run that saved the file.
 _OWN = {
     *("module", "optimizer", "param_shapes", "buffer_names", "shared_params", "frozen_param_shapes"),
     *("frozen_param_fragments", "ds_config", "ds_version", "dp_world_size", "mp_world_size", "num_experts"),
     *("universal_checkpoint_info", "checkpoint_parallel_dimensions", "ds_autoep_layers", "autoep_layers"),
 }
-# Errors of reading files in which a key is missing or its value does not have DeepSpeed's type.
+# Errors from files in which a key is missing, or a value has another type than DeepSpeed writes.
 _DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 
 
@@ -95,12 +95,14 @@ class ModelFile:
         Raises:
             CorruptCheckpointError: if it is not a DeepSpeed file.
         """
+        # Stand-ins, because pickles may name classes of DeepSpeed and of users, which are never imported.
         opened = TorchFile.open(store, file, stand_ins=True)
         content = opened.content
         module, shapes = content.get("module"), content.get("param_shapes")
         if not isinstance(module, Mapping):
             raise opened.damaged("a state dict under module", type(module).__name__)
         if shapes is not None:
+            # A single mapping is one group.
             shapes = [dict(group) for group in ([shapes] if isinstance(shapes, Mapping) else shapes)]
         return cls(
             opened,
@@ -151,6 +153,7 @@ class _Reader:
         elif content.get("optimizer") is not None:
             model.opened.add_all(entries, ("optimizer",), content["optimizer"])
         for path, leaf in model.rest.items():
+            # These names are taken, and a value that differs between ranks has no single value.
             if path[0] in ("model", "optimizer") or model.differs(path, self._models[1:]):
                 entries.omitted.append(".".join(map(str, path)))
             else:
@@ -194,8 +197,8 @@ class _Reader:
     def _require_all_known(self, shapes: Shapes) -> None:
         """Refuse a universal checkpoint whose first model file describes only a part of the model.
 
-        Only that file is read. Files of other pipeline stages describe other parameters, and files of other
-        tensor-parallel ranks other parts of buffers.
+        Only that file is read. The files of other pipeline stages would add parameters, and the files of other
+        tensor-parallel ranks would add parts of buffers.
         """
         trained = {name for group in shapes for name in group}
         unknown = sorted(self._files.parameters.keys() - trained - self._model.module.keys())
@@ -223,7 +226,7 @@ class _Reader:
             elif self._files.is_stage3 and stored in model.frozen:
                 entries.add_tensor(path, self._frozen(stored, path))
             elif (leaf := model.module.get(stored, model.fragments.get(stored))) is not None:
-                # An empty tensor is a parameter that ZeRO-3 has sharded; here no other key has its shape.
+                # An empty tensor is a parameter that ZeRO-3 has sharded; no key of the file has its whole shape.
                 if self._files.is_stage3 and isinstance(leaf, TensorRef) and 0 in leaf.shape:
                     raise model.opened.damaged(
                         f"the shape of {stored}, which is cut over ranks",
@@ -236,5 +239,6 @@ class _Reader:
         """A parameter that is not trained, of which each rank's model file has a part."""
         shape = self._model.frozen[name]
         parts = [[model.opened.flat(model.fragments[name])] for model in self._models]
+        # The runs of one parameter, whose parts have equal sizes.
         runs = runs_of_parameters([math.prod(shape)], len(parts), [parts[0][0].numel])[0]
         return tensor_of_runs(path, shape, runs, parts, self._model.opened)

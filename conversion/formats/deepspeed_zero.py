@@ -23,8 +23,8 @@ DeepSpeed has joined the parts.
                 zero/NAME/step.pt                                a number
                 zero/optimizer_state.pt                          the optimizer's groups
 
-Names and shapes come from the model file. The sizes of parts and the recorded addresses of parameters in the ranks'
-files are checked against them.
+Names and shapes come from the model file. The sizes of parts, and the addresses of parameters that the ranks' files
+record, are checked against these shapes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _PARAMETER = re.compile(r"zero/.+/fp32\.pt")
 _ANY = rf"(?:{_MODEL.pattern}|{_OPTIM.pattern}|{_PARAMETER.pattern}|layer_\d+-model_\d+-model_states\.pt)"
-_SPREAD = (  # files of other kinds of parallelism, and the parts that ranks share
+_SPREAD = (  # files of expert and pipeline parallelism, and what is spread over ranks
     (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "stages of a pipeline"),
     (
         re.compile(r"(layer_\d+_expert|expert|expp_rank)_\d+_.*_states\.pt"),
@@ -254,7 +254,7 @@ def runs_of_parameters(numels: Sequence[int], ranks: int, parts: Sequence[int]) 
     """
     all_runs, at, ends = [], 0, list(accumulate(parts))
     for numel in numels:
-        share = -(-numel // ranks)
+        share = -(-numel // ranks)  # rounded up: the last ranks' parts are padded
         runs: list[FlatRun] = []
         for rank in range(ranks):
             first = rank * share
@@ -269,9 +269,11 @@ def runs_of_parameters(numels: Sequence[int], ranks: int, parts: Sequence[int]) 
 
 
 def _cut(ends: Sequence[int], low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
-    """Split the range [low, high) of concatenated tensors, which end at ``ends``: (index of the tensor, its start, low,
-    high) of each piece."""
-    number = bisect_right(ends, low)
+    """Split the range [low, high) at the ends of concatenated tensors, ``ends``.
+
+    Yields (index of the tensor, start of the tensor, low, high) for each piece.
+    """
+    number = bisect_right(ends, low)  # right: skips empty tensors
     while low < high and number < len(ends):
         yield number, ends[number - 1] if number else 0, low, min(high, ends[number])
         low, number = ends[number], bisect_right(ends, ends[number])
@@ -312,9 +314,11 @@ class RankShards:
             ConversionError: if it contains expert-parallel parameters.
             CorruptCheckpointError: if it is damaged.
         """
+        # Stand-ins, because pickles may name classes of DeepSpeed, which are never imported.
         opened = TorchFile.open(store, file, stand_ins=True)
         content = opened.content["optimizer_state_dict"]
         counts = content["partition_count"]
+        # One number, or one number per group.
         counts = list(counts) if isinstance(counts, (list, tuple)) else [counts]
         if len(set(counts)) > 1 or content.get("ds_zero_partition_groups"):
             raise ConversionError(
@@ -328,7 +332,7 @@ class RankShards:
             refs, base = content["fp32_flat_groups"], content.get("optimizer_state_dict") or {}
         else:
             refs, base = content["single_partition_of_fp32_groups"], content["base_optimizer_state"]
-        if isinstance(base, list):  # "elastic" checkpoints
+        if isinstance(base, list):  # DeepSpeed's "elastic" checkpoints: state by group, with one step outside
             base = {"state": dict(enumerate(base)), "param_groups": []}
             base["state"] = {
                 n: {"step": content.get("base_optimizer_state_step"), **s} for n, s in base["state"].items()
@@ -349,7 +353,7 @@ class RankShards:
         """For each master, the tensors of its state that have an item per element."""
         moments = []
         for master, padding, state in zip(self.masters, self.paddings, self.states, strict=True):
-            sizes = {(master.numel,), (master.numel + padding,)}
+            sizes = {(master.numel,), (master.numel + padding,)}  # moments may include the padding
             refs = {k: v for k, v in state.items() if isinstance(v, TensorRef) and v.shape in sizes}
             moments.append({kind: self.opened.flat(ref) for kind, ref in refs.items()})
         return tuple(moments)
@@ -357,6 +361,7 @@ class RankShards:
     def counts(self, number: int) -> dict[str, Any]:
         """Scalars in the state of a master, such as the step."""
         group = next((group for group in self.groups if number in group["params"]), {})
+        # Some optimizers count steps per group, not in the state.
         state = {"step": group.get("step"), **self.states[number]}
         return {
             kind: value
@@ -444,6 +449,7 @@ class ZeroShards:
                     computed = [
                         (r.start, r.numel, r.part) for r in self.runs.get(name, ()) if r.rank == number
                     ]
+                    # In one piece: a rank's part of a group is one flat tensor.
                     if computed != [(address.start, address.numel, group)]:
                         expected = f"{name} at {address.start}, {address.numel} elements of group {group}"
                         raise rank.opened.damaged(expected, f"(start, elements, group) {computed}")

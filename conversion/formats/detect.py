@@ -83,6 +83,7 @@ _UNFINISHED = (
     ),
     (r"(.*/)?[^/]*\.(incomplete|crdownload|part)", None, "A download did not finish.", "download it again"),
 )
+# Files that are not empty in any format: a copy of zero bytes is an interrupted one.
 _NEVER_EMPTY = re.compile(
     rf"\.(safetensors(\.index\.json)?|bin|pth?|ckpt)$|(^|/)(\.metadata|zarr\.json|{re.escape(MANIFEST_NAME)})$"
 )
@@ -118,18 +119,19 @@ def open_source(
         ('torch', ['model.w'], 24)
     """
     url = os.fspath(url)
-    url = url.rstrip("/") if len(url) > 1 else url  # the root of the file system is a slash alone
+    url = url.rstrip("/") if len(url) > 1 else url  # "/" itself stays
     folder = open_store(url)
     files = folder.list_files()
-    # With a kind and no step, the path is taken for the checkpoint itself.
+    # With a kind and no step, the path must be the checkpoint itself.
     steps = steps_in(files) if kind is None or step is not None else {}
     # With a file `latest`, DeepSpeed's reader chooses the step.
     if isinstance(step, int) or (steps and "latest" not in files):
+        # Only a run of this package records abandoned steps.
         own = [number for number, name in steps.items() if name == step_name(number)]
         url = step_url(url, steps, abandoned_steps(folder, own), step)
         folder = open_store(url)
     try:
-        with gc_paused():
+        with gc_paused():  # else the collector scans all objects of a large checkpoint again and again
             detected = kind or _detect(folder, url)
             form = FORMATS.get(detected) or dict(all_formats()).get(detected)
             if form is None:
@@ -147,7 +149,7 @@ def open_source(
             todo="save it again as dicts and lists of tensors, or use another copy",
         ) from error
     except VescaleError as error:
-        # Most errors are caused by an incomplete checkpoint or a wrong kind, which are clearer messages.
+        # Incomplete files or a wrong kind cause most errors, and a message about the cause is clearer.
         if listed := folder.list_files():
             refuse_incomplete(folder, listed, error)
         else:
@@ -184,7 +186,7 @@ def _detect(folder: Storage, url: str) -> str:
         if not form.is_file and any(re.fullmatch(form.file, file) for file in files):
             return kind
     if any(re.fullmatch(DCP_INSIDE, file) for file in files):
-        return "dcp"  # a model and its optimizer as two checkpoints
+        return "dcp"  # a folder with two checkpoints, of the model and of its optimizer
     if files:
         refuse_incomplete(folder, files)
         raise _unreadable(url, files, f"a folder with {', '.join(files[:4])}")
@@ -243,7 +245,7 @@ def refuse_incomplete(store: Storage, files: Iterable[str], error: VescaleError 
 
     Raises:
         ConversionError: naming the unfinished work, and what to do.
-        CorruptCheckpointError: if a file is empty that is never empty in any format.
+        CorruptCheckpointError: if a file is empty, but has content in every complete checkpoint.
     """
     names = sorted(files)
     refuse_pointers(store, names, error)
@@ -290,6 +292,7 @@ def steps_in(files: Collection[str]) -> dict[int, str]:
     for file in files:
         folder, _, inner = file.partition("/")
         match = _STEP.fullmatch(folder)
+        # A file that decides the format, not in a subfolder: the folder is a checkpoint.
         if not inner and deciding.fullmatch(file):
             return {}
         if match and inner and deciding.fullmatch(inner):
@@ -308,7 +311,7 @@ def step_url(
     Raises:
         ConversionError: if no step is named, or the step does not exist.
     """
-    # The same choice as in `CheckpointManager.restore`; None if a rollback has abandoned all steps.
+    # `CheckpointManager.restore` chooses this step too; None if a rollback has abandoned all steps.
     newest = max((number for number in steps if number not in abandoned), default=None)
     wanted = newest if step == "newest" else step
     if isinstance(wanted, int) and wanted in steps:

@@ -29,9 +29,9 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import Box
 
-_STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # a number after it: one layer alone
+_STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # `layers.3.` is one layer, not a stack
 _COMMON_FILE = "common.pt"
-# Chained_0: one of several optimizers.
+# The prefix `chained_0.` means one of several optimizers.
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+)\.(.+))?")
 _MASTER = "fp32_param"
 _NORMS = {  # names of Megatron's local layers -> names of Transformer Engine's
@@ -77,7 +77,7 @@ class LayerStacks:
         index = layer - chunk.box.offsets[0]
         if not 0 <= index < chunk.box.sizes[0]:
             return None
-        # `Source` identifies a chunk by file and offset until it is located, so layers of one chunk must differ there.
+        # Until a chunk is located, `Source` identifies it by file and offset, so each layer needs another offset.
         key = (chunk.file, chunk.offset + index)
         self._origins[key] = (stack, chunk, index)
         return replace(chunk, box=Box(chunk.box.offsets[1:], chunk.box.sizes[1:]), offset=key[1])
@@ -137,7 +137,7 @@ def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
     if not is_by_parameter:
         states = {}
         entries.warnings.append(_BY_RANGES)
-    masters = states.pop(_MASTER, {})  # not state: they become the model's weights
+    masters = states.pop(_MASTER, {})  # the masters become the model's weights
     for name, tensor in model.items():
         stacks.add(entries, lambda layer: ("model", _canonical(layer)), name, masters.get(name, tensor))
     for kind, tensors in states.items():
@@ -156,7 +156,7 @@ def _state_path(kind: str, name: str) -> Path:
 
 def _locate(stored: Source, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
     """Locate the items of a chunk in its file; chunks of ``common.pt`` are already located."""
-    # DCP's metadata does not contain the addresses of items, so its sources have `locate`.
+    # Every DCP source has `locate`, since DCP's metadata does not contain the addresses of items.
     assert stored.locate is not None
     return chunk if chunk.file == _COMMON_FILE else stored.locate(info, chunk)
 

@@ -25,7 +25,7 @@ from vescale_fsdp.layout.foreign_json import parse_json
 TREE_FILE = "_METADATA"
 _STRINGS_FILE = "_strings.json"
 _MODEL = "params"
-# Types of leaves other than arrays, and their values; the last three are empty containers.
+# Types of leaves that are not arrays, and the values of these leaves; the last three are empty containers.
 _VALUES: dict[str, Callable[[], Any]] = {"None": lambda: None, "Dict": dict, "List": list, "Tuple": tuple}
 
 
@@ -45,7 +45,7 @@ def open_orbax(store: Storage) -> Source:
             where=store.where,
             todo="save it again with PyTreeCheckpointHandler(use_ocdbt=False)",
         )
-    # In the folder itself, or one item below.
+    # A tree is in the folder itself, or in a subfolder for each item.
     trees = sorted(file for file in files if file.rpartition("/")[2] == TREE_FILE and file.count("/") < 2)
     items = [tree.removesuffix(TREE_FILE) for tree in trees]
     entries, arrays = Entries(), Arrays(store, files)

@@ -55,6 +55,7 @@ def trained_names(names: Iterable[str]) -> dict[str, TrainedName]:
         if match is None:
             continue
         part, rest = match["part"], match["rest"] or ""
+        # In a folder, whole modules have their own names, and magnitudes have no `.weight`.
         ends = {"modules_to_save": rest, "lora_magnitude_vector": ".lora_magnitude_vector"}
         short = match["module"].removeprefix(ROOT) + ends.get(part, f".{part}{rest}")
         trained[name] = TrainedName(match["adapter"], ROOT + short)
@@ -87,7 +88,7 @@ def one_adapter(trained: dict[str, TrainedName], adapter: str | None, where: str
         adapter: name of the adapter; None if there is only one.
 
     Raises:
-        ConversionError: if there is no such adapter, or several and no name is given.
+        ConversionError: if there is no such adapter, or if there are several and no name is given.
     """
     adapters = sorted({name.adapter for name in trained.values()})
     if not adapters:
@@ -208,7 +209,7 @@ class PeftConfig:
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    # The match that peft makes.
+    # The same match as in peft.
     return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 

@@ -8,7 +8,7 @@
     trainer_state.json                                   trainer_state                Trainer
     meta.pt                                              at the root                  Lightning and Fabric
 
-Their state is added to the model's under these names. A file whose pickle contains other objects than tensors and plain
+Their state is added to the model's under these names. A file whose pickle contains objects other than tensors and plain
 values is omitted with a warning: the weights can be read without it.
 """
 
@@ -42,7 +42,7 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
     """A source, with the state in the trainer's files next to it; reads the pickles and JSON of these files.
 
     Raises:
-        CorruptCheckpointError: if a file is damaged, or has an entry that the checkpoint has too.
+        CorruptCheckpointError: if a file is damaged, or contains an entry that the checkpoint contains too.
     """
     entries, read_files = Entries(), list[str]()
     for file in source.store.list_files():
@@ -53,7 +53,7 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
                 read_files.append(file)
             except ConversionError as error:
                 entries.omitted.append(file)
-                # 3: the problem, what was expected, what is there.
+                # The first 3 lines: the problem, what was expected, what is there.
                 entries.warnings.append(f"{file} is left out. {' '.join(str(error).splitlines()[:3])}")
         elif file in _OMITTED:
             entries.omitted.append(file)
@@ -76,6 +76,7 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
         facts={**source.facts, "next to the model": ", ".join(read_files) or "nothing that can be read"},
         omitted=(*source.omitted, *entries.omitted),
         warnings=(*source.warnings, *entries.warnings),
+        # None stays None: then all chunks of the source are located already.
         locate=source.locate and partial(_located, source.locate, frozenset(read_files)),
     )
 

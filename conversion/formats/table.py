@@ -33,8 +33,8 @@ class Target(NamedTuple):
         command: the command that converts to it; empty if an option of another command does.
         summary: help text of the command.
         plan: lists the files of a result; the last argument is the file name of the target.
-        options: names of the command's options, besides those of all commands.
-        keeps_repeats: whether items that a source repeats by strides are written once.
+        options: names of the options that not all commands have.
+        keeps_repeats: whether items that the source's strides repeat are written only once.
     """
 
     command: str

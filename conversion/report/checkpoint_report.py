@@ -1,7 +1,7 @@
 """The page of `vescale-convert report`, and its contents as plain values: one entry per tensor.
 
-Each tensor is read once, a few MiB at a time. A tensor that is far larger than its stored bytes (a stride of zero can
-repeat one item for terabytes) is sampled, and its summary contains the number of values that were read.
+Each tensor is read once, a few MiB at a time. A tensor that is far larger than its stored bytes is sampled,
+since a stride of zero can repeat one item for terabytes. Its summary contains the number of values that were read.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _starts(numel: int, step: int, *, is_sampled: bool) -> Sequence[int]:
     """The first items of the pieces that are read; the pieces of a sample are spread evenly."""
     if not is_sampled:
         return range(0, numel, step)
-    # - 1: the last piece ends with the tensor.
+    # - 1: the first piece starts with the tensor, and the last piece ends with it.
     return [index * (numel - step) // (_SAMPLED_PIECES - 1) for index in range(_SAMPLED_PIECES)]
 
 
@@ -153,7 +153,7 @@ def _history(source: Source) -> list[dict[str, Any]]:
     ]
 
 
-_MOST_RUNS = 64  # per tensor; more could not be distinguished on the page
+_MOST_RUNS = 64  # maximum per tensor; more could not be distinguished on the page
 
 
 class FileNumbers:

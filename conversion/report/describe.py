@@ -17,7 +17,7 @@ def describe(source: Source) -> dict[str, Any]:
         model = find_model(source)
         prefix = None if model.candidates else model.prefix
         models = [f"{candidate}." for candidate in model.candidates] or [model.prefix]
-    except ConversionError:
+    except ConversionError:  # no model found, and the contents are listed all the same
         prefix, models = None, []
     kinds = Counter(tensor.info.dtype.name for tensor in source.tensors.values())
     return {

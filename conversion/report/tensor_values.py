@@ -66,6 +66,7 @@ class ValueSummary:
         self.squares += float(np.dot(wide, wide))
         self.zeros += int(np.count_nonzero(values == 0))
         _, exponents = np.frexp(values)
+        # frexp: 2**(e - 1) <= |x| < 2**e; halved, since a bin covers two powers.
         bins = np.clip((exponents + _NUM_BINS - 1) >> 1, 0, _NUM_BINS - 1)
         for row, mask in ((0, values < 0), (1, values > 0)):
             self.bins[row] += np.bincount(bins[mask], minlength=_NUM_BINS)

@@ -34,7 +34,7 @@ class _OptimizerEntry:
 
     Attributes:
         fqn: the parameter.
-        rebuild: makes the path of the same entry of another parameter.
+        rebuild: makes the path of this entry for another parameter.
         slot: the entry's name with ``*`` in place of the parameter; equal for all parameters.
     """
 
@@ -68,7 +68,7 @@ def state_with_rules(
     result = _Entries()
     for fqn, view in applied.views.items():
         result.add_view((*container, fqn), view, some(applied.origins.get(fqn, ("[[zeros]]",))))
-    names = dict(zip(result.views, applied.views, strict=True))  # both in the order in which they were added
+    names = dict(zip(result.views, applied.views, strict=True))  # equal orders: nothing else was added yet
     entries = _find_entries(state, own, model)
     if on_disagreement == "refuse":
         _check_agreement(state, own, entries, applied)
@@ -119,7 +119,7 @@ def _check_agreement(
         slots[entry.slot][entry.fqn] = name
     for slot, by_fqn in slots.items():
         if any(name in state.views and state.views[name].info.numel != 1 for name in by_fqn.values()):
-            continue  # moments, which are joined like their parameters
+            continue  # moments are joined like their parameters, and may differ
         for fqn, names in joined.items():
             values = {name: _value_of(state, by_fqn[name]) if name in by_fqn else None for name in names}
             if any(value != values[names[0]] for value in values.values()):
@@ -233,6 +233,7 @@ def _longest_inside(text: str, known: Collection[str], lengths: Iterable[int]) -
     """
     parts = text.split(".")
     runs = (".".join(parts[at : at + length]) for length in lengths for at in range(len(parts) - length))
+    # The longest, since a parameter's name may contain the name of another parameter.
     return max((run for run in runs if run in known), key=len, default=None)
 
 
@@ -242,6 +243,7 @@ def _nested_entry(path: Path, at: int) -> _OptimizerEntry:
 
 
 def _flat_entry(path: Path, last: str, fqn: str) -> _OptimizerEntry:
+    # With dots inside, so that the end of another part does not match.
     before, after = last.split(fqn, 1) if last.startswith(fqn) else last.split(f".{fqn}.", 1)
     before, after = (before and f"{before}."), f".{after.lstrip('.')}"
     slot = name_of((*path[:-1], f"{before}*{after}"))

@@ -40,7 +40,7 @@ class Applied:
         views: the new tensors by new name.
         origins: new name -> the old names that it was made from; tensors of zeros have none.
         aliases: new names of tied weights that hf leaves out. An optimizer has one state for a tied parameter, under
-            the other name.
+            the new name of the weight that hf stores.
         dropped: names that [[drop]] left out.
         warnings: messages about names that were left out and padding that was removed.
     """
@@ -81,7 +81,7 @@ def apply_rules(
         rules: the rules.
         views: all tensors of the model, by their names before the rules.
         config: the model's config.json.
-        to_hf: whether to convert from ours to hf, not from hf to ours.
+        to_hf: whether to convert from ours to hf; otherwise from hf to ours.
         partial: whether rules may go unused (optimizer state need not exist for every parameter).
 
     Raises:
@@ -103,7 +103,7 @@ class _Application:
     _results: dict[str, TensorView] = field(default_factory=dict)
     _origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _aliases: set[str] = field(default_factory=set)
-    _unmatched: list[str] = field(default_factory=list)  # patterns that match no key
+    _unmatched: list[str] = field(default_factory=list)  # patterns of rules that match no key
     _errors: list[ConversionError] = field(default_factory=list)
     _trimmed: list[str] = field(default_factory=list)  # warnings
 
@@ -128,7 +128,7 @@ class _Application:
             got = f"nothing matches {some(self._unmatched)}"
             self._errors.append(self._bad("rules that match a key", got, todo))
         self._raise_errors()
-        if not (self.to_hf or self.partial):
+        if not (self.to_hf or self.partial):  # hf and moments have no such tensors
             self._add_zeros()
         warnings = tuple(
             f"{drop.warn}: left out {some(names)}"
@@ -221,7 +221,7 @@ class _Application:
                 # Sorted: patterns may name their captures in any order.
                 rows = groups.setdefault(tuple(sorted(captures.items())), [{} for _ in sources])
                 rows[row][index] = name
-        # Where hf leaves out a tied weight, the rule applies to the weight that it is tied to.
+        # If hf leaves out a tied weight, the rule applies to the weight that hf stores.
         may_tie = not (groups or self.to_hf or self.partial) and rule.tie in self.views
         if may_tie and rule.tie is not None and self.config.get("tie_word_embeddings") is True:
             groups[()] = [{0: rule.tie}]
@@ -243,7 +243,7 @@ class _Application:
         counted = rule.over if not self.to_hf else None
         for pattern, row in zip(sources, rows, strict=True):
             if not row or sorted(row) != list(range(len(row))):
-                # All patterns must match as many tensors as the pattern with the largest index.
+                # Counted from the largest index of any pattern, since all patterns need as many tensors.
                 indices = range(1 + max(index for each in rows for index in each))
                 absent = [
                     pattern.fill({**captures, counted: index} if counted else captures)
@@ -376,7 +376,7 @@ def _first(text: str, lets: Mapping[str, str], config: Mapping[str, Any], *, dep
 
 def _value(node: ast.expr, lets: Mapping[str, str], config: Mapping[str, Any], depth: int) -> Fraction:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return Fraction(node.value)
+        return Fraction(node.value)  # exact, to detect a division with a remainder
     if isinstance(node, ast.Name):
         if node.id in lets:
             return _first(str(lets[node.id]), lets, config, depth=depth + 1)

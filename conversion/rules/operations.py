@@ -9,8 +9,8 @@ order make ours from hf; their inverses in reverse order make hf from ours.
     {pad = {dim, from, to}}   {trim = {dim, to}}   {cast = {to, back}}
 
 ``trim`` removes padding whose size is not recorded anywhere: items of ours beyond ``to`` are left out, and tensors of
-hf stay as they are. ``groups`` concatenates within each of that many groups: [q q k v] [q q k v] ... instead of
-[q q q q] [k k] [v v]. ``heads`` may be a list with one number per pattern of the rule; 0 leaves its tensor unchanged.
+hf stay as they are. With ``groups``, ``concat`` joins within each of that many groups: [q q k v] [q q k v] ... instead
+of [q q q q] [k k] [v v]. ``heads`` may be a list with one number per pattern of the rule; 0 leaves a tensor unchanged.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Trim(_EachTensor):
 
     def make(self, view: TensorView, sizes: Sizes, pattern: int, *, back: bool) -> TensorView:
         size = sizes(self.to)
-        if view.info.shape[self.dim : self.dim + 1] == (size,):
+        if view.info.shape[self.dim : self.dim + 1] == (size,):  # a slice, since the dim may not exist
             return view
         if not back:
             _check_size(view, self.dim, size, str(self.to))

@@ -250,6 +250,7 @@ def shipped_rules() -> tuple[str, ...]:
         True
     """
     folder = resources.files("vescale_fsdp.conversion.rules.shipped")
+    # endswith: the folder is a package, with a Python file.
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
 
 

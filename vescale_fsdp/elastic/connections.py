@@ -1,14 +1,15 @@
 """Closes the connections of gloo groups, so that ranks that wait for each other notice that a rank has left.
 
-The kernel closes the connections of a killed process, so ranks that wait for it get an error and leave the step. But
-other ranks wait for *these* ranks, which still live. torch's gloo groups have no abort (2.13). Destroying a group waits
-for its pending collectives, and these may wait for other ranks that do the same, until the time-out. So a rank that
-leaves an epoch closes all connections of its gloo groups, below gloo. All ranks then leave within milliseconds.
+The kernel closes the connections of a killed process, so ranks that wait for that process get an error and leave the
+step. Further ranks wait for a rank that has left the step but still lives, and they get no error. torch's gloo groups
+have no abort (2.13). Destroying a group waits for its pending collectives, which may wait for ranks that are destroying
+the group too, until the time-out. So a rank that leaves an epoch closes all connections of its gloo groups, below gloo.
+All ranks then leave within milliseconds.
 
-How connections of gloo are recognized: every gloo group has an epoll instance for its listening socket, its connections
-and a pipe. No other library in a training process mixes these: asyncio has a pair of sockets, libuv and tokio have an
-eventfd instead of the pipe. Only Linux lists the files of an epoll instance; on other systems ranks leave when the
-group's time-out ends.
+gloo's connections are recognized by their epoll instance. Every gloo group has one for its listening socket, its
+connections and a pipe. No other library in a training process mixes these: asyncio has a pair of sockets, libuv and
+tokio have an eventfd instead of the pipe. Only Linux lists the files of an epoll instance; on other systems ranks leave
+when the group's time-out ends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _FDINFO = Path("/proc/self/fdinfo")
 
 
 def close_gloo_connections() -> int:
-    """Close the connections of all gloo groups of this process. Collectives that wait for them, on any rank, fail.
+    """Close the connections of all gloo groups of this process. Collectives that use them then fail, on all ranks.
 
     Returns:
         The number of closed connections.
@@ -35,11 +36,12 @@ def close_gloo_connections() -> int:
         with ExitStack() as opened:
             copies = [opened.enter_context(copy) for fd in watched if (copy := _tcp_socket(fd)) is not None]
             listening = {copy for copy in copies if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
+            # Only gloo's epoll instances have both; see the top of this file.
             if listening and any(map(_is_pipe, watched)):
                 for connection in set(copies) - listening:
                     num_closed += 1
                     with suppress(OSError):  # the other side has closed it already
-                        # Closing this copy would not end the connection.
+                        # Not close(): gloo's own descriptor would keep the connection open.
                         connection.shutdown(socket.SHUT_RDWR)
     return num_closed
 
@@ -47,11 +49,11 @@ def close_gloo_connections() -> int:
 def _watched_by_epolls() -> list[list[int]]:
     """For each epoll instance of this process, the numbers of the files that it watches."""
     watched = []
-    for name in os.listdir(_FDS) if _FDS.exists() else ():
+    for name in os.listdir(_FDS) if _FDS.exists() else ():  # only Linux has /proc/self/fd
         with suppress(OSError):  # closed since it was listed
             if os.readlink(_FDS / name) == "anon_inode:[eventpoll]":
                 text = (_FDINFO / name).read_text()
-                # Tfd is the number of a watched file.
+                # Each line that starts with tfd has the number of one watched file.
                 watched.append([int(fd) for fd in re.findall(r"^tfd:\s*(\d+)", text, re.MULTILINE)])
     return watched
 
@@ -59,7 +61,7 @@ def _watched_by_epolls() -> list[list[int]]:
 def _tcp_socket(fd: int) -> socket.socket | None:
     """A second handle of a TCP socket, for the caller to close; None for files of other kinds."""
     try:
-        copy = os.dup(fd)
+        copy = os.dup(fd)  # a socket object closes its descriptor, and gloo still needs the original
     except OSError:  # closed since it was listed
         return None
     try:

@@ -112,15 +112,15 @@ class ElasticJob:
         checkpoints: makes the manager of an epoch, for its number of ranks. With a RAM tier of interval 1 and
             ``replicas=1``, the loss of a node costs only the current step.
         make_mesh: makes the mesh of an epoch, for its number of ranks; default: 1-D over all ranks.
-        backend: of process groups; default: torch's choice.
-        timeout_s: of process groups: how long ranks wait for a rank that is lost without its connections being closed
-            (a machine without power, a process that hangs). No step may take longer.
+        backend: the backend of process groups; default: torch's choice.
+        timeout_s: the time-out of process groups: how long ranks wait for a rank whose connections stay open (a machine
+            without power, a process that hangs). No step may take longer.
         max_retries: maximum number of errors without a finished step between them; the next error is raised.
 
     Attributes:
-        rank, num_ranks: of this epoch.
-        mesh: of this epoch.
-        training: the result of `build`.
+        rank, num_ranks: the rank of this process and the number of ranks, in the current epoch.
+        mesh: the mesh of the current epoch.
+        training: the newest result of `build`.
         epochs: how each epoch began.
 
     Examples:
@@ -160,7 +160,7 @@ class ElasticJob:
 
         Raises:
             LifecycleError: if too few processes join an epoch.
-            RuntimeError: the last one, after more than ``max_retries`` in a row without a finished step.
+            RuntimeError: the last error, after more than ``max_retries`` errors without a finished step between them.
         """
         num_failures = 0
         try:
@@ -212,10 +212,9 @@ class ElasticJob:
         restored = self._manager.restore(self._state())
         step, tier = (0, "start") if restored is None else (restored.step, restored.tier)
         if restored is None:
-            self._build_on(
-                mesh
-            )  # for initial weights: the old model is trained, or zeros after `renew_model`
-            # Forced: whatever the policy, a later epoch needs a step to restore.
+            # Built for initial weights: a model of an earlier epoch is trained, or zeros after `renew_model`.
+            self._build_on(mesh)
+            # Forced, whatever the policy says: a later epoch needs a step to restore.
             self._manager.save(0, self._state(), force=True)
         epoch = Epoch(quorum.epoch, quorum.members, step, tier, agreed_at_s, time.time())
         self.epochs.append(epoch)
@@ -254,30 +253,33 @@ class ElasticJob:
                 self._store.set("all-finished", "")
             deadline_s = time.monotonic() + self._timeout_s  # a rank may be lost after its last step
             while not self._store.check(["all-finished"]) and time.monotonic() < deadline_s:
-                if self._membership.has_changed():
+                if (
+                    self._membership.has_changed()
+                ):  # some rank left this epoch unfinished, and will not be counted
                     return
                 time.sleep(_POLL_S)
 
     def _end_epoch(self) -> None:
         """Leave the process group, so that no rank waits for this one, and end the manager's background work."""
-        close_gloo_connections()  # first: ending a group waits for its collectives, and they for lost ranks
+        # First: destroying a group waits for its collectives, which wait for lost ranks.
+        close_gloo_connections()
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
         self.mesh = self._store = None
-        del manager  # it refers to process groups, which end with the last reference
+        del manager  # the manager refers to process groups, and a group ends with its last reference
         forget_meshes()
-        gc.collect()  # groups without references keep their threads and files until then
+        gc.collect()  # groups in reference cycles keep their threads and files until they are collected
 
 
 def _restart_group_names() -> None:
     """Number process groups from 0 again, after the default group could not be created.
 
     Ranks of a group connect through keys that contain the group's number. torch (2.11-2.15) also counts a group that
-    could not be created, and restarts when a default group is destroyed. Without a restart this rank would wait at
-    other keys than the other ranks.
+    could not be created, and counts from 0 again when a default group is destroyed. Otherwise this rank and the other
+    ranks would use different keys, and wait for each other.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()

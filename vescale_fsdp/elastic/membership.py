@@ -57,7 +57,7 @@ class Membership(Protocol):
         """
 
     def has_changed(self) -> bool:
-        """Whether processes wait for the next epoch, so this one must end. All members call it after each step."""
+        """Whether a process waits for the next epoch, so this epoch must end. All members call it after each step."""
 
     def leave(self) -> None:
         """Leave the job, so that no process waits for this one."""

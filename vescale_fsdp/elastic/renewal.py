@@ -93,7 +93,7 @@ def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
     specs = [TensorSpec(slot.fqn, slot.shape, slot.dtype, slot.block_numel) for slot in slots]
     for layout in plan_buffers(specs, data.num_shards, scatter=old.scatter):
         new = _new_group(old, layout, data, [params[slot.fqn] for slot in layout.slots])
-        new.new_shard(old.shard.dtype, old.home)  # so far it is on meta
+        new.new_shard(old.shard.dtype, old.home)  # allocates the shard, which is on the meta device so far
         for param in new.params:
             # The optimizer and hooks refer to the old Parameter, so it gets the new placement and memory.
             kept, created = params[param.slot.fqn].sharded, param.sharded
@@ -111,6 +111,7 @@ def _new_group(
 ) -> ParamGroup:
     """A group with the settings of ``old`` for some of its parameters; its shard is not allocated yet."""
     outlines = {}
+    # Prior sharding is None, since `check_renewable` refuses tensor and expert parallelism.
     for param in params:
         slot = param.slot
         empty = torch.empty(slot.shape, dtype=old.shard.dtype, device="meta")
@@ -120,8 +121,8 @@ def _new_group(
         params=outlines,
         layout=layout,
         data=data,
-        part_size=None,
-        is_hooked=False,
+        part_size=None,  # `check_renewable` refuses other values
+        is_hooked=False,  # `check_renewable` refuses subclasses that gather themselves
         param_dtype=old.mp_policy.param_dtype,
         scatter=old.scatter,
         together=old.together,

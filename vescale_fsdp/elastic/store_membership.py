@@ -46,7 +46,7 @@ from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.errors import LifecycleError, PlacementError
 
 ANSWER_S = 3.0  # a training process may hold the interpreter lock for a while before it answers
-_NONCE_BYTES = 16
+_NONCE_BYTES = 16  # 128 random bits, so that no recorded answer fits a later question
 _POLL_S = 0.02
 _SETTLE_S = 0.5  # how long a round with new processes stays open after the last one has entered
 _NEWEST = "newest-round"  # key of the newest round's number, near which new processes start
@@ -77,9 +77,10 @@ class StoreMembership:
         store: a store that all processes reach and that outlives them.
         num_first: number of processes at the start of the job.
         min_members: least number of processes in later epochs.
-        timeout_s: how long the members of a round wait for processes that live but do not enter (then they continue
-            without them), for enough processes, and for each answer of the store.
-        host: the name or address of this machine for other processes, and the only one that this process listens on;
+        timeout_s: how long a round waits for members of the last round that live but do not enter; afterwards it closes
+            without them. A round waits as long again for enough processes. Also the time-out of each request to the
+            store.
+        host: the name or address of this machine for other processes, and the only address that it listens on;
             default: the address from which this machine reaches the store; for a store in a file, 127.0.0.1.
         secret: signs entries of the store and answers between processes; the same in all processes. Default: the
             environment's VESCALE_FSDP_SECRET. Without a secret, all processes must be on one machine.
@@ -165,7 +166,7 @@ class StoreMembership:
                 members = self._complete(current, now_s > changed_s + _SETTLE_S, now_s > deadline_s)
                 if members is not None:
                     self._swap(number, current, _Round(members, is_closed=True))
-                    continue
+                    continue  # read it again: the swap fails if a process has entered meanwhile
             # Twice the time-out: after the first, the round closes without absent processes, if enough are here.
             if now_s > deadline_s + self._timeout_s:
                 raise LifecycleError(
@@ -181,8 +182,9 @@ class StoreMembership:
     def _entered(self, number: int) -> _Round:
         """Enter a round if it is open, and return its current value."""
         current = self._swap(number, None, _Round((self.name,)))
-        if number > self._number and current.entered == (self.name,):
+        if number > self._number and current.entered == (self.name,):  # this process has opened the round
             self._store.set(_NEWEST, str(number))
+        # Repeated, since a swap fails if another process enters at the same time.
         while not current.is_closed and self.name not in current.entered:
             current = self._swap(number, current, replace(current, entered=(*current.entered, self.name)))
         return current
@@ -195,7 +197,7 @@ class StoreMembership:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Report an entry that was signed with another secret, or not signed, to all processes, and raise an error."""
+        """Raise an error for an entry with a wrong or no signature, and tell all processes."""
         try:
             yield
         except ValueError as error:  # a wrong signature (PlacementError), or text that is not JSON
@@ -212,7 +214,7 @@ class StoreMembership:
         )
 
     def _complete(self, current: _Round, is_settled: bool, is_late: bool) -> tuple[str, ...] | None:
-        """The members with which this process can close a round; None if it must wait, or another process closes it.
+        """The members with which this process can close a round; None if it must wait, or another process will do it.
 
         Args:
             is_settled: whether no process has entered the round for a while.
@@ -235,6 +237,7 @@ class StoreMembership:
                 return None
         if len(here) < (self._min_members if self._last else self._num_first):
             return None
+        # The order of the ranks: as in the last round, then in the order of entering.
         return (
             *(name for name in self._last if name in here),
             *(name for name in here if name not in self._last),
@@ -247,8 +250,8 @@ class Presence:
     A process that asks sends a nonce. The answer is an HMAC of the nonce, so that no other process can give it.
 
     Args:
-        host: the name or address of this machine for other processes; the only one that the port listens on.
-        secret: the same in all processes.
+        host: the name or address of this machine for other processes; the port listens on it only.
+        secret: signs the answers; the same in all processes.
 
     Attributes:
         name: a unique name of this process: ``host:port/token``.
@@ -262,6 +265,7 @@ class Presence:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # All members may ask at once.
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        # The token distinguishes this process from a later one with the same port.
         self._token, self._secret = secrets.token_hex(8), secret
         self.name = f"{host}:{self._listener.getsockname()[1]}/{self._token}"
         # Daemon: it must not outlive a process that does not call `end`.
@@ -288,7 +292,7 @@ class Presence:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # a close alone would not wake the thread that accepts
         self._listener.close()
-        self._accepting.join(ANSWER_S)
+        self._accepting.join(ANSWER_S)  # no wait here is without a bound
 
 
 def is_present(name: str, secret: bytes | None = None) -> bool:
@@ -306,6 +310,7 @@ def is_present(name: str, secret: bytes | None = None) -> bool:
 
 
 def _answer_to(nonce: bytes, token: str, secret: bytes | None) -> bytes:
+    # Without a secret (on one machine only), the token alone identifies the process.
     return sign(secret or b"", f"presence {token}", nonce)
 
 

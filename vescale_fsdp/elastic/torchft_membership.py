@@ -39,9 +39,9 @@ class TorchftMembership:
         lighthouse: address of the lighthouse, such as ``http://node0:29510``.
         num_first: number of processes at the start of the job.
         timeout_s: how long to wait for a quorum, and for the first processes.
-        host: the name or address of this machine for other processes, and the only one that this process listens on;
+        host: the name or address of this machine for other processes, and the only address that it listens on;
             default: the address from which this machine reaches the lighthouse.
-        heartbeat_s: time between two heartbeats; well below the lighthouse's ``heartbeat_timeout_ms``.
+        heartbeat_s: time between two heartbeats; must be well below the lighthouse's ``heartbeat_timeout_ms``.
 
     Examples:
         >>> def membership() -> TorchftMembership:
@@ -73,7 +73,7 @@ class TorchftMembership:
             hostname=host,
             bind=f"{host}:0",
             store_addr=f"{host}:{self._own_store.port}",
-            world_size=1,
+            world_size=1,  # each process is a replica of its own
             heartbeat_interval=timedelta(seconds=heartbeat_s),
             connect_timeout=timeout,
             quorum_retries=0,  # `wait` asks again
@@ -102,6 +102,7 @@ class TorchftMembership:
                     todo="start more processes, all with the same lighthouse; if they start slowly, pass a longer "
                     "timeout_s",
                 )
+            # After an epoch, the next quorum needs a new number even if it has the same members.
             quorum = self._ask(has_failed=self._epoch >= 0)
         self._epoch = quorum.quorum_id
         host, _, port = quorum.store_address.rpartition(":")  # IPv6 addresses have colons
@@ -127,11 +128,11 @@ class TorchftMembership:
     def _ask(self, *, has_failed: bool) -> Any:
         """The lighthouse's quorum, once all live processes have asked; with a new number if ``has_failed``."""
         return self._client._quorum(  # torchft has no public name for this call of its own manager
-            group_rank=0,
+            group_rank=0,  # the only rank of this replica
             step=int(self._epoch >= 0),  # 0 until this process has been in an epoch
-            checkpoint_metadata="",
-            shrink_only=False,
+            checkpoint_metadata="",  # for torchft's healing of replicas, which is not used
+            shrink_only=False,  # processes may join
             timeout=timedelta(seconds=self._timeout_s),
-            init_sync=False,
-            commit_failures=int(has_failed),
+            init_sync=False,  # weights come from the checkpoint manager
+            commit_failures=int(has_failed),  # a failure makes the lighthouse give a new number
         )

@@ -46,6 +46,7 @@ class VescalePlugin(FullyShardedDataParallelPlugin):
 
     def __post_init__(self) -> None:
         if self.fsdp_version is None:
+            # The launcher sets this variable.
             self.fsdp_version = int(os.environ.get("FSDP_VERSION", "2"))
         if self.fsdp_version != 2:
             raise UnsupportedOpError(

@@ -10,8 +10,8 @@ the first one replaces the names, the end of the last one restores them, and the
 padding.
 
 A name that a module has already imported (``from torch.distributed.fsdp import fully_shard`` at its top) cannot be
-replaced: a `BoundNamesWarning` lists the module. `stand_ins` lists the few modules of stacks that are known to import
-names so; the names in these modules are replaced, too.
+replaced: a `BoundNamesWarning` lists the module. `stand_ins` lists the few modules of stacks that are known to do
+this; the names in these modules are replaced, too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Installation:
             _installed.remove(self)  # atomic: if two threads end it, only one continues
         except ValueError:
             return
-        ACTIVE.remove(self._settings)  # first: names that are replaced a moment longer call torch's
+        # First: a stand-in that is called before `restore` then calls torch's function.
+        ACTIVE.remove(self._settings)
         restore(self._stand_ins)
         rule = self._settings.granularity
         unmatched = rule.unmatched() if isinstance(rule, PatternRule) else {}
@@ -190,7 +191,8 @@ def ours_within(
         name
         for name, module in list(sys.modules.items())  # a copy: other threads may import
         if name.split(".")[0] == package
-        and isinstance(module, ModuleType)
+        and isinstance(module, ModuleType)  # sys.modules may contain other objects
+        # vars: getattr could make a lazy module import more.
         and vars(module).get(stand_in.name) is stand_in.original
     )
     rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity

@@ -120,6 +120,7 @@ class VescaleStrategy(ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Write the trainer's state. A collective."""
+        # Lightning's method refuses storage_options, and writes the single file.
         if storage_options is not None or not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -135,8 +136,9 @@ class VescaleStrategy(ModelParallelStrategy):
         """Load the model and its optimizers; return the other values. A collective."""
         path = self.broadcast(checkpoint_path)
         if not holds_checkpoint(path):
-            with self._ours():
+            with self._ours():  # so that torch's setters of state dicts accept ragged shards
                 return super().load_checkpoint(path, weights_only)
+        # The names that `save_checkpoint` has written.
         optimizers = {f"optimizer_{index}": each for index, each in enumerate(self.optimizers)}
         strict = self.lightning_module.strict_loading
         return _load(path, ("state_dict", self.model), optimizers, strict, weights_only)
@@ -184,6 +186,7 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
         filter: Filters | None = None,
     ) -> None:
         """Write a dict of one model, its optimizers and other values. A collective."""
+        # Fabric's method refuses storage_options, and writes the single file.
         if storage_options is not None or not self._save_distributed_checkpoint:
             super().save_checkpoint(path, state, storage_options, filter)
             return
@@ -212,7 +215,7 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
         """
         path = self.broadcast(path)
         if not isinstance(state, dict) or not state or not holds_checkpoint(path):
-            with self._ours():
+            with self._ours():  # so that torch's setters of state dicts accept ragged shards
                 return super().load_checkpoint(path, state, strict, weights_only)
         optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
         key, model = _model_of(state)
@@ -250,7 +253,7 @@ def _check_sharded_by_us(model: nn.Module | None, where: str) -> None:
 
 
 def _kept(value: Any, filters: Filters | None, key: str) -> Any:
-    """A state without the entries that the user's filter of this key rejects."""
+    """The entries of a state that the user's filter for ``key`` accepts."""
     if filters is None or key not in filters or not isinstance(value, Mapping):
         return value
     return {name: item for name, item in value.items() if filters[key](name, item)}
@@ -276,7 +279,7 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
 def _save(
     strategy: Any, path: str | os.PathLike[str], shards: dict[str, Any], values: dict[str, Any]
 ) -> None:
-    """Write shards, and rank 0's other values. Timers and paths differ between ranks; Lightning also uses rank 0's."""
+    """Write shards, and rank 0's other values, as Lightning does: timers and paths differ between ranks."""
     path = strategy.broadcast(path)
     stored: dict[str, Any] = {}
     with coordinator_for().together(f"collecting the values of {path}"):
@@ -290,7 +293,9 @@ def _save(
                 stored[_PICKLED][key] = buffer.getvalue()
             if os.path.isfile(path):
                 os.unlink(path)  # a single file of Lightning's own strategy, which this folder replaces
-    save(path, {**strategy.broadcast(stored), **shards}, overwrite=True)  # Lightning writes to one path again
+    save(
+        path, {**strategy.broadcast(stored), **shards}, overwrite=True
+    )  # Lightning saves to the same path repeatedly
 
 
 def _optimizer_state(model: Any, optimizer: Optimizer) -> dict[str, Any]:
@@ -308,10 +313,11 @@ def _load(
 ) -> dict[str, Any]:
     """Load a model and its optimizers; returns the other values of the checkpoint."""
     state: dict[str, Any] = {**dict([model]), **optimizers}
-    # Other values have no live object: read below.
+    # The checkpoint's other values have no live object, and are read below.
     load(path, state, strict=strict, include=[f"{name}.*" for name in state])
+    # State of optimizers that this run lacks is skipped: its tensors would be read whole.
     values = read_values(path, lambda name: name not in state and not name.startswith("optimizer_"))
     for name, data in values.pop(_PICKLED, {}).items():
-        # map_location: they are rank 0's, perhaps on its device.
+        # map_location: rank 0 saved these values, perhaps on its own GPU.
         values[name] = torch.load(io.BytesIO(data), weights_only=weights_only, map_location="cpu")
     return values

@@ -59,7 +59,9 @@ def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module
 @contextmanager
 @torch.no_grad()
 def _gathered(module: nn.Module) -> Iterator[None]:
-    """A context with full plain parameters in place of ragged ones. Without an exception, shards get the changes."""
+    """A context in which full plain parameters replace ragged ones. At its end, the shards get the changed values,
+    unless an exception was raised.
+    """
     ragged: list[tuple[nn.Module, str, Any]] = [
         (owner, name, param)
         for owner in module.modules()

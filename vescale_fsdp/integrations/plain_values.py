@@ -1,4 +1,4 @@
-"""Values of a stack that are saved next to the shards: selection of storable values, and reading."""
+"""Selects and reads the values of a training stack that are saved next to the shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _AnySink(TreeSink):
 
 
 def split_storable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(values that a checkpoint can store, other values)."""
+    """Split values into those that a checkpoint can store and all others."""
     stored, others = {}, {}
     for key, value in values.items():
         try:
@@ -59,7 +59,7 @@ def read_values(path: str | os.PathLike[str], wanted: Callable[[str], bool]) -> 
         reader = read_state(path)
 
         def leaf(node: Mapping[str, Any]) -> Any:
-            if node["$"] != "tensor":
+            if node["$"] != "tensor":  # a per-rank value, which is not the same on all ranks
                 return None
             value = CheckpointTensor(reader, int(node["i"])).read()
             return value.numpy() if node.get("numpy") else value

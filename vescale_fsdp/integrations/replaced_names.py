@@ -1,4 +1,4 @@
-"""StandIn: a function that replaces another one in every module that exports it, until it is restored.
+"""StandIn: a function that replaces a function of another package in every module that exports it.
 
 This is the only file that assigns to names of other packages (`tests/house/test_layering.py`).
 """
@@ -58,7 +58,7 @@ def restore(stand_ins: Iterable[StandIn]) -> None:
 def _swap(stand_in: StandIn, old: Callable[..., Any], new: Callable[..., Any]) -> None:
     # Every call swaps all homes: a home that was imported in between has copied the replacement from another home.
     for home in stand_in.loaded_homes():
-        if vars(home).get(stand_in.name) is old:
+        if vars(home).get(stand_in.name) is old:  # else another package has patched the name
             setattr(home, stand_in.name, new)
 
 

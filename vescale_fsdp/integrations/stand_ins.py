@@ -12,7 +12,7 @@
     FullyShardedDataParallel()       never; raises while an installation is active
 
 A stack may import such a function during an installation and call it afterwards. The function chooses at each call, so
-it then calls torch's.
+after the installation it calls torch's function.
 
 torch's ``FSDPModule`` needs no replacement: this package's class derives from it.
 """
@@ -86,14 +86,14 @@ class PatternRule:
         }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # eq: two installations may have equal settings
 class Settings:
     """Arguments that one installation adds to every ``fully_shard`` call, and the stacks that it knows."""
 
     granularity: GranularityRule | PatternRule = None
     padding_policy: PaddingPolicy = field(default_factory=PaddingPolicy)
     stacks: frozenset[str] = frozenset()  # stacks in which names were replaced as well
-    checked: set[str] = field(default_factory=set)  # stacks that need no other warning about their version
+    checked: set[str] = field(default_factory=set)  # stacks whose version was checked already
 
     def __post_init__(self) -> None:
         check_rule(self.granularity)
@@ -150,6 +150,7 @@ def distribute_tensor(
         return torch_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     is_placed = isinstance(tensor, RaggedDTensor) and tensor.placements == tuple(placements)
     if is_placed and tensor.device_mesh == device_mesh:  # type: ignore[attr-defined]
+        # As torch's function does for a tensor that has these placements.
         return tensor  # type: ignore[return-value]
     return our_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
 
@@ -208,7 +209,7 @@ def _has_shards(model: nn.Module) -> bool:
 def _choice(
     torchs: Callable[..., Any], ours: Callable[..., Any], argument: str, is_ours: Callable[[Any], bool]
 ) -> Callable[..., Any]:
-    """A function that calls ``ours`` if ``is_ours(first argument)``, else ``torchs``; ``argument`` is its name."""
+    """A function that calls ``ours`` if ``is_ours(first argument)``, else ``torchs``; ``argument``: its name."""
 
     @functools.wraps(torchs)
     def call(*args: Any, **kwargs: Any) -> Any:

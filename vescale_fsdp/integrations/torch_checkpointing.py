@@ -77,7 +77,7 @@ class _Copy(NamedTuple):
 
 
 def pieces(state: Any) -> Any:
-    """The same tree, with this rank's piece in place of every ragged tensor: a plain tensor that shares its memory."""
+    """The tree with this rank's piece instead of each ragged tensor: a plain tensor that shares the shard's memory."""
 
     def piece(_: KeyPath, leaf: Any) -> Any:
         if not isinstance(leaf, RaggedDTensor):
@@ -123,7 +123,8 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
         source_metadata: DistributedItemMetadata | None,
         target_metadata: dict[KeyPath, ShardingMetadata] | None,
     ) -> bool:
-        """Whether the item has tensors: a rank's own file may have other elements than its tensors have now.
+        """Whether the item has tensors. If so, it is resharded: a rank's own file may contain other elements than the
+        rank's tensors do now.
 
         Raises:
             CheckpointError: if the checkpoint has no positions.
@@ -154,7 +155,8 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
             Paths that the checkpoint does not have.
 
         Raises:
-            CheckpointError: if a tensor has another shape in the checkpoint, or some of its elements are missing.
+            CheckpointError: if the shape of a tensor differs from its shape in the checkpoint, or the checkpoint lacks
+                some of the tensor's elements.
         """
         stored = source_metadata.nested_path_to_metadata
         own = dist.get_rank() if dist.is_initialized() else 0
@@ -218,7 +220,7 @@ def _copies(path: KeyPath, target: ShardingMetadata, groups: Sequence[Any]) -> I
     """Pairs (rank of a file, copy from this file) for one tensor of this rank; the copies cover every element once."""
     if not groups:
         return
-    # Box -> the first rank that has it, the boxes of this rank, and the box's index among them.
+    # Box -> (the first rank that stores the box, all boxes of that rank, the box's index among them).
     stored: dict[Box, tuple[int, Sequence[Box], int]] = {}
     for group in groups:
         shapes = [tuple(sharding.global_shape) for sharding in (target, group.sharding_metadata)]
@@ -233,7 +235,7 @@ def _copies(path: KeyPath, target: ShardingMetadata, groups: Sequence[Any]) -> I
         for rank in group.ranks:
             rank_boxes = _boxes_of(group.sharding_metadata, rank)
             for number, box in enumerate(rank_boxes):
-                stored.setdefault(box, (rank, rank_boxes, number))
+                stored.setdefault(box, (rank, rank_boxes, number))  # one copy: replicas store the same box
     own_boxes = _boxes_of(target, dist.get_rank() if dist.is_initialized() else 0)
     for own_number, box in enumerate(own_boxes):
         missing = box.numel
@@ -270,6 +272,7 @@ def _part(tensor: torch.Tensor, position: tuple[Sequence[Box], int], shared: Box
     boxes, number = position
     memory = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     box = boxes[number]
+    # A tensor with the shape of its only box is used as it is, since it may not be contiguous.
     if len(boxes) > 1 or memory.shape != torch.Size(box.sizes):
         start = sum(before.numel for before in boxes[:number])
         memory = memory.view(-1)[start : start + box.numel].view(box.sizes)

@@ -73,6 +73,7 @@ def with_vescale(
         ...     return with_vescale(llama3_debugmodel(), granularity={"*w2.weight": "rows:32"})
     """
     check_version("torchtitan")
+    # Not isinstance: a subclass has behavior of its own, which would be lost.
     if type(config.checkpoint) is not TitanCheckpointManager.Config:
         raise ArgumentError(
             "with_vescale replaces torchtitan's own CheckpointManager only.",
@@ -86,6 +87,7 @@ def with_vescale(
     )
     with_experts, dense = _RULES.get(spec.name, (None, None))
     rules = with_experts if any(spec.model.traverse(MoE.Config)) else dense
+    # Not asdict, which would turn nested configurations into dicts.
     fields = {
         each.name: getattr(config.checkpoint, each.name) for each in dataclasses.fields(config.checkpoint)
     }
@@ -209,6 +211,7 @@ class VescaleCheckpoints(TitanCheckpointManager):
             self._load_hf(state_dict, checkpoint_id)
         elif holds_checkpoint(checkpoint_id):
             loader = Loader(open_storage(checkpoint_id), coordinator_for())
+            # "missing": torchtitan may select fewer entries than the step has.
             loader.load(state_dict, strict="missing", include=None)
         else:
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)

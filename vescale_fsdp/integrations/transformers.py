@@ -52,9 +52,9 @@ _hf_set_param = core_model_loading.set_param_for_module
 
 
 def _apply(model: Any, mesh_manager: Any, fsdp_plan: dict[str, str], ep_plan: dict[str, str]) -> Any:
-    """Shard as transformers does, but with tied embeddings in the root's unit, which keeps full weights as planned.
+    """Shard as transformers does, but leave tied embeddings in the root's unit.
 
-    transformers ties weights after sharding, so it would tie weights of two units, which have different layouts.
+    transformers ties weights after sharding. It would then tie weights of two units, which have different layouts.
     """
     model.tie_weights()
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -68,7 +68,7 @@ def ragged_like(local: torch.Tensor, ref: RaggedDTensor) -> RaggedDTensor:
     ragged = RaggedDTensor.from_local(
         local.contiguous(), ref.device_mesh, ref.placements, shape=tuple(ref.shape)
     )
-    ragged.layout_ref = ref.layout_ref
+    ragged.layout_ref = ref.layout_ref  # flat optimizers find the layout through it
     return ragged
 
 

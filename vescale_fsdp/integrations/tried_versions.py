@@ -10,7 +10,7 @@ from types import MappingProxyType
 from vescale_fsdp.errors import UntriedVersionWarning, explain
 
 # Package -> versions with which `make test-stacks` passed. README, docs/stacks.md, docs/compatibility.json and
-# pyproject's extras list the same (tests/integrations/test_tried_versions.py).
+# pyproject's extras list the same versions (tests/integrations/test_tried_versions.py).
 TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "accelerate": ("1.15.0",),
@@ -41,6 +41,6 @@ def check_version(package: str) -> bool:
             todo="compare a few losses with stock FSDP2, or install a version that docs/compatibility.md lists",
         ),
         UntriedVersionWarning,
-        stacklevel=3,
+        stacklevel=3,  # past this function and the package function that calls it
     )
     return False

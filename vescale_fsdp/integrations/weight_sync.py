@@ -9,8 +9,8 @@ buckets, to engines that accept whole tensors only (``load_weights`` of most eng
         for name, tensor in tensors:        on all ranks of the trainer
             engine.load_weights([(name, tensor)])
 
-A `WholeTensors` plans once. A receiver stores one bucket at a time next to its shards. The other ranks get tensors on
-the meta device.
+A `WholeTensors` plans once. A receiver stores one bucket at a time next to its shards. Ranks that are not receivers get
+tensors on the meta device.
 
     for bucket in tensors.buckets():        checkpoint-engine: its workers read a shared buffer
         buffer.copy_(bucket.data)           1D bytes
@@ -58,7 +58,7 @@ class WholeTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its items."""
+        """Bytes of the tensor."""
         return numel_of(self.shape) * self.dtype.itemsize
 
 
@@ -145,7 +145,7 @@ class WholeTensors:
         arguments = {"receivers": self._receivers, "bucket_bytes": bucket_bytes, "links": repr(self._links)}
         with own.together("planning whole tensors", alike=arguments):
             valid = all(0 <= rank < own.world_size for rank in self._receivers)
-            # At least one, each once
+            # At least one receiver (max), and no rank twice (set).
             if not valid or len(set(self._receivers)) != max(1, len(self._receivers)):
                 raise PlacementError(
                     "These ranks cannot receive.",
