@@ -491,7 +491,7 @@ class CheckpointManager:
 
     @contextmanager
     def _after_previous_save(self, decision: Decision) -> Iterator[None]:
-        """Wait for the previous save. Before a final save, its error is raised only after the block."""
+        """Wait for the previous save. Raise that save's error before the block, or after it for a final save."""
         error: Exception | None = None
         try:
             self._wait_for_disk_together()

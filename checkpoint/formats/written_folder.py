@@ -118,7 +118,9 @@ class WrittenFolder:
             for name in LOCK_NAMES:  # renamed together with the folder
                 self.final.remove(name)
         except BaseException as error:  # as above
-            error.add_note(f"{self.final.where} is the whole old or new folder, or has no {self.decisive}")
+            error.add_note(
+                f"{self.final.where} has all old files or all new files, or it has no {self.decisive}"
+            )
             raise
 
     def _left(self) -> str:

@@ -626,7 +626,7 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
             store = BoundedStore(store, timeout.total_seconds())
         roll_call = RollCall(store, name, rank, len(ranks), timeout)
         # Before `new_group`, which does not report which ranks are missing.
-        roll_call.gather("the first call of its kind")
+        roll_call.gather("creating a gloo group for the ranks of the process group")
         known[use] = new_group(base, backend="gloo")
         _roll_calls[known[use]] = roll_call
     return GroupCoordinator(known[use], rank_of, _roll_calls[known[use]])

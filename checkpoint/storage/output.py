@@ -299,9 +299,8 @@ class Output:
             for name in published if count == 1 else ():  # another part may have published the same file
                 self.store.remove(name)
             raise
-        for name in self._staged_names.intersection(
-            self._old
-        ):  # of a part that was killed while it published
+        # Remove the staged files of a part that was killed while it published.
+        for name in self._staged_names.intersection(self._old):
             self.store.remove(name)
         for journal in self._journals:
             self.store.remove(journal.name)  # last: without journals, the result counts as published

@@ -112,7 +112,7 @@ class _Interleave(_EachTensor):
     def make(self, view: TensorView, sizes: Sizes, pattern: int, *, back: bool) -> TensorView:
         if pattern >= len(self.groups) > 1:
             raise ConversionError(
-                "A rule has fewer numbers of heads or groups than names.",
+                "A rule gives the number of heads or groups for only some of its names.",
                 expected="one number for all names, or one for each",
                 got=f"{list(self.groups)}",
                 where=view.info.name,

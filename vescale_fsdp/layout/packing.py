@@ -291,7 +291,7 @@ def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
             best = Packing(bound, tuple(Position(starts[index]) for index in range(len(sizes))))
         if bound - least <= bound // WORTH_REORDERING:
             break
-    assert best is not None  # the first bound is above a shard that holds everything, which is feasible
+    assert best is not None  # one shard that holds everything is feasible, and the first bound is larger
     return best
 
 

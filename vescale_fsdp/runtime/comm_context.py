@@ -399,7 +399,7 @@ class CommContext:
 
     def _join_streams(self) -> None:
         """Let the compute stream wait for reductions, and release memory that was kept for other streams."""
-        # The reduce stream and the copy stream own this memory, and may reuse it once they wait for its readers.
+        # This memory was allocated on the reduce or the copy stream. It is freed only after that stream waits for its readers.
         while self._all_reducing and self.reduce_stream is not None:
             self.reduce_stream.wait_event(self._all_reducing.popleft().event)
         while self._brought and self.copy_stream is not None:

@@ -119,7 +119,7 @@ class TorchArchive:
         """The place of a tensor's items, and the checksum of their storage if there is one.
 
         Args:
-            box: the box of the whole tensor that the items are.
+            box: position of the items in the whole tensor.
             file, start: the archive begins at byte ``start`` of ``file``.
             where: names the tensor in messages.
         """

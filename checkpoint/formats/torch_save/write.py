@@ -197,7 +197,8 @@ class _Writer:
         self.out += opcodes + b"r" + _UINT(len(self._memo))
         self._memo[value] = len(self._memo)
 
-    # Sizes and types repeat too. From the second time on they consist of references and numbers, so bytes are reused.
+    # Sizes and types repeat too. Once all names in a value are in the memo, each repetition has the same bytes, which
+    # are kept.
 
     def _put_again(self, key: object, write: Callable[[], None]) -> None:
         """Call ``write``, or repeat the bytes that it wrote for the same key if they define no new name."""
