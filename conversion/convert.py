@@ -158,8 +158,8 @@ def convert(
             report.plan.when_written(read)
             require(check_written(report.plan, read, find_quantized))
 
-        # `check_files` asks the class about the written files. A dry run writes none, so it asks here. Other runs ask here
-        # only if the table finds problems.
+        # `check_files` asks the class about the written files. A dry run writes none, so it asks here.
+        # Other runs ask here only if the table finds problems.
         require(check_planned(report.plan, find_quantized, asks="always" if options.dry_run else "doubt"))
         outcome = run_plan(
             replace(report.plan, when_written=check_files),

@@ -399,7 +399,8 @@ class CommContext:
 
     def _join_streams(self) -> None:
         """Let the compute stream wait for reductions, and release memory that was kept for other streams."""
-        # This memory was allocated on the reduce or the copy stream. It is freed only after that stream waits for its readers.
+        # This memory was allocated on the reduce or the copy stream. It is freed only after that stream waits for the
+        # readers of the memory.
         while self._all_reducing and self.reduce_stream is not None:
             self.reduce_stream.wait_event(self._all_reducing.popleft().event)
         while self._brought and self.copy_stream is not None:
