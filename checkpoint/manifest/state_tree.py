@@ -78,9 +78,8 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
     if kind == "float" and value in ("nan", "inf", "-inf"):
         return float(value)
     if kind == "bytes" and isinstance(value, str):
-        data = base64.b64decode(
-            value, validate=True
-        )  # by default, characters that are not base64 are skipped
+        # Without `validate`, characters that are not base64 are skipped.
+        data = base64.b64decode(value, validate=True)
         return bytearray(data) if node.get("array") is True else data
     if kind == "complex" and isinstance(value, list):
         return complex(*(decode(part, tensor, where) for part in value))

@@ -43,7 +43,7 @@ def is_journal(name: str) -> bool:
 def parts_of(name: str) -> int | None:
     """The number of parts of the conversion whose journal has this name; None if the file is not a journal."""
     match = _OF_PART.fullmatch(name)
-    return None if match is None else int(match[1] or 1)
+    return None if match is None else int(match[1] or 1)  # 1: a journal that names no part
 
 
 @dataclass

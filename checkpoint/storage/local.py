@@ -255,7 +255,7 @@ def _size_of_file(path: Path) -> int:
 def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
     """Bytes [start, stop) of a file, mapped from the page cache until the view is garbage; None if mapping fails.
 
-    One call populates all pages and reports errors; the caller then reads the bytes instead, and gets the read's error.
+    One call populates all pages and reports errors; after an error the caller reads the bytes, and gets the read's error.
     Without that call, a page that cannot be populated (a shorter file, a broken disk) would end the process by SIGBUS.
     """
     if start >= stop or sys.platform != "linux":
@@ -388,9 +388,7 @@ class LocalStorage(Storage):
         path = self._at(name)
         _size_of_file(path)
         with open(path, "rb") as file:
-            data = file.read(
-                limit_bytes + 1
-            )  # the extra byte shows whether the file is larger than the limit
+            data = file.read(limit_bytes + 1)  # the extra byte shows that the file is too large
         if len(data) > limit_bytes:
             raise ValueError(f"{path} is larger than {limit_bytes} bytes")
         return data
@@ -575,6 +573,7 @@ class LocalStorage(Storage):
                 has_flock = False
             if not has_flock:
                 held.enter_context(held_by_file(self.root))
+            # The last owner may have renamed the folder: then the locked file is no longer at this path.
             if not (path.exists() and os.path.samestat(os.fstat(file), path.stat())):
                 raise BlockingIOError(
                     errno.EWOULDBLOCK, "the process that held the lock has renamed the folder"

@@ -2,9 +2,9 @@
 
     .lock-owner    {"host": "node17", "pid": 4711, .., "lease_s": 120}, created only if it does not exist
 
-The kernel does not remove the file when its owner dies. The pid and start time show whether an owner of the
-same boot and PID namespace is alive. Every owner has a lease and touches the file several times per lease, so that a
-file older than its lease belongs to a dead process. Ages are differences of two timestamps of the file system's clock.
+The kernel does not remove the file when its owner dies. The pid and start time show whether an owner of the same boot
+and PID namespace is alive. Every owner has a lease and touches the file several times per lease, so that a file older
+than its lease belongs to a dead process. Ages are differences of two timestamps of the file system's clock.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.safetensors_header import read_header
 
 # "always": a child process asks the class itself, unless the table accepts the tensors. "doubt": only if the table
-# rejects them. "never": the table alone decides.
+# rejects them. "never": no child process.
 Asks = Literal["always", "doubt", "never"]
 """When the class itself checks the tensors, in a child process: unless the table accepts them, only to confirm that the
 table rejects them, or never."""

@@ -35,9 +35,8 @@ _WEIGHTS = re.compile(
 )
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_LFS_POINTER_BYTES = range(
-    100, 301
-)  # sizes of pointer files, which have a version, a hash and a size as text
+# Sizes of pointer files, which have a version, a hash and a size as text.
+_LFS_POINTER_BYTES = range(100, 301)
 
 
 def is_of_diffusers(config: Mapping[str, Any]) -> bool:

@@ -129,8 +129,10 @@ def find_ties(
 
 
 def equal_bytes(left: TensorView, right: TensorView) -> bool:
-    """Whether two tensors have the same shape, type and bytes; reads a few MiB at a time. Two names of
-    one stored tensor need no read."""
+    """Whether two tensors have the same shape, type and bytes; reads a few MiB at a time.
+
+    Two names of one stored tensor need no read.
+    """
     import numpy as np
 
     if (left.info.shape, left.info.dtype) != (right.info.shape, right.info.dtype):

@@ -251,6 +251,7 @@ def stored_tensor(name: str, parts: Sequence[TensorPart]) -> StoredTensor:
     first = parts[0].ref
     if isinstance(first, ArrayRef):
         info, box = TensorInfo(name, first.shape, first.dtype), whole_box(first.shape)
+        # An empty array has no chunk.
         return StoredTensor(info, (StoredChunk(box, "", 0, info.nbytes),) * bool(box.numel))
     if isinstance(first, TensorRef):
         chunks = _chunks(name, parts[0].file, first, whole_box(first.shape))
