@@ -255,7 +255,7 @@ def _size_of_file(path: Path) -> int:
 def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
     """Bytes [start, stop) of a file, mapped from the page cache until the view is garbage; None if mapping fails.
 
-    One call populates all pages and reports errors; after an error the caller reads the bytes, and gets the read's error.
+    One call populates all pages and reports errors; the caller then reads the bytes, and gets the read's error.
     Without that call, a page that cannot be populated (a shorter file, a broken disk) would end the process by SIGBUS.
     """
     if start >= stop or sys.platform != "linux":
@@ -334,6 +334,7 @@ class LocalStorage(Storage):
 
     def child(self, name: str) -> LocalStorage:
         folder = self._like_this(self.root / name)
+        # The private root is checked for files of its folders too; the file system is probed once.
         folder._private, folder._probe = self._private, self._probe
         return folder
 

@@ -281,7 +281,7 @@ class RemoteStorage(Storage):
     is_shared = visible_is_durable = True
     max_gap_bytes = 1 << 20  # 1 MiB: costs less than the latency of a request
     abandoned_after_s = 86_400.0  # a day, since there are no locks
-    write_threads = 1
+    write_threads = 1  # a stream has one writer
     read_threads = far_read_threads = 8
 
     def __init__(self, url: str, *, tries: int = _TRIES, explains: bool = False, **options: Any) -> None:

@@ -204,6 +204,7 @@ class TorchArchive:
     def _entry(self, head: tuple[Any, ...], extra: bytes) -> _ZipRecord:
         """A record, from its fixed fields in the directory and its extra fields."""
         nbytes, header_offset = head[9], head[16]
+        # Size, compressed size, offset of the local header.
         is_wide = [field == MAX_32 for field in (head[9], head[8], header_offset)]
         if any(is_wide):  # the zip64 field lists only the values that did not fit, in this order
             values = iter(_zip64_values(extra))
@@ -213,7 +214,7 @@ class TorchArchive:
                 header_offset = next(values) if is_wide[2] else header_offset
             except StopIteration:  # fewer values than the fixed fields announce
                 raise self._damaged("a complete zip64 field", repr(extra)) from None
-        return _ZipRecord(header_offset, nbytes, head[7], head[4] == 0)
+        return _ZipRecord(header_offset, nbytes, head[7], head[4] == 0)  # method 0: stored
 
     def _directory_range(self) -> tuple[int, int]:
         at = self._tail.rfind(END_SIGNATURE)  # the last: tensors may contain the same bytes
