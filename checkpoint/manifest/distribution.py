@@ -121,7 +121,7 @@ def _repeat(runs: Sequence[tuple[int, int, int]]) -> Iterable[Run]:
 
 @dataclass(frozen=True)
 class Axis:
-    """How a rank's coordinate on one mesh axis follows from its number.
+    """How a rank's coordinate on one mesh axis follows from the rank's number.
 
     Args:
         size: ranks along the axis.
@@ -192,6 +192,7 @@ class ShardCut(Cut):
         return Region.of_box(region.box.chunk(self.dim, size, coordinate))
 
     def touching(self, region: Region, size: int, wanted: Region, layouts: Layouts) -> Iterator[int]:
+        # At least 1, for the divisions below: a dim may be empty.
         chunk = max(1, chunk_of(region.box.sizes[self.dim], size, 0).numel)
         corner = region.box.offsets[self.dim]
         boxes = [box for box, _ in wanted.pieces()]
@@ -212,7 +213,7 @@ class _FlatCut(Cut):
 
     @abstractmethod
     def flat_range(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> FlatRange:
-        """Range of the region's box at a coordinate."""
+        """The range of the box's flat elements at a coordinate."""
 
     @abstractmethod
     def coordinates_of(self, region: Region, size: int, flat: FlatRange, layouts: Layouts) -> Iterator[int]:
@@ -320,11 +321,11 @@ def shard_order(shards: Mapping[int, tuple[int, int]], sizes: Sequence[int]) -> 
 
     torch represents an axis that cuts after later axes of the mesh as a strided shard. Its split factor is the product
     of those axes' sizes. Other split factors occur too, such as for a tensor that is cut by columns and then flattened:
-    no order of cuts gives the scattered elements that each rank has of it.
+    each rank has scattered elements, which no order of cuts gives.
 
     Args:
         shards: tensor dim and split factor (1 for a plain shard) of each axis that cuts.
-        sizes: of all axes of the mesh.
+        sizes: the sizes of all axes of the mesh.
     """
     orders: dict[int, list[int]] = {}
     # From the last axis on: a split factor is a product of later axes' sizes.
@@ -385,7 +386,7 @@ class Holders:
         cells = [0] * len(members)
         for axis in axes:
             coordinates = axis.coordinates(members)
-            # A rank outside of one axis is outside of the mesh: it stays below zero on all later axes.
+            # A rank that one axis leaves out is outside of the mesh: its cell stays -1 on all later axes.
             cells = [
                 cell * axis.size + coordinate if cell >= 0 <= coordinate else -1
                 for cell, coordinate in zip(cells, coordinates, strict=True)
@@ -403,7 +404,7 @@ class Holders:
         return self._ranks_at.get(cell, [])
 
     def position(self, rank: int) -> tuple[tuple[int, ...], int, int] | None:
-        """(coordinates, index among the replicas, number of replicas) of a rank; None if it has no part of it."""
+        """(coordinates, index among the replicas, number of replicas) of a rank; None if it has no part."""
         cell = self._cell_of.get(rank)
         if cell is None:
             return None

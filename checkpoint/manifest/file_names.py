@@ -28,9 +28,8 @@ _STEP = re.compile(r"step-(\d{8,})")  # 8 digits: listings by name are in the or
 _RANK_FILE = re.compile(r"(\d{5,})-of-\d{5,}\.safetensors")
 _PLAIN = " !#$&'()+,;=@[]{}~-_."
 _MAX_PART_BYTES = 200  # file systems accept 255
-_MAX_PATH_BYTES = (
-    600  # object stores accept 1024, which includes the checkpoint's folder and the chunk's name
-)
+# Object stores accept 1024, which includes the checkpoint's folder and the chunk's name.
+_MAX_PATH_BYTES = 600
 _HEAD_BYTES = 100  # enough to recognize the tensor
 
 
@@ -90,14 +89,14 @@ def _escaped(part: str) -> str:
 
 
 def _hashed(name: str) -> str:
-    import hashlib  # loads OpenSSL: 5 ms of a start that names no arrays
+    import hashlib  # here: loads OpenSSL, 5 ms that most starts do not need
 
     digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).hexdigest()
     return f"{_escaped(name)[:_HEAD_BYTES]}%~{digest}"  # no escape looks like this
 
 
 def array_paths_1(names: Iterable[str]) -> dict[str, str]:
-    """The same as `array_paths`, for checkpoints of version 1."""
+    """The paths of tensors' arrays by name, in checkpoints of format version 1."""
     paths = {}
     for name in names:
         parts = [quote(part, safe=_PLAIN) for part in name.split("/")]

@@ -1,7 +1,7 @@
 """The manifest: the one small JSON file that makes a folder a checkpoint, and says where every byte is.
 
-A frozen value that does not grow with the number of ranks. Which tensors a rank's file has, in which order and at which
-offsets, is computed from it (see `rank_file` and `zarr_layout`). `structure` describes the state, `state_tree` single
+A frozen value that does not grow with the number of ranks. The tensors of a rank's file, their order and their
+offsets are computed from it (see `rank_file` and `zarr_layout`). `structure` describes the state, `state_tree` its
 values. FORMAT.md is the specification.
 """
 
@@ -46,10 +46,10 @@ from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import FlatRange
 
 FORMAT_VERSION = 2  # the newest version; FORMAT.md lists the changes of each
-STRIPE_BYTES = 1 << 20  # 1 MiB: one checksum each, and the unit of verified reads
-SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
+STRIPE_BYTES = 1 << 20  # 1 MiB: the bytes of one checksum, and the unit of verified reads
+SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of larger regions
 
-_SAVE_ID = re.compile(r"[0-9a-f]{16}")  # part of paths, which it must not leave
+_SAVE_ID = re.compile(r"[0-9a-f]{16}")  # part of paths: a slash or dots could lead out of the folder
 _MAX_STRIPE_BYTES = 1 << 30  # 1 GiB: a reader allocates a stripe
 _MAX_NUMEL = 1 << 62  # larger counts overflow the 64-bit integers of torch and numpy
 _MAX_RANKS = 1 << 20  # bounds the time of computations for each rank
@@ -81,8 +81,8 @@ class Manifest:
         blob_bytes: bytes reserved in each rank's file for per-rank values (0 if there are none).
         metadata: the JSON given to `save`; the key `user` of the file.
         stripe_bytes: bytes per checksum.
-        split_bytes: each of several replicas stores a part of a region of at least so many bytes. None makes every
-            replica store all of its region, for storage that ranks do not share.
+        split_bytes: replicas divide a region of at least this many bytes among themselves. None: every replica stores
+            all of its region, for storage that ranks do not share.
         chunks: for the zarr form, each tensor's chunk sizes; None for the native form.
         version: of the format; 1 for the native form, so that older readers accept it.
     """
@@ -129,7 +129,7 @@ class Manifest:
             return region
         if self.is_undivided(index, region):
             start = region.span.start
-            # The others store nothing.
+            # The other replicas store nothing.
             return region if replica == 0 else Region(region.box, FlatRange(start, start))
         return region.part(replica, replicas)
 
@@ -151,7 +151,7 @@ class Manifest:
         """
         stored: list[list[StoredShare]] = [[] for _ in range(self.world_size)]
         structure = self.structure
-        # By all that a tensor's regions depend on: weights and their moments are cut alike.
+        # Cached by all that a tensor's regions depend on: weights and their moments are cut alike.
         parts: dict[tuple[object, ...], list[tuple[list[int], Region]]] = {}
         # In the zarr form, ranks' files have no tensors.
         for index, entry in enumerate(() if self.is_zarr else structure.entries):
@@ -302,7 +302,7 @@ def build_manifest(
 
 
 def _seal(checksum: object) -> bytes:
-    """The end of a manifest. Its checksum is of all bytes before, and a closing brace."""
+    """The end of a manifest; the checksum covers all bytes before it and a closing brace."""
     return f',"checksum":"{checksum}"}}'.encode()
 
 
@@ -368,8 +368,8 @@ def _check_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None
 def _problems(manifest: Manifest) -> Iterator[str]:
     """Bounds and references that are not valid. Later checks rely on earlier ones: only the first problem counts.
 
-    Without problems, nothing that is computed from the manifest is outside its folder or its arrays, or takes a time
-    or memory that does not follow from the manifest's own size.
+    If there are no problems, computed paths stay inside the folder, computed indices stay inside the arrays, and
+    computations take bounded time and memory.
     """
     world_size, split_bytes = manifest.world_size, manifest.split_bytes
     save_id, stripe_bytes = manifest.save_id, manifest.stripe_bytes
@@ -379,7 +379,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         "world_size": type(world_size) is int and 1 <= world_size <= _MAX_RANKS,
         "stripe_bytes": type(stripe_bytes) is int
         and 16 <= stripe_bytes <= _MAX_STRIPE_BYTES
-        and stripe_bytes % 16 == 0,  # no stripe cuts an element
+        and stripe_bytes % 16 == 0,  # the largest item size: no stripe cuts an element
         "blob_bytes": type(manifest.blob_bytes) is int and 0 <= manifest.blob_bytes < 1 << 48,
         "split_bytes": split_bytes is None or (type(split_bytes) is int and split_bytes >= 0),
     }
@@ -411,7 +411,7 @@ def _entry_problems(manifest: Manifest, index: int, entry: Entry) -> Iterator[st
     if manifest.is_zarr:
         entry.name.encode()  # raises for half a surrogate pair, which no folder's name can have
         chunks = manifest.chunk_sizes[index]
-        # Their lengths are compared below.
+        # Not strict: the lengths are compared below.
         is_inside = all(1 <= size <= max(1, full) for size, full in zip(chunks, entry.shape, strict=False))
         count = prod(-(-full // max(1, size)) for size, full in zip(chunks, entry.shape, strict=False))
         if len(chunks) != len(entry.shape) or not is_inside or count > _MAX_CHUNKS:

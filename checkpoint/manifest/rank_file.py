@@ -39,7 +39,7 @@ class FilePiece(NamedTuple):
     """A stored region of a tensor, and its byte range in the file.
 
     Attributes:
-        local_start: index of the piece's first element in the rank's region, of which it may be a part.
+        local_start: index of the piece's first element in the rank's region; replicas store only parts of it.
     """
 
     tensor_index: int
@@ -85,7 +85,7 @@ class RankFile:
         manifest, layouts = self.manifest, self.manifest.structure.layouts
         if manifest.is_zarr:
             return  # tensors are in zarr arrays
-        # Most tensors have the same ranks and axes; weights and their moments are cut alike.
+        # Caches: most tensors have the same ranks and axes, and weights and their moments are cut alike.
         positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
         regions: dict[tuple[object, ...], Region] = {}
         for index, entry in enumerate(manifest.entries):
@@ -116,7 +116,7 @@ class RankFile:
 
     @cached_property
     def piece_of(self) -> dict[int, FilePiece]:
-        """The piece of each tensor number."""
+        """Tensor number -> its piece."""
         return {piece.tensor_index: piece for piece in self.pieces}
 
     @cached_property
@@ -194,7 +194,7 @@ class RankFile:
         if self.manifest.blob_bytes:
             items.append(_item(BLOB_NAME, "U8", self.manifest.blob_bytes, self._payload_bytes, end))
         pieces = ",".join(items)
-        # The header contains the table's size, which depends on the header's size: two rounds at most.
+        # The header contains the table's size, which depends on the header's size: repeated until they agree.
         table_bytes = 0
         while True:
             table = _item(TABLE_NAME, "U8", table_bytes, end, end + table_bytes)
@@ -234,7 +234,8 @@ class ShareFinder:
 
     Args:
         manifest: the checkpoint's manifest.
-        cost: of reading a rank's file. Where every replica stores all of a region, the cheapest one is read.
+        cost: gives the cost of reading a rank's file. Where every replica stores all of a region, the cheapest replica
+            is read.
     """
 
     def __init__(self, manifest: Manifest, cost: Callable[[int], int] = lambda rank: 0) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The row-major elements ``span`` of a ``box`` of a tensor; both are half-open."""
+    """Elements ``span`` of a ``box`` of a tensor, in row-major order; both are half-open."""
 
     box: Box
     span: FlatRange
@@ -74,18 +74,18 @@ def whole_region(shape: Sequence[int]) -> Region:
 
 
 class SharedRun(NamedTuple):
-    """Elements that are contiguous in both regions, from element ``source`` of one and ``target`` of the other on."""
+    """Elements that are contiguous in both regions; ``source`` and ``target`` index the first one in each region."""
 
     source: int
     target: int
     numel: int
 
     def source_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The shared elements, 1D, of all elements of the source region."""
+        """The shared elements, 1D; ``flat`` has all elements of the source region."""
         return flat[self.source : self.source + self.numel]
 
     def target_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The shared elements, 1D, of all elements of the target region."""
+        """The shared elements, 1D; ``flat`` has all elements of the target region."""
         return flat[self.target : self.target + self.numel]
 
 
@@ -111,12 +111,12 @@ class SharedPatch(NamedTuple):
         return self.source_box.numel
 
     def source_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The shared box, ND, of all elements of the source region, 1D."""
+        """The shared box, ND; ``flat`` has all elements of the source region, 1D."""
         stop = self.source + numel_of(self.source_sizes)
         return flat[self.source : stop].view(self.source_sizes)[self.source_box.slices()]
 
     def target_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The shared box, ND, of all elements of the target region, 1D."""
+        """The shared box, ND; ``flat`` has all elements of the target region, 1D."""
         stop = self.target + numel_of(self.target_sizes)
         return flat[self.target : stop].view(self.target_sizes)[self.target_box.slices()]
 

@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named, is_numpy_
 from vescale_fsdp.errors import CorruptCheckpointError
 
 Json = Any
-# Levels of containers. Bounds the interpreter's stack: a load needs more of it for each level than a save.
+# Levels of containers that a save accepts: a load needs more of the interpreter's stack for each level than the save.
 MAX_DEPTH = 100
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -78,7 +78,8 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
     if kind == "float" and value in ("nan", "inf", "-inf"):
         return float(value)
     if kind == "bytes" and isinstance(value, str):
-        data = base64.b64decode(value, validate=True)  # else it skips what is not base64
+        # Without `validate`, characters that are not base64 are skipped.
+        data = base64.b64decode(value, validate=True)
         return bytearray(data) if node.get("array") is True else data
     if kind == "complex" and isinstance(value, list):
         return complex(*(decode(part, tensor, where) for part in value))

@@ -263,7 +263,7 @@ def check_complete(
 
 
 def _first_difference(name: str, classes: Sequence[tuple[RankSet, Structure]]) -> str:
-    """One tensor as the first two structures that differ describe it."""
+    """The descriptions of one tensor in the first two structures that differ about it."""
     described: dict[str, int] = {}  # description -> first rank that has it
     for ranks, structure in classes:
         described.setdefault(_description(name, structure), ranks.ranks[0])

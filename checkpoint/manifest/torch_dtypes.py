@@ -68,13 +68,13 @@ def stored_dtype(name: str) -> DType:
 
 
 def is_numpy_dtype(name: str) -> bool:
-    """Whether numpy and torch both have a dtype of this name; numpy's names can include a byte order."""
+    """Whether numpy and torch both have a dtype of this name; names with a byte order are of numpy alone."""
     known = known_dtype(name)
     return known is not None and known.is_numpy and known.name == name
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a tensor's memory as bytes, 1D; the tensor is contiguous and not lazily conjugated or negated."""
+    """A view of a tensor's memory as bytes, 1D; the tensor must be contiguous and not lazily conjugated or negated."""
     # Not view(-1): one element of a column is contiguous but keeps the column's stride, which view(uint8) refuses.
     return tensor.as_strided((tensor.numel(),), (1,)).view(dtype_named("uint8"))
 

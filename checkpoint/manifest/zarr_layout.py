@@ -1,8 +1,8 @@
 """The zarr form of a checkpoint: each tensor's chunks, the rank that writes each chunk, and the JSON of arrays.
 
-Each tensor is one zarr v3 array. Its chunk grid follows the cuts, so that boundaries of ranks are boundaries of chunks
-where they are at whole rows. A chunk that is cut inside a row is owned by the rank with the chunk's first element; that
-rank receives the other parts from its neighbors. Replicas take turns. No two ranks write one chunk.
+Each tensor is one zarr v3 array. Its chunk grid follows the cuts: a boundary between ranks at a whole row is also a
+boundary between chunks. A chunk that is cut inside a row is owned by the rank with the chunk's first element; that
+rank receives the other parts from its neighbors. Replicas take turns as owners. No two ranks write one chunk.
 
     path/data-<save_id>/model/layers.0.weight/zarr.json     array: shape, chunks, dtype, crc32c
     path/data-<save_id>/model/layers.0.weight/c/0/0         chunk (0, 0): little-endian bytes, then their crc32c
@@ -59,16 +59,16 @@ def chunk_shape(manifest: Manifest, index: int) -> tuple[int, ...]:
     row_bytes = max(1, numel_of(sizes[1:]) * entry.itemsize)
     wanted = max(1, min(sizes[0], _TARGET_BYTES // row_bytes))
     if limit_rows is not None:
-        # The largest number of rows that divides every boundary.
+        # Up to that many rows, the largest number that divides every boundary.
         wanted = next(rows for rows in range(min(wanted, limit_rows), 0, -1) if limit_rows % rows == 0)
     sizes[0] = wanted
     return tuple(sizes)
 
 
 def _aligned_rows(manifest: Manifest, index: int, cut: LayoutCut) -> int | None:
-    """The largest number of rows of which every rank boundary is a multiple.
+    """The largest number of rows that divides the row number of every rank boundary.
 
-    None without a boundary, or with one inside a row.
+    None if there is no boundary, or if a boundary is inside a row.
     """
     entry = manifest.entries[index]
     layout = manifest.structure.layouts[cut.layout]
@@ -186,7 +186,7 @@ class Holder(NamedTuple):
 
     rank: int
     region: Region
-    numel: int  # of the part
+    numel: int  # elements of the part
 
 
 def held_chunks(manifest: Manifest, rank: int) -> Iterator[tuple[Chunk, list[Holder]]]:

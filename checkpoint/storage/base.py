@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
-_MKDIR_TRIES = 5  # another process of a conversion may fail, and remove a folder that this one has just made
+_MKDIR_TRIES = 5  # a conversion process that fails may remove a folder that this process has just made
 
 
 class MadeFolders:
@@ -43,11 +43,11 @@ class MadeFolders:
 
     @property
     def levels(self) -> int:
-        """The number of folders made, of the root and its parents."""
+        """How many folders among the root and its parents were made."""
         return len(self._made.intersection(self._upwards()))
 
     def adopt_levels(self, levels: int) -> None:
-        """Count the lowest ``levels`` of the root and its parents as made: the run that is resumed has made them."""
+        """Count the lowest ``levels`` folders of the root and its parents as made, by the run that is resumed."""
         self._made.update(self._upwards()[:levels])
 
     def adopt_parents(self, files: Iterable[str]) -> None:
@@ -85,7 +85,7 @@ class MadeFolders:
             self._sync(absent.parent)  # another process may have made the folder and not synced it yet
 
     def remove_empty(self) -> None:
-        """Remove the empty ones of the folders that were made."""
+        """Remove the made folders that are empty."""
         for folder in sorted(self._made, key=lambda path: -len(path.parts)):  # inner folders first
             with contextlib.suppress(OSError):  # not empty, or already removed by another process
                 folder.rmdir()
@@ -93,7 +93,7 @@ class MadeFolders:
 
 T = TypeVar("T")
 
-_PIECE_BYTES = 4 << 20  # 4 MiB
+_PIECE_BYTES = 4 << 20  # 4 MiB: bounds the memory of `read_pieces`
 _COPY_AGAIN = "copy the file again from where it was saved, or use an older checkpoint"
 
 Buffer = Any
@@ -101,7 +101,7 @@ Buffer = Any
 
 
 class FileInfo(NamedTuple):
-    """A file's size, and a text (the stamp) that changes when the file is replaced; needs no read of the file."""
+    """A file's size, and a stamp: a text that changes when the file is replaced. Neither needs a read of the file."""
 
     size_bytes: int
     stamp: str
@@ -234,7 +234,7 @@ class Storage(ABC):
         60.0  # temporary files of this age are not in use if no job has locked the folder
     )
     visible_is_durable: bool = False  # whether every file that can be read survives a loss of power
-    folders: MadeFolders = MadeFolders()  # folders made for its files
+    folders: MadeFolders = MadeFolders()  # the folders that this storage has made
 
     @property
     @abstractmethod
@@ -279,7 +279,7 @@ class Storage(ABC):
 
     @abstractmethod
     def exists(self, name: str) -> bool:
-        """Whether a file exists, without any cache."""
+        """Whether a file exists now; cached listings are not used."""
 
     def lay_out(self, name: str, size_bytes: int) -> FileWriter:
         """Start a new file that several processes write; its size is set and its blocks are reserved.
@@ -379,7 +379,9 @@ class Storage(ABC):
         """Append to a small file; the file is created if it does not exist."""
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file, over an older one. Does nothing if the names are equal, or another process has renamed it.
+        """Rename a file; an existing file of the new name is replaced.
+
+        Does nothing if the names are equal, or another process has renamed the file.
 
         Raises:
             UnsupportedOperation: where files are streams, which keep their names.
@@ -474,7 +476,7 @@ class Storage(ABC):
         """Prepare a small file for publication.
 
         Args:
-            pieces: the content; called now, or when the file is published where files cannot be renamed.
+            pieces: returns the content; called now, or at publication where files cannot be renamed.
             owner: as for `working_name`.
         """
         return StagedFile(self, name, pieces, owner)
@@ -483,11 +485,12 @@ class Storage(ABC):
         """Call ``work`` and return its result; remote stores call it again after transient errors.
 
         Raises:
-            ConnectionError: if no try could reach the store; its content may be sound.
+            ConnectionError: if no try could reach the store; the store's content may be sound.
         """
         try:
             return work()
         except SourceError as carried:
+            # The source's error as it was raised: `SourceError` is only its carrier.
             raise carried.error from carried.error.__cause__
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> None:
@@ -527,7 +530,7 @@ class StagedFile:
             storage.retrying(lambda: self._write(self._working))
 
     def _write(self, name: str) -> None:
-        with self._storage.create(name, 0) as file:  # 0: its size is not known yet
+        with self._storage.create(name, 0) as file:  # 0: the size is not known yet
             position, pieces = 0, iter(self._pieces())
             while True:
                 with reading_source():

@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-CHECKSUM_BYTES = 8  # of an xxh3-64, where files store it
+CHECKSUM_BYTES = 8  # an xxh3-64 as files store it
 CRC_BYTES = 4
 
 RunningChecksum = xxhash.xxh3_64  # update(data), intdigest(), hexdigest(), reset()
@@ -56,7 +56,7 @@ class Crc:
         """CRC of many pieces from the (CRC, bytes) of each, in their order."""
         joined = 0
         for crc, nbytes in pieces:
-            joined = self.combine(joined, crc, nbytes) if joined else crc  # a CRC of 0 times any power is 0
+            joined = self.combine(joined, crc, nbytes) if joined else crc  # for a CRC of 0 the product is 0
         return joined
 
 

@@ -35,9 +35,9 @@ _NO_RENAMES = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno
 # gcsfuse reports EMFILE where a folder has more files than a limit, which is 0 by default.
 _NO_FOLDER_RENAMES = (*_NO_RENAMES, errno.EMFILE, errno.EXDEV)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2  # of Linux's headers
+_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2  # values in Linux's headers
 _PROBE_PREFIX = ".probe-"
-_MIN_QUERY_BYTES = 1 << 20  # 1 MiB: mincore costs more than it saves for less
+_MIN_QUERY_BYTES = 1 << 20  # 1 MiB: for smaller ranges, mincore costs more than it saves
 _SAMPLES = 4  # pages that mincore is called for
 _log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def sync_names(folder: Path) -> bool:
             os.fsync(file)
         finally:
             os.close(file)
-    except PermissionError:  # a folder in which this user may make entries, but not list them
+    except PermissionError:  # a folder that this user may write to but not open: sync every file system
         os.sync()
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
@@ -161,7 +161,9 @@ def _renamed(one: Path, other: Path, flags: int) -> bool:
 
 
 def rename_unless_there(new: Path, target: Path) -> None:
-    """Rename a file, but never over another one. Where that takes two calls, the folder's lock keeps other jobs out.
+    """Rename a file, but never over another one.
+
+    Without RENAME_NOREPLACE, this takes a check and a rename; the folder's lock keeps other jobs out between them.
 
     Raises:
         FileExistsError: if the target exists.
@@ -206,7 +208,7 @@ def move_over(new: Path, target: Path, last: str = "") -> None:
 
 
 def _move_files(new: Path, target: Path, last: Path) -> None:
-    """Move every file of a folder to another folder, and remove the files there that the first one lacks."""
+    """Move every file of ``new`` to ``target``, and remove the files of ``target`` that ``new`` lacks."""
     names = {path.relative_to(new) for path in new.rglob("*") if not path.is_dir()}
     old = {path.relative_to(target) for path in target.rglob("*") if not path.is_dir()}
     for name in sorted(old, key=lambda name: name != last):  # False sorts first: `last` is removed first
@@ -242,7 +244,7 @@ def is_cached(path: Path, start: int, stop: int) -> bool:
     mincore = _c_function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
     if mincore is None or stop - start < _MIN_QUERY_BYTES:
         return True
-    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # mappings begin there
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # where mappings may begin
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # A private copy, never written to: ctypes cannot give the address of read-only memory.

@@ -24,6 +24,7 @@ from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ConversionError
 
 _VERSION = 1
+# Errors of file systems that do not support flock.
 _NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
 _SUFFIX = ".vescale-convert.jsonl"
 _OF_PART = re.compile(rf"(?:\.part-\d+-of-(\d+))?{re.escape(_SUFFIX)}")
@@ -42,7 +43,7 @@ def is_journal(name: str) -> bool:
 def parts_of(name: str) -> int | None:
     """The number of parts of the conversion whose journal has this name; None if the file is not a journal."""
     match = _OF_PART.fullmatch(name)
-    return None if match is None else int(match[1] or 1)
+    return None if match is None else int(match[1] or 1)  # 1: a journal that names no part
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Journal:
         store: the storage of the target.
         stem: the start of the journal's name.
         fingerprint: equal for equal plans.
-        requested: the options that determine the plan, by the command line's names; errors name the ones that differ.
+        requested: the options that determine the plan, by the command line's names; errors name options that differ.
         finished: file name -> (digest, bytes per buffer that the digest was made with).
     """
 
@@ -84,7 +85,7 @@ class Journal:
         folders = self.store.folders
         folders.make()
         if isinstance(self.store, LocalStorage):
-            self._lock(os.O_CREAT | os.O_EXCL)  # of two runs that start now, one makes it
+            self._lock(os.O_CREAT | os.O_EXCL)  # of two runs that start at once, one creates the file
         head = {"version": _VERSION, "plan": self.fingerprint, "run": self._run}
         try:
             self._append(head | {"made_folders": folders.levels, "asked": dict(self.requested)})

@@ -61,6 +61,7 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+# Errors of file systems that do not support flock.
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 _NETWORK_FILE_SYSTEM = re.compile(  # types in /proc/self/mounts
     r"nfs4?|lustre|gpfs|beegfs|ceph|cifs|smb3|9p|wekafs|pvfs2|glusterfs|afs"
@@ -71,7 +72,7 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
 
 
 def _close_locked_files() -> None:
-    """Runs in a forked child, which must not keep its parent's locks if it lives longer."""
+    """Close lock files in a forked child: a child that outlives its parent would keep the parent's locks."""
     while _locked_files:
         with contextlib.suppress(OSError):
             os.close(_locked_files.pop())
@@ -175,7 +176,7 @@ class _LocalReader(FileReader):
         lasting: `close` does nothing; the file is closed when the reader is garbage-collected.
     """
 
-    _file = -1  # no descriptor
+    _file = -1  # no descriptor; a class attribute, since `__del__` runs even if `__init__` raises
 
     def __init__(self, path: Path, *, lasting: bool) -> None:
         self.looks_in_place = True  # set to False when mapping fails
@@ -254,12 +255,12 @@ def _size_of_file(path: Path) -> int:
 def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
     """Bytes [start, stop) of a file, mapped from the page cache until the view is garbage; None if mapping fails.
 
-    Pages are populated by one call, which reports errors; the caller then reads the bytes and gets the read's error.
+    One call populates all pages and reports errors; the caller then reads the bytes, and gets the read's error.
     Without that call, a page that cannot be populated (a shorter file, a broken disk) would end the process by SIGBUS.
     """
     if start >= stop or sys.platform != "linux":
         return None
-    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # mappings begin there
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # where mappings may begin
     with _opened(path) as file:
         try:
             # Writable, since torch warns of read-only arrays; private, so that a write could not reach the file.
@@ -333,11 +334,12 @@ class LocalStorage(Storage):
 
     def child(self, name: str) -> LocalStorage:
         folder = self._like_this(self.root / name)
+        # The private root is checked for files of its folders too; the file system is probed once.
         folder._private, folder._probe = self._private, self._probe
         return folder
 
     def _at(self, name: str) -> Path:
-        """The path of a file; checks the folder of a private storage first."""
+        """The path of a file; checks first that another user has not made the folder of a private storage."""
         if self._private is not None:
             make_private(self._private)
         return self.root / name
@@ -370,7 +372,7 @@ class LocalStorage(Storage):
 
     def take_over(self, other: Storage, last: str = "") -> None:
         assert isinstance(other, LocalStorage)
-        self._open_files.clear()  # of the old folder
+        self._open_files.clear()  # they are files of the old folder
         move_over(other.root, Path(os.path.realpath(self.root)), last)
         other.remove("")
 
@@ -387,7 +389,7 @@ class LocalStorage(Storage):
         path = self._at(name)
         _size_of_file(path)
         with open(path, "rb") as file:
-            data = file.read(limit_bytes + 1)  # one more shows that the file is larger
+            data = file.read(limit_bytes + 1)  # the extra byte shows that the file is too large
         if len(data) > limit_bytes:
             raise ValueError(f"{path} is larger than {limit_bytes} bytes")
         return data
@@ -551,7 +553,7 @@ class LocalStorage(Storage):
             if os.getpid() != owner:
                 return  # a forked child has closed it already, see `_close_locked_files`
             _locked_files.discard(file)
-            # Closing is not enough: a child forked since then has a copy of the descriptor, which keeps the lock.
+            # Closing is not enough: a child forked under the lock has a copy of the descriptor, which keeps the lock.
             try:
                 fcntl.flock(file, fcntl.LOCK_UN)
             except OSError as error:
@@ -572,6 +574,7 @@ class LocalStorage(Storage):
                 has_flock = False
             if not has_flock:
                 held.enter_context(held_by_file(self.root))
+            # The last owner may have renamed the folder: then the locked file is no longer at this path.
             if not (path.exists() and os.path.samestat(os.fstat(file), path.stat())):
                 raise BlockingIOError(
                     errno.EWOULDBLOCK, "the process that held the lock has renamed the folder"
@@ -626,6 +629,7 @@ def check_not_planted(path: Path) -> None:
     except FileNotFoundError:
         return
     parent = path.parent.stat()
+    # The folder's owner is trusted: the owner may replace its files anyway.
     is_foreign = parent.st_mode & stat.S_IWOTH and status.st_uid not in (os.geteuid(), parent.st_uid)
     if stat.S_ISLNK(status.st_mode) or is_foreign:
         raise CheckpointError(

@@ -2,9 +2,9 @@
 
     .lock-owner    {"host": "node17", "pid": 4711, .., "lease_s": 120}, created only if it does not exist
 
-The kernel does not remove the file when its owner dies. Whether an owner of this boot and PID namespace is alive shows
-from its pid and start time. Every owner has a lease: it touches the file several times per lease, so that a file older
-than its lease belongs to a dead process. Ages are differences of two times of the file system's own clock.
+The kernel does not remove the file when its owner dies. The pid and start time show whether an owner of the same boot
+and PID namespace is alive. Every owner has a lease and touches the file several times per lease, so that a file older
+than its lease belongs to a dead process. Ages are differences of two timestamps of the file system's clock.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LOCK_FILE_NAME = ".lock-owner"
+# Errors of file systems that do not support hard links.
 NO_LINKS = (
     errno.EPERM,
     errno.ENOTSUP,
@@ -155,7 +156,7 @@ def _clear_stale(path: Path) -> None:
     clock = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     try:
         text = _read(path)
-        _write_new(clock, "")  # its time is by the clock of the file system
+        _write_new(clock, "")  # its timestamp is the present time of the file system's clock
         age_s = clock.stat().st_mtime - path.stat().st_mtime
     except FileNotFoundError:
         return

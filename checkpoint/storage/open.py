@@ -56,10 +56,8 @@ def _open_url(url: str, **options: Any) -> Storage:
 
     try:
         return RemoteStorage(url, **options)
-    except (
-        ValueError,
-        ImportError,
-    ) as error:  # from fsspec: an unknown protocol, a package that is not installed
+    except (ValueError, ImportError) as error:
+        # fsspec raises these for an unknown protocol and for a package that is not installed.
         protocol = url.partition("://")[0]
         install = (
             f"the package that brings {protocol}:// to fsspec, such as s3fs for s3:// and gcsfs for gs://"

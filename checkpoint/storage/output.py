@@ -57,12 +57,12 @@ class Output:
 
     Args:
         url: where the result goes.
-        files: what it consists of.
+        files: the files of the result.
         source_url: the source, which must not be written to.
         overwrite: replace what is in the target.
         resume: continue an interrupted run of the same conversion, or start if there was none.
         part: (index, count): this process writes every ``count``-th data file, from number ``index`` on.
-        requested: the options that determine the result, by the command line's names; errors name the ones that differ.
+        requested: the options that determine the result, by the command line's names; errors name options that differ.
 
     Attributes:
         store: the storage of the target.
@@ -95,7 +95,7 @@ class Output:
         self._old = self._list_old(name, resume=resume or count > 1, may_be_result=resume)
 
     def _list_old(self, name: str, *, resume: bool, may_be_result: bool) -> list[str]:
-        """The files in the target; refuses those that may be neither replaced nor continued."""
+        """The files in the target; raises if some of them may be neither replaced nor continued."""
         if self._files.single_file:
             names = dict.fromkeys((name, self.store.working_name(name), journal_name(name)))
             old = [each for each in names if self.store.size(each) is not None]
@@ -128,7 +128,7 @@ class Output:
 
     @property
     def may_be_complete(self) -> bool:
-        """Whether all files exist under their final names, those of tensors in their sizes."""
+        """Whether all files exist under their final names, and data files have the planned sizes."""
         return all(self.store.size(name) == nbytes for name, nbytes in self._files.sizes.items()) and all(
             self.store.size(name) is not None for name in self._files.closing
         )
@@ -140,7 +140,7 @@ class Output:
 
     @property
     def is_published(self) -> bool:
-        """Whether another part has published the result: it removes the journals last."""
+        """Whether another part has published the result: publication ends with the removal of all journals."""
         return self.store.size(self._own.name) is None
 
     @property
@@ -154,8 +154,8 @@ class Output:
         """Lock and read the journal of an earlier run.
 
         Args:
-            find_intact: takes the files that the run finished, each with its digest and the bytes per buffer that the
-                digest was made with; returns the names of those that still have their digests.
+            find_intact: takes each file that the run finished, with its digest and the buffer size that the digest
+                depends on; returns the names of the files that still have these digests.
 
         Returns:
             What ``find_intact`` returns.
@@ -189,7 +189,7 @@ class Output:
         stopped by hand are kept for ``--resume``.
 
         Raises:
-            ConversionError: if there is no room, or another run is writing to the target, or has written there and may
+            ConversionError: if there is no room, another run is writing to the target, or the target has files that may
                 not be overwritten.
         """
         try:
@@ -216,7 +216,7 @@ class Output:
         free_bytes, needed_bytes = self.store.free_bytes, sum(self._files.sizes[name] for name in names)
         if free_bytes is None or needed_bytes <= free_bytes:
             return
-        # The temporary files of a run that was killed are removed before they are written again.
+        # Files that a killed run left are removed before they are written again, which frees their space.
         left_bytes = sum(self.store.size(self.store.working_name(name)) or 0 for name in names)
         if needed_bytes > free_bytes + left_bytes:
             raise ConversionError(
@@ -235,7 +235,7 @@ class Output:
             self.store.folders.remove_empty()
             raise
         if len(self._journals) > 1 or self._files.single_file:
-            return  # other parts write there; and one file is replaced whole
+            return  # other parts' new files belong there; a single file is replaced as a whole
         listed = [name for name in self.store.list_files() if name != self._own.name]
         new = [name for name in listed if name not in self._old and not is_leftover(name)]
         if new and not self._overwrite:
@@ -247,9 +247,9 @@ class Output:
         """Open a data file for writing, under its temporary name."""
         working = self.store.working_name(name)
         if name in self._writers:
-            self._writers[name].abort()  # of a failed attempt
+            self._writers[name].abort()  # left by a failed attempt
         elif not self.store.in_order:
-            self.store.remove(working)  # of a run that was killed
+            self.store.remove(working)  # left by a killed run
         self._writers[name] = self.store.create(working, self._files.sizes[name])
         return self._writers[name]
 
@@ -267,8 +267,8 @@ class Output:
         final names; two processes may do so at once.
 
         Args:
-            closing: the small files that are written now, the one that makes the result valid last.
-            when_written: called with a function that reads the data files, before the first of the small ones is made.
+            closing: the small files, which are written now; the last one makes the result valid.
+            when_written: called with a function that reads the data files, before the first small file is made.
 
         Returns:
             Whether the result is published.
@@ -278,7 +278,7 @@ class Output:
         others = (journal for journal in self._journals if journal is not self._own)
         if not all(journal.load() and journal.is_complete for journal in others):
             return self.is_published
-        if self.store.in_order:
+        if self.store.in_order:  # object stores have no locks
             self._own.require_mine()
         when_written(self.read)
         index, count = self._part
@@ -308,7 +308,7 @@ class Output:
 
     @property
     def _staged_names(self) -> set[str]:
-        """The temporary names of closing files, in any part."""
+        """The temporary names of the closing files of all parts."""
         owners = () if self.store.in_order else range(len(self._journals))
         return {self.store.working_name(name, str(owner)) for name in self._files.closing for owner in owners}
 
@@ -325,7 +325,7 @@ class Output:
         self.store.folders.adopt_parents(old)
 
     def _clean_up(self, *, keep_finished: bool) -> None:
-        """Remove what this run and the interrupted one before it have written."""
+        """Remove what this run and the interrupted run before it have written."""
         finished = self._own.finished if keep_finished else {}
         for name, writer in self._writers.items():
             if name not in finished:
@@ -333,6 +333,7 @@ class Output:
         if finished:
             return
         for name in self.share:
+            # Objects have no temporary names: one that this run has not finished may be an old object.
             if not self.store.in_order or name in self._own.finished:
                 self.store.remove(self.store.working_name(name))
         self.store.remove(self._own.name)
@@ -348,7 +349,7 @@ class Output:
 
 
 class OtherBytesError(Exception):
-    """A file has other bytes than those that would be written."""
+    """A file's bytes differ from the bytes that would be written."""
 
 
 class ComparedFile(FileWriter):
@@ -379,8 +380,8 @@ def _open_target(url: str, source_url: str, *, single_file: bool) -> tuple[Stora
     """The storage of a target, and the file's name there if the target is one file.
 
     Raises:
-        ConversionError: if the target is over, inside or around the source, or of the wrong kind: where writing could
-            destroy something.
+        ConversionError: if the target is the source, is inside or around the source, or is of the wrong kind: writing
+            could destroy something.
     """
     target, source = open_store(url).location, open_store(source_url).location
     shared = min(len(target), len(source))

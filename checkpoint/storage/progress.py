@@ -15,7 +15,7 @@ class ProgressReport(NamedTuple):
     Attributes:
         doing: "saving", "verifying" (hashing before a load) or "loading".
         total_bytes: bytes of this rank's part.
-        seconds: time since its first byte.
+        seconds: time since the work began.
 
     Examples:
         >>> report = ProgressReport("saving", done_bytes=50, total_bytes=100, seconds=5.0)

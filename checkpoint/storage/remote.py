@@ -53,7 +53,7 @@ _PASSING = {
     "http.client.HTTPException",
     "urllib3.exceptions.HTTPError",
 }
-_WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")  # a save makes no bucket
+_WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")  # protocols with buckets, which a save does not create
 _PASSING_CODES = re.compile(  # of S3, for requests that may be sent again
     "SlowDown|RequestTimeout|RequestTimeTooSkewed|InternalError|ServiceUnavailable|Throttling"
 )
@@ -90,13 +90,14 @@ class _StreamWriter(FileWriter):
 class MultipartWriter(_StreamWriter):
     """Writes a large object of an S3 store front to back, with several parts in flight, in bounded memory.
 
-    s3fs sends one part at a time, at the speed of one connection. Here the next parts are filled while others are sent,
-    and after a transient error only its part is sent again. Nothing is visible before the last call.
+    s3fs sends one part at a time, at the speed of one connection. Here the next part is filled while up to four are
+    sent, and after a transient error only the failed part is sent again. The object appears when the upload
+    is completed.
 
     Args:
-        filesystem: of s3fs.
-        path: of the object, with its bucket.
-        size_bytes: of the whole object.
+        filesystem: the file system of s3fs.
+        path: the object's path, with its bucket.
+        size_bytes: the object's size.
         retrying: see `Storage.retrying`.
     """
 
@@ -139,7 +140,7 @@ class MultipartWriter(_StreamWriter):
 
     def _upload(self, number: int, body: bytes) -> dict[str, Any]:
         answer = self._call("upload_part", PartNumber=number, Body=body)
-        # Wanted again when the upload is completed.
+        # S3 expects a checksum of the part again when the upload is completed.
         checksums = {key: answer[key] for key in ("ChecksumSHA256",) if key in answer}
         return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
 
@@ -210,13 +211,12 @@ class _RemoteWriter(_StreamWriter):
                 self._file.discard()
         finally:
             if self._is_upload:
-                self._file.closed = (
-                    True  # otherwise the garbage collector closes the file, which publishes it
-                )
+                # Otherwise the garbage collector closes the file, which publishes it.
+                self._file.closed = True
 
 
 class _RemoteReader(FileReader):
-    """Reads an object. If its size is not known, it is requested only after a short response."""
+    """Reads an object. If the size is not known, it is requested only after a short response."""
 
     def __init__(self, storage: RemoteStorage, path: str, size: int | None = None) -> None:
         self._storage, self._path, self._size = storage, path, size
@@ -271,7 +271,7 @@ class RemoteStorage(Storage):
 
     Args:
         url: such as ``s3://bucket/prefix``.
-        tries: of each request.
+        tries: the number of tries of each request.
         explains: whether permanent errors of the store's client become a `ConnectionError` too; otherwise they are
             raised as they are.
         options: passed to the fsspec file system (credentials, endpoint, ..).
@@ -281,7 +281,7 @@ class RemoteStorage(Storage):
     is_shared = visible_is_durable = True
     max_gap_bytes = 1 << 20  # 1 MiB: costs less than the latency of a request
     abandoned_after_s = 86_400.0  # a day, since there are no locks
-    write_threads = 1
+    write_threads = 1  # a stream has one writer
     read_threads = far_read_threads = 8
 
     def __init__(self, url: str, *, tries: int = _TRIES, explains: bool = False, **options: Any) -> None:
@@ -345,7 +345,7 @@ class RemoteStorage(Storage):
         return _RemoteWriter(file, lambda: self.remove(name))
 
     def open_file(self, name: str) -> FileReader:
-        self.filesystem.invalidate_cache()  # it may have the size of an older object
+        self.filesystem.invalidate_cache()  # the cache may have the size of an older object
         size = _size_of_object(self.ask("info", self._path(name)), self._path(name))
         return _RemoteReader(self, self._path(name), size)
 
@@ -420,6 +420,7 @@ class RemoteStorage(Storage):
     def check_root(self) -> str | None:
         bucket = self._root.lstrip("/").partition("/")[0]
         try:
+            # An empty listing may mean that there is no bucket.
             if not self.list_folder("") and self.location[0] in _WITH_BUCKETS:
                 self.retrying(lambda: self.filesystem.ls(bucket, detail=False))
         except PermissionError as error:

@@ -27,6 +27,8 @@ from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.safetensors_header import read_header
 
+# "always": a child process asks the class itself, unless the table accepts the tensors. "doubt": only if the table
+# rejects them. "never": no child process.
 Asks = Literal["always", "doubt", "never"]
 """When the class itself checks the tensors, in a child process: unless the table accepts them, only to confirm that the
 table rejects them, or never."""
@@ -149,7 +151,8 @@ def _check(
 def _unpaired_scales(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> tuple[str, ...]:
     """Problems of FP8 weights: codes without scales, or scales without codes, under the names that transformers writes.
 
-    Without a GPU, its quantizer accepts one without the other, and the values are wrong.
+    Without a GPU, the quantizer of transformers accepts codes without scales, or scales without codes, and computes
+    wrong values.
     """
     settings = config.get(QUANTIZATION_KEYS[0])
     if not isinstance(settings, dict) or settings.get("quant_method") != "fp8":

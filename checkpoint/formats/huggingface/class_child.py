@@ -21,9 +21,8 @@ from importlib.util import find_spec
 from typing import Any
 
 _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-_CONVERSION = re.compile(
-    r"^(\S+)\s*\|\s*CONVERSION\b", re.MULTILINE
-)  # a failed conversion, in transformers' report of a load
+# A failed conversion in transformers' report of a load.
+_CONVERSION = re.compile(r"^(\S+)\s*\|\s*CONVERSION\b", re.MULTILINE)
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         With ``tensors``, ``{"problems": [...]}``. Without, ``"forms"``: name -> shape, in memory and, where they
-        differ, in files; ``"ties"``: name -> the name that stands for it, in both forms; and ``"modules"``: Linear and
+        differ, in files; ``"ties"``: name -> the name it is tied to, in both forms; and ``"modules"``: Linear and
         Conv1D modules -> whether their weights are [in, out]. If there is no answer, ``{"unknown": reason}``, with
         ``"is_absent"`` if transformers has no such class.
     """

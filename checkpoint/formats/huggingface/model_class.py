@@ -2,8 +2,8 @@
 
     class_table.json   common classes: names and shapes as functions of config.json, options, ties (`tools.class_table`)
                         nothing is imported; a row has no answer for settings that it does not describe
-    `class_child`       all other classes, in a child process: 6 CPU seconds and 250 to 600 MiB, which it frees
-                        before data is copied, or takes only after it
+    `class_child`       all other classes, in a child process: 6 CPU seconds and 250 to 600 MiB; it runs before
+                        or after data is copied, never at the same time
 
 The child process is isolated (``python -I``). It gets this process's search path without the working directory, no
 network and no GPU, and is stopped after ten minutes.
@@ -29,9 +29,9 @@ from vescale_fsdp.checkpoint.formats.huggingface import class_child
 
 ClassForm = Mapping[str, tuple[int, ...]]
 """Name -> shape of every tensor."""
-_MOST_NAMES = 10**6  # that one row may describe: a config.json can contain any number
-_FIELD = re.compile(r"\{(\w+)\}")  # in a name: counts 0, 1, .. up to the field's value
-_LONGEST_S = 600  # of a child process
+_MOST_NAMES = 10**6  # limit for one row, since a config.json can contain any number
+_FIELD = re.compile(r"\{(\w+)\}")  # placeholder in a name: runs from 0 to the field's value - 1
+_LONGEST_S = 600  # time limit of a child process
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
 # Variables of launchers, which change how transformers loads a model.
 _OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
@@ -47,7 +47,7 @@ class KnownClass:
 
     Args:
         forms: the tensors under their names in memory and, where they differ, in files; tied ones included.
-        ties: name -> the name that stands for it.
+        ties: name -> the name it is tied to.
         ignored: patterns of names that the class silently ignores.
     """
 
@@ -112,6 +112,7 @@ def expected_by(row: Mapping[str, Any], config: Mapping[str, Any]) -> KnownClass
                 shape = tuple(size(text, sizes) for text in dims)
                 form |= dict.fromkeys(_names(template, sizes), shape)
         forms.append(form)
+    # Two entries: the ties if tie_word_embeddings is False, and if it is True.
     ties = row.get("tied", ({}, {}))[flags["tie_word_embeddings"]]
     return KnownClass(tuple(forms), ties, tuple(row.get("ignored", ())))
 
@@ -178,7 +179,7 @@ def _describe(config: Mapping[str, Any], class_name: str) -> Mapping[str, Any]:
     """A class's description of itself: from this process if torch is imported already, else from a child process."""
     key = _key(config, class_name)
     if key not in _ANSWERS:
-        # The import is paid for; an embedded interpreter has no executable to start.
+        # torch is loaded already; or an embedded interpreter has no executable to start as a child.
         if "torch" in sys.modules or not sys.executable:
             _ANSWERS[key] = class_child.answer({"class": class_name, "config": config})
         else:

@@ -4,7 +4,7 @@
 
 A file is written front to back: shapes and types are known before any data is read, so the header comes first and
 names every offset. The data has the order of the safetensors library (widest type first, then by name), so the
-files are the same byte for byte. Format: README of huggingface/safetensors.
+files equal those of the library byte for byte. Format: README of huggingface/safetensors.
 
 Tensors are distributed over files in natural order of their names (``layers.2`` before ``layers.10``), so the shards
 depend on names, shapes and the size limit only, never on the source. The repository contains the model's tensors, an

@@ -131,8 +131,10 @@ def _two_models(store: Storage, expected: str, got: str, hint: str = "") -> Conv
 
 
 def _joined_metadata(files: Mapping[str, Mapping[str, str]], where: str) -> dict[str, str]:
-    """The ``__metadata__`` of several files as one: files must agree about a key, or have JSON lists of names under it
-    (torchao's ``tensor_names``), which are concatenated.
+    """Join the ``__metadata__`` of several files.
+
+    Under each key, all files must have the same text, or JSON lists of names (torchao's ``tensor_names``), which are
+    concatenated.
 
     Raises:
         ConversionError: if files disagree.
@@ -285,7 +287,7 @@ def weight_map(store: Storage, index_file: str) -> dict[str, str]:
             todo="copy the file again from where it was made",
         ) from error
     for name, file in mapped.items():
-        # An index may come from anyone; a colon: a drive letter or a URL.
+        # An index may come from anyone. A colon would be part of a drive letter or a URL.
         if file.startswith(("/", "\\")) or ".." in file or ":" in file:
             raise _disagree(store, index_file, name, "in a file of the folder", f"mapped to {file}")
     return mapped
@@ -300,8 +302,8 @@ def _tensors_of_files(
 ) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
     """The tensors of all files, compared with the index ``mapped``; and warnings where the index is incomplete.
 
-    Like transformers, it takes tensors that the index does not name, and tensors that are in several files with the
-    same bytes, which are read and compared.
+    Like transformers, it accepts tensors that the index does not name, and tensors that are in several files if the
+    bytes are the same; it reads and compares the bytes.
 
     Raises:
         CorruptCheckpointError: if a name is not where the index says, or files have different tensors of one name.

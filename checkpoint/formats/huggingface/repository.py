@@ -35,7 +35,8 @@ _WEIGHTS = re.compile(
 )
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_LFS_POINTER_BYTES = range(100, 301)  # sizes of such files: a version, a hash and a size in text
+# Sizes of pointer files, which have a version, a hash and a size as text.
+_LFS_POINTER_BYTES = range(100, 301)
 
 
 def is_of_diffusers(config: Mapping[str, Any]) -> bool:
@@ -176,8 +177,10 @@ class Assets:
         self._changes |= {**dict.fromkeys(QUANTIZATION_KEYS), QUANTIZATION_KEYS[0]: settings}
 
     def correct_dtype(self, infos: Iterable[TensorInfo], quantized: Collection[str]) -> None:
-        """Replace a dtype that no ordinary float has: by the original config's if a float has it, else by the most
-        frequent dtype."""
+        """Replace config.json's dtype if no ordinary float tensor has it.
+
+        The new dtype is the original config's if an ordinary float tensor has that, else the most frequent dtype.
+        """
         counts = _float_types(infos, quantized)
         if counts and _named_dtype(self.settings) not in counts:
             dtype = _named_dtype(self.config or {})
@@ -240,7 +243,7 @@ def _named_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a config that change to untie embeddings, those of its parts (text, vision) included."""
+    """The changed entries of a config that unties its embeddings and those of its parts, such as text or vision."""
     parts = {key: value for key, value in config.items() if isinstance(value, dict) and _ties(value)}
     return {key: {**value, **_untied(value)} for key, value in parts.items()} | {"tie_word_embeddings": False}
 
@@ -259,7 +262,7 @@ def config_class(config: Mapping[str, Any]) -> str | None:
 
 
 def own_settings(store: Storage) -> Storage | None:
-    """The folder with a checkpoint's own config.json: the checkpoint, or as verl writes it, ``huggingface`` in it."""
+    """The folder with a checkpoint's own config.json: the checkpoint's, or ``huggingface`` inside it (verl)."""
     folders = (store, store.child("huggingface"))
     return next((folder for folder in folders if folder.size(CONFIG_FILE) is not None), None)
 
@@ -278,7 +281,7 @@ def _config_in(store: Storage) -> dict[str, Any]:
     try:
         loaded = parse_json(store.read(CONFIG_FILE), is_text=True)
     except ValueError as error:
-        refuse_pointers(store, [CONFIG_FILE], error)  # a more useful message, if it is one
+        refuse_pointers(store, [CONFIG_FILE], error)  # for a pointer of git-lfs, this error is more useful
         loaded = f"{type(error).__name__}: {error}"
     if not isinstance(loaded, dict):
         raise ConversionError(

@@ -38,10 +38,10 @@ _PAIRS = {
 def declared_ties(
     config: Mapping[str, Any], names: Iterable[str] = ()
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Names that folders leave out -> the tied name that they store; and warnings if a class could not tell.
+    """The ties that a config.json declares, as left-out name -> stored name; and warnings if its class gave no answer.
 
-    The class that config.json names answers, with these settings: from the shipped table, or as transformers builds it
-    on the meta device. It is not asked about settings that tie nothing.
+    The class is looked up in the shipped table, or built by transformers on the meta device. If the settings tie
+    nothing, no class is needed.
 
     Args:
         config: a config.json.
@@ -49,7 +49,7 @@ def declared_ties(
     """
     declared, classes = set(_tie_settings(config)), config.get("architectures")
     classes = classes if isinstance(classes, list) else ()
-    # A false at the root alone unties the model; its parts may tie weights of their own.
+    # A false at the root unties the model, unless one of its parts ties weights of its own.
     is_untied = config.get("tie_word_embeddings") is False and True not in declared
     if is_untied or (True not in declared and not classes):
         return {}, ()
@@ -129,8 +129,10 @@ def find_ties(
 
 
 def equal_bytes(left: TensorView, right: TensorView) -> bool:
-    """Whether two tensors have the same shape, type and bytes; reads a few MiB at a time, and nothing if both are one
-    stored tensor."""
+    """Whether two tensors have the same shape, type and bytes; reads a few MiB at a time.
+
+    Two names of one stored tensor need no read.
+    """
     import numpy as np
 
     if (left.info.shape, left.info.dtype) != (right.info.shape, right.info.dtype):

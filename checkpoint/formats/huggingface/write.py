@@ -2,12 +2,12 @@
 
     file         | header |  a  |   b   |    c    |     rank 0 has the first half of each tensor, rank 1 the rest
     in place     |        |0 |1 |0  |1  |0   |1   |     no message: each part is one range of bytes of its tensor
-    transposed   |        |. .  |. . .  |. . . .  |     segments with items of both ranks: one rank gets the other's
+    transposed   |        |. .  |. . .  |. . . .  |     segments with items of both ranks: one receives, and writes
     streams      |0       |0 |1 |0  |1  |0   |1   |     one writer per file: other ranks send their segments
 
 A file is cut into segments of a few MiB. All ranks know from the manifest which ranks have items of a segment, and
 process their segments in one order, so that no two ranks wait for each other. Other ranks' bytes are received into
-buffers that are allocated before, `_BUFFERS` segments in all. A rank that fails goes on sending and receiving, and
+buffers that are allocated in advance, `_BUFFERS` segments in all. A rank that fails goes on sending and receiving, and
 raises at the end.
 """
 
@@ -75,7 +75,8 @@ def write_repository(
     Args:
         manifest: computes the manifest of the save.
         planner: lists the repository's files, with warnings, from the shards and a comparison of tied tensors. The
-            comparison is False for pairs that the ranks have not compared yet; the planner is called again afterwards.
+            comparison is False for pairs that the ranks have not compared yet; after they have, the planner is called
+            again.
         class_warnings: reasons why the model's class does not load the planned files; called on rank 0.
         budget_bytes: the most bytes of other ranks' tensors that a rank buffers.
     """
@@ -107,7 +108,7 @@ def write_repository(
 
 
 class _TieComparison:
-    """Compares the bytes of tensors that config.json ties, whose parts several ranks hold.
+    """Compares the bytes of tensors that config.json ties, where several ranks hold parts of each tensor.
 
     Attributes:
         pending: pairs that `is_equal` was called for and that the ranks have not compared yet.
@@ -146,7 +147,7 @@ class FileSegment(NamedTuple):
     Attributes:
         file: number of the file.
         offset: place of the first byte in the file.
-        turn: number of the segment in its tensor; replicas of items take turns as their sender.
+        turn: number of the segment in its tensor; ranks with the same items take turns as sender.
         writer: the rank that writes the segment.
         holders: the ranks that provide items, ascending.
     """
@@ -174,7 +175,9 @@ class FileSegment(NamedTuple):
 def segments_of(
     plan: OutputPlan, shards: HeldShards, world_size: int, segment_bytes: int, *, one_writer: bool
 ) -> list[FileSegment]:
-    """The segments that this rank writes or provides items of, in the order in which all ranks process them. Pure.
+    """The segments that this rank writes or provides items for, in the order in which all ranks process segments.
+
+    Needs no communication.
 
     Args:
         one_writer: whether files are streams, which one rank writes from front to back.
@@ -277,7 +280,7 @@ class JointFiles:
                     if last.get(segment.file) == index:
                         self._finish_file(pool, segment.file)
                 for number in range(len(self.plan.files)):
-                    # A file without tensors has no segment, whose write would open it.
+                    # A file without tensors has no segment, so no write has opened it.
                     if self.storage.in_order and self._is_mine(number) and number not in last:
                         self._errors.attempt(partial(self._writer, number))
                         self._finish_file(pool, number)
@@ -344,8 +347,10 @@ class JointFiles:
         return read_range(view, segment.start, segment.stop, np.empty(segment.nbytes, dtype=np.uint8))
 
     def _exchanged(self, segment: FileSegment) -> torch.Tensor | None:
-        """A buffer with a segment's bytes from all its holders; None if another rank writes the segment: this rank's
-        bytes are sent to it."""
+        """A buffer with a segment's bytes from all its holders.
+
+        If another rank writes the segment, this rank's bytes are sent to the writer, and the result is None.
+        """
         rank, attempt = self.coordinator.rank, self._errors.attempt
         buffer = self._buffers.get()  # blocks until a write has given one back: bounds the memory
         data = buffer[: segment.nbytes].numpy()
@@ -356,7 +361,7 @@ class JointFiles:
         if rank in segment.holders:
             attempt(lambda: read_range(segment.view, segment.start, segment.stop, data))
         else:
-            data[...] = 0  # items that nobody holds are zeros, and the buffer is used again
+            data[...] = 0  # the buffer has old bytes; items that no rank holds are zeros
         if rank != segment.writer:
             packed = attempt(lambda: _of_rank(data, segment, numbers, rank).view(np.uint8))
             self._send(packed, segment.writer)
@@ -376,7 +381,7 @@ class JointFiles:
     def _receive(
         self, data: np.ndarray, segment: FileSegment, numbers: np.ndarray | None, from_rank: int
     ) -> None:
-        """Receive a rank's items and put them into ``data``; a rank that has failed sends none, and raises itself."""
+        """Receive a rank's items and put them into ``data``; a rank that has failed sends no items."""
         size = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.coordinator.receive(size, from_rank)
         nbytes = int(size)
@@ -390,6 +395,7 @@ class JointFiles:
     ) -> None:
         items = data.view(segment.view.info.dtype.raw)
         received = self._incoming[:nbytes].numpy().view(items.dtype)
+        # Numbers are ranks plus 1; 0 is no rank.
         selected = slice(None) if numbers is None else numbers == from_rank + 1
         if received.size != items[selected].size:
             raise CheckpointError(
@@ -405,7 +411,7 @@ class JointFiles:
 def _of_rank(data: np.ndarray, segment: FileSegment, numbers: np.ndarray | None, rank: int) -> np.ndarray:
     """The items of a segment that a rank provides: all of them if it is the only one."""
     items = data.view(segment.view.info.dtype.raw)
-    return items if numbers is None else items[numbers == rank + 1]
+    return items if numbers is None else items[numbers == rank + 1]  # 0: no rank has the item
 
 
 def _write_fixed(file: FilePlan, out: FileWriter) -> None:

@@ -32,10 +32,9 @@ from vescale_fsdp.layout.geometry import Box
 ReadRange = Callable[[int, int], bytes]  # (offset, nbytes) -> exactly those bytes
 
 _HEAD_BYTES = 4096  # contains the pickle of an archive of one tensor, and the header of its data
-_READ_BYTES = 2**20  # 1 MiB
-_TAIL_BYTES = (
-    4096  # contains the directory of an archive of one tensor; larger directories take a second read
-)
+_READ_BYTES = 2**20  # 1 MiB: bounds the memory of `find_crc`
+# Contains the directory of an archive of one tensor; larger directories take a second read.
+_TAIL_BYTES = 4096
 # Records of a zip archive: PKWARE's APPNOTE, sections 4.3.7 to 4.3.16. Each begins with its signature.
 LOCAL_HEADER, LOCAL_SIGNATURE = struct.Struct("<4sHHHHHIIIHH"), b"PK\x03\x04"
 CENTRAL_HEADER, CENTRAL_SIGNATURE = struct.Struct("<4sHHHHHHIIIHHHHHII"), b"PK\x01\x02"
@@ -116,10 +115,10 @@ class TorchArchive:
         return crc
 
     def chunk(self, box: Box, file: str, start: int, ref: TensorRef, where: str) -> StoredChunk:
-        """The place of a tensor's items, and the checksum of their storage if there is one.
+        """The place of a tensor's items, and the checksum of the storage if the archive has checksums.
 
         Args:
-            box: position of the items in the whole tensor.
+            box: the position of the items in the whole tensor.
             file, start: the archive begins at byte ``start`` of ``file``.
             where: names the tensor in messages.
         """
@@ -179,7 +178,7 @@ class TorchArchive:
         header = LOCAL_HEADER.unpack(self._read(record.header_offset, LOCAL_HEADER.size))
         if header[0] != LOCAL_SIGNATURE:
             raise self._damaged("a record header", repr(header[0]))
-        # Name and extra field; torch pads the latter, so its length differs from the directory's.
+        # After the name and the extra field; torch pads that field, so the directory has another length for it.
         start = record.header_offset + LOCAL_HEADER.size + header[9] + header[10]
         if start + record.nbytes > self.nbytes:
             raise self._damaged(f"records within its {self.nbytes} bytes", f"one to {start + record.nbytes}")
@@ -205,6 +204,7 @@ class TorchArchive:
     def _entry(self, head: tuple[Any, ...], extra: bytes) -> _ZipRecord:
         """A record, from its fixed fields in the directory and its extra fields."""
         nbytes, header_offset = head[9], head[16]
+        # Size, compressed size, offset of the local header.
         is_wide = [field == MAX_32 for field in (head[9], head[8], header_offset)]
         if any(is_wide):  # the zip64 field lists only the values that did not fit, in this order
             values = iter(_zip64_values(extra))
@@ -214,7 +214,7 @@ class TorchArchive:
                 header_offset = next(values) if is_wide[2] else header_offset
             except StopIteration:  # fewer values than the fixed fields announce
                 raise self._damaged("a complete zip64 field", repr(extra)) from None
-        return _ZipRecord(header_offset, nbytes, head[7], head[4] == 0)
+        return _ZipRecord(header_offset, nbytes, head[7], head[4] == 0)  # method 0: stored
 
     def _directory_range(self) -> tuple[int, int]:
         at = self._tail.rfind(END_SIGNATURE)  # the last: tensors may contain the same bytes

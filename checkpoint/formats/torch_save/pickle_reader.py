@@ -234,10 +234,10 @@ def _rebuild_wrapper(*args: Any) -> Any:
 
 
 def _rebuild_typed(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
-    """A tensor of a subclass or with attributes; a rank's part of a tensor for DTensor and ShardedTensor."""
+    """Rebuild a tensor of a subclass or with attributes; of a DTensor or ShardedTensor, the rank's part."""
     if function is not _rebuild_wrapper:
         return function(*args)
-    # DTensor has had several modules, and has a stand-in for each.
+    # By name: DTensor has been in several modules of torch, and has a stand-in for each.
     if kind is not _SHARDED_TENSOR and getattr(kind, "__name__", "") != "DTensor":
         raise _NotDenseError(f"a {getattr(kind, '__qualname__', kind)}, which wraps other tensors")
     if kind is _SHARDED_TENSOR:
@@ -412,6 +412,7 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     **_TORCH_NAMES,
     **{("torch", name): dtype_from_torch(dtype) for name, dtype in STORAGE_TYPES.items()},
     **ARRAY_NAMES,
+    # None: an untyped storage has no dtype.
     ("torch.storage", "UntypedStorage"): None,
     ("torch", "UntypedStorage"): None,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
@@ -497,10 +498,10 @@ class _AllowListUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NOT_DENSE:
             raise _NotDenseError(_NOT_DENSE[module, name])
-        # `getattr` is among the names, for one nested class; the other modes need it for more.
+        # `getattr` is among the names for one nested class only; ``trust`` and ``stand_ins`` allow any attribute.
         is_other = (module, name) not in self._names or name == "getattr"
         if self._stand_ins and is_other:
-            # A new class, never equal to a known one. In place of a function, it makes the result.
+            # A new class differs from all known classes. Where the name is a function, the call makes an instance.
             unread = type(f"{module}.{name}", (UnreadObject,), {})
             return _stand_in_attribute if name == "getattr" else unread
         if self._trust and is_other:

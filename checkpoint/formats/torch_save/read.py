@@ -64,7 +64,7 @@ class FlatTensor(NamedTuple):
     """A 1D tensor whose items are contiguous in a file.
 
     Attributes:
-        chunk: where its items are.
+        chunk: the place of the tensor's items.
     """
 
     dtype: DType
@@ -92,7 +92,7 @@ class TorchFile:
 
         Raises:
             ConversionError: if it has the format from before zip archives.
-            CorruptCheckpointError: if it is not there.
+            CorruptCheckpointError: if the file is missing.
         """
         where = f"{store.where}/{file}"
         size = store.required_info(file).size_bytes
@@ -128,8 +128,8 @@ class TorchFile:
         """Leaves of the state dict in a user's file: tensors as `is_tensor_ref` knows them, other values as they are.
 
         Raises:
-            ConversionError: if the file contains no dict, names more than tensors need, or parameters that FSDP1 has
-                flattened.
+            ConversionError: if the file contains no dict, its pickle names more than tensors need, or FSDP1 has
+                flattened the parameters.
             CorruptCheckpointError: if it is damaged.
         """
         content = self.archive.content
@@ -194,9 +194,9 @@ class TorchFile:
                 entries.omitted.append(name_of(leaf_path))
 
     def add_step(self, entries: Entries, path: Path, value: Any) -> None:
-        """Add a step that parameters share, as a scalar tensor of one parameter.
+        """Add an optimizer's step count, which the file has once for several parameters, for one parameter.
 
-        Its bytes are copied: if all parameters had one tensor, each parameter's update would count it up.
+        The bytes are copied: if parameters shared a tensor, each parameter's update would increment it.
         """
         if isinstance(value, TensorRef):
             tensor = self.tensor(path, value)
@@ -251,6 +251,7 @@ def stored_tensor(name: str, parts: Sequence[TensorPart]) -> StoredTensor:
     first = parts[0].ref
     if isinstance(first, ArrayRef):
         info, box = TensorInfo(name, first.shape, first.dtype), whole_box(first.shape)
+        # An empty array has no chunk.
         return StoredTensor(info, (StoredChunk(box, "", 0, info.nbytes),) * bool(box.numel))
     if isinstance(first, TensorRef):
         chunks = _chunks(name, parts[0].file, first, whole_box(first.shape))
@@ -309,7 +310,7 @@ def _dtensor_box(name: str, file: str, part: ShardRef, axes: list[int]) -> Box:
 
 
 def _cutting_order(name: str, file: str, part: ShardRef, axes: list[int]) -> list[int]:
-    """Mesh axes that cut the tensor, in the order in which they do."""
+    """The mesh axes that cut the tensor, in the order of their cuts."""
     kinds = [type(placement).__name__ for placement in part.placements]
     if odd := set(kinds) - {"Shard", "_StridedShard", "Replicate"}:
         raise _unplaced(name, file, "Shard and Replicate", min(odd))
@@ -408,7 +409,7 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
             if container == "model" or (is_state and "model" not in groups):
                 raise
             entries.omitted.append(container)
-            # A warning takes the first sentence, without the parts below it.
+            # The first line is the error's sentence; the lines below are too long for a warning.
             problem = str(error).splitlines()[0]
             entries.warnings.append(f"{container} is left out because of {names[0]}. {problem}")
     facts = {"rank files": ", ".join(f"{name}: {len(files)}" for name, files in groups.items())}

@@ -4,7 +4,7 @@
 
 The pickle contains plain values, torch's records by name, and tensors as references to storage records of the archive
 (protocol 2, as torch.save writes; see `pickletools`). Sizes are known before the data is copied, checksums only
-afterwards. So each storage is followed by a descriptor with its CRC-32, as zip and torch stream, and the directory is
+afterwards. So each storage is followed by a descriptor with its CRC-32, as in streamed zip files, and the directory is
 computed last. Storages begin at multiples of 64 bytes, as torch writes them, so that ``torch.load(mmap=True)`` gets
 aligned tensors. Format: PKWARE's APPNOTE, sections 4.3 and 4.5.3 (zip64).
 """
@@ -147,6 +147,7 @@ class _Writer:
         self.out += b"G" + struct.pack(">d", value)
 
     def _put_bytes(self, value: bytes) -> None:
+        # Protocol 2 has no opcode for bytes.
         self.put(Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
 
     def _put_tuple(self, items: Iterable[Any]) -> None:
@@ -190,11 +191,11 @@ class _Writer:
         index = self._memo.get(value)
         if index is None:
             return False
-        self.out += b"j" + _UINT(index)
+        self.out += b"j" + _UINT(index)  # LONG_BINGET
         return True
 
     def _put_new(self, value: Global | str, opcodes: bytes) -> None:
-        self.out += opcodes + b"r" + _UINT(len(self._memo))
+        self.out += opcodes + b"r" + _UINT(len(self._memo))  # LONG_BINPUT
         self._memo[value] = len(self._memo)
 
     # Sizes and types repeat too. Once all names in a value are in the memo, each repetition has the same bytes, which
@@ -215,16 +216,16 @@ class _Writer:
         def write() -> None:
             self.put(value.func)
             self.put(value.args)
-            self.out += b"R"
+            self.out += b"R"  # REDUCE
 
         self._put_again(value, write)
 
     def _put_instance(self, value: New) -> None:
         def write() -> None:
             self.put(value.cls)
-            self.out += b")\x81"
+            self.out += b")\x81"  # EMPTY_TUPLE, NEWOBJ
             self.put(value.state)
-            self.out += b"b"
+            self.out += b"b"  # BUILD
 
         if type(value.state) is tuple:  # a dict cannot be a key of `_written`
             self._put_again(value, write)
@@ -251,7 +252,7 @@ class _Writer:
         def write_after() -> None:
             self.put("cpu")
             self.put(numel_of(kept) * (1 if typed else dtype.itemsize))
-            self.out += b"tQ"
+            self.out += b"tQ"  # TUPLE, BINPERSID
             hooks = Call(Global("collections", "OrderedDict"), ())
             for argument in (0, shape, strides, False, hooks):
                 self.put(argument)
@@ -264,7 +265,7 @@ class _Writer:
         self._put_again((dtype, shape, value.repeated), write_after)
 
 
-# Writers of values by type; a subclass uses the first base in this order.
+# Writers of values by type. A subclass uses the first base in this order: bool is before int.
 _OPCODES_OF: dict[type, Callable[[_Writer, Any], None]] = {
     type(None): _Writer._put_constant,
     bool: _Writer._put_constant,
@@ -331,7 +332,7 @@ def plan_archive(pickle: bytes, storages: Sequence[TensorItems], first_index: in
 
 
 class _ArchivePlan:
-    """One archive: the bytes before its first storage, and those between a storage and the next, or the end."""
+    """One archive: the bytes before its first storage, and after each storage up to the next or the end."""
 
     def __init__(self, pickle: bytes, sizes: tuple[int, ...]) -> None:
         self._records: list[_PlannedRecord] = []
@@ -366,13 +367,13 @@ class _ArchivePlan:
         return self._fixed[0] if self._storages else self._fixed[0] + self._directory(lambda _: 0)
 
     def nbytes_after(self, number: int) -> int:
-        """Bytes between a storage and the next, or the end."""
+        """Number of bytes from the end of a storage to the next storage, or to the end of the archive."""
         is_last = number == len(self._storages) - 1
         known = self._storages[number].descriptor.size + len(self._fixed[number + 1])
         return known + (self._directory_bytes if is_last else 0)
 
     def after(self, number: int, first_index: int, crc_of: CrcOf) -> bytes:
-        """Bytes between a storage and the next, or the end; ``first_index`` as in `plan_archive`."""
+        """The bytes that `nbytes_after` counts; ``first_index`` as in `plan_archive`."""
 
         def crc_of_storage(storage: int) -> int:
             return crc_of(first_index + 2 * storage + 1)
@@ -438,7 +439,7 @@ def _end(count: int, nbytes: int, start: int) -> bytes:
             END64.size - 12,  # bytes after this field
             *(_VERSION_NEEDED, _VERSION_NEEDED, 0, 0, count, count, nbytes, start),
         )
-        wide += END64_LOCATOR.pack(END64_LOCATOR_SIGNATURE, 0, start + nbytes, 1)
+        wide += END64_LOCATOR.pack(END64_LOCATOR_SIGNATURE, 0, start + nbytes, 1)  # on disk 0 of 1
     short = (min(count, 0xFFFF), min(count, 0xFFFF), min(nbytes, MAX_32), min(start, MAX_32))
     return wide + END.pack(END_SIGNATURE, 0, 0, *short, 0)
 
