@@ -54,8 +54,8 @@ class Restored:
         skipped: newer steps that were not restored, with the reason: damaged, or lost from the memory of a node.
         report: the load's report: names that were not loaded, and the metadata.
         tier: the tier that the step was read from: "disk" or "ram".
-        moves: files that were missing from the memory of a node that needed them: the sending rank (`FROM_DISK`:
-            rebuilt from the same step on disk) and the receiving rank of each.
+        moves: one entry for each file that was missing from the memory of a node that needed it: the rank that sent it,
+            or `FROM_DISK` if it was rebuilt from the same step on disk, and the rank that received it.
 
     Examples:
         >>> import torch

@@ -171,7 +171,7 @@ class Cut(ABC):
 
     @abstractmethod
     def narrow(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> Region:
-        """The part of ``region`` at a coordinate of an axis of ``size`` ranks."""
+        """The part of ``region`` that belongs to ranks at ``coordinate`` on an axis of ``size`` ranks."""
 
     @abstractmethod
     def touching(self, region: Region, size: int, wanted: Region, layouts: Layouts) -> Iterator[int]:

@@ -241,7 +241,7 @@ def _short(value: object) -> str:
 def check_complete(
     structure: Structure, sets: Sequence[RankSet], classes: Sequence[tuple[RankSet, Structure]]
 ) -> None:
-    """Refuse a state in which no rank has some part of a tensor.
+    """Refuse a state if any part of a tensor is on no rank.
 
     Raises:
         CheckpointError: naming the tensor, and the first difference between ranks.

@@ -10,11 +10,11 @@ Every buffer is compared with the source's checksums, if there are any, and hash
 cache takes a tenth of the time of writing it.
 
 A file is finished when the checksums of all bytes that it was made from have been verified. Reads verify them as they
-go (see `verified_reads`). Bytes that share a checksum but belong to no tensor of the file are read at the end: the rest
-of a storage larger than its tensor, or of a record that is split across files. A tensor that is complete in a file is
-verified before that file is finished. A tensor that is split across files is verified by the process that writes its
-first item, after that process's files are complete. No process therefore waits for another, and together they read each
-byte at most twice.
+go (see `verified_reads`). A checksum may also cover bytes that belong to no tensor of the file: the rest of a storage
+larger than its tensor, or of a record that is split across files. These bytes are read at the end. A tensor that is
+complete in a file is verified before that file is finished. A tensor that is split across files is verified by the
+process that writes its first item, after that process's files are complete. No process therefore waits for another, and
+together they read each byte at most twice.
 """
 
 from __future__ import annotations

@@ -114,6 +114,7 @@ def run_plan(
             lambda file, digest: output.finish(file.name, digest, limits.buffer_bytes),
         )
         copier.copy(todo, in_order=output.store.in_order)
+        # Before publishing. All files, also those kept from an earlier run: a tensor can be split across both.
         verify_rest(files, limits.usable_threads)
         published = output.publish({file.name: file.pieces for file in plan.closing}, plan.when_written)
     return Outcome(

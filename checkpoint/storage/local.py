@@ -402,7 +402,9 @@ class LocalStorage(Storage):
         known = self._probe.of(path.parent, durable=self._durable)
         if not known.renames:
             if replace:
-                path.unlink(missing_ok=True)
+                path.unlink(
+                    missing_ok=True
+                )  # new files are created exclusively, and nothing is renamed onto them here
             self._write_new(path, data)
             self.sync_folder("")
             return

@@ -38,7 +38,7 @@ class ResultFiles:
     """The files of a result, by name.
 
     Args:
-        sizes: bytes of each data file, in the order in which parts share them out.
+        sizes: bytes of each data file, by name. Processes take the files in turn, in this order (see ``part``).
         closing: the small files that are written after all data files; the last one makes the result valid.
         is_stale: whether an old file must be removed when the result is published.
         single_file: whether the target is one file rather than a folder.

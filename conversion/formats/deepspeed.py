@@ -208,7 +208,7 @@ class _Reader:
         if unknown:
             raise ConversionError(
                 "The files of this universal checkpoint do not describe all of its parameters.",
-                expected="parameters that are trained, of one stage of a pipeline",
+                expected="only parameters that are trained, in one pipeline stage",
                 got=some(unknown),
                 where=self._files.where,
                 todo="load it with DeepSpeed on data-parallel ranks alone, and save it again",

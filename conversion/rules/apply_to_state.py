@@ -193,7 +193,7 @@ def _check_has_name(state: CarriedState, name: str, own: Collection[str]) -> Non
     if key is not None and key.split(".", 1)[0].isdecimal():
         raise ConversionError(
             "Optimizer state does not say which parameter it belongs to.",
-            expected="names of parameters, since key rules change names and order",
+            expected="names of parameters, which key rules can rename and reorder",
             got=f"number {key}",
             where=name,
             todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",

@@ -79,6 +79,7 @@ def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
             together.setdefault(group.together, []).append(group)
         state.renew([group for olds in together.values() for group in _renewed(olds, data)])
     groups = [group for state in states for group in state.groups]
+    # One call for all units: groups over the same ranks share one new communicator.
     separate_reductions(group.comm for group in groups if group.comm.settings.separate_reductions)
     for state in states:
         for kind in {group.comm.settings.memory for group in state.groups} - {None}:
@@ -100,7 +101,7 @@ def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
             assert isinstance(kept, RaggedDTensor) and isinstance(created, RaggedDTensor)
             param.piece = new.shard[param.local]
             move_to(kept, created, param.piece)
-            kept.grad = None  # of the interrupted step
+            kept.grad = None  # drops the gradient of the interrupted step
             param.take(kept)
         new.install()
         yield new

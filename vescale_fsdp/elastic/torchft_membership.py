@@ -87,7 +87,7 @@ class TorchftMembership:
         """Ask the lighthouse for the next quorum; returns when all live processes have asked and there are enough."""
         deadline_s = time.monotonic() + self._timeout_s
         quorum, self._next = self._next, None
-        # Processes that have trained continue in any number; at the start `num_first` are needed.
+        # After the first step, any number of processes may continue. Before it, `num_first` are needed.
         while (
             quorum is None
             or quorum.quorum_id == self._epoch

@@ -208,10 +208,10 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load the objects of a dict, and replace its other values. A collective.
+        """Load into the model and optimizers of ``state``; replace its other values by loaded ones. A collective.
 
         Returns:
-            Values of the checkpoint whose keys the dict does not have.
+            Values of the checkpoint whose keys ``state`` does not have.
         """
         path = self.broadcast(path)
         if not isinstance(state, dict) or not state or not holds_checkpoint(path):

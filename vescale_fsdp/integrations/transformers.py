@@ -89,8 +89,8 @@ LOADER = (
         lambda param: (_PieceOperation if isinstance(param, RaggedDTensor) else _hf_operation)(param),
         (
             "transformers.core_model_loading",
-            "transformers.distributed.sharding_utils",
-        ),  # peft uses the latter
+            "transformers.distributed.sharding_utils",  # peft imports it from here
+        ),
     ),
     StandIn(
         _hf_wrap,

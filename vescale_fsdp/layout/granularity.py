@@ -332,7 +332,7 @@ def parse_granularities(texts: Sequence[str]) -> dict[str, Granularity]:
         if (other := by_pattern.setdefault(pattern or "*", granularity)) != granularity:
             raise LayoutError(
                 "Two granularities apply to the same tensors.",
-                expected="one for all, and one for each pattern of names",
+                expected="at most one granularity for all tensors, and at most one for each name pattern",
                 got=f"{other} and {granularity} for {pattern or '*'}",
                 todo="remove one, or give it a pattern of its own",
             )

@@ -287,6 +287,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         assert self._inner is not None
         saved = {param: dict(values) for param, values in self.state.items()}
         for run in runs:
+            # The first parameter's state stands for all: a run has equal counters. Values per element are copied below.
             first = saved.get(run.params[0], {})
             if first:
                 flat_state = self._inner.state[run.flat] = dict(first)

@@ -148,7 +148,7 @@ class FactorGrid:
         return matrix * self.bands_per_matrix + line // self.block
 
     def areas_in(self, piece: FlatRange) -> Iterator[BlockArea]:
-        """The blocks of a piece; adjacent bands of one height form one area."""
+        """Areas that cover the blocks of a piece. Adjacent blocks of equal height and width form one area."""
         top = first = 0
         last_height = self.rows - (self.bands_per_matrix - 1) * self.block
         heights = (

@@ -59,7 +59,7 @@ class CommContext:
         full buffers that last until the backward (the root's)    c; g waits for c before it writes them
         gradients from autograd                                   the stream that made them; it waits for c, the reader
         gradient buffers                                          c; freed once c waits for their reduction
-        reduced shards, and so sharded gradients                  r; r waits for c at the start of a reduction
+        reduced shards, which become the sharded gradients        r; r waits for c at the start of a reduction
         reduced shards during the all-reduce over replicas        r; kept until a is done, and r waits for it
         copies of shards from the host, for a gather              h; kept until gathered, and h waits for the gather
 

@@ -197,7 +197,9 @@ def leaves_of(link: Link, shape_of: Callable[[str | Coded], Shape]) -> tuple[Sha
     if not isinstance(link, Mapped):
         shape = shape_of(link)
         whole = whole_box(shape)
-        return shape, [Leaf(link, whole, whole.offsets, tuple(range(len(shape))))] if whole.numel else []
+        return shape, [
+            Leaf(link, whole, whole.offsets, tuple(range(len(shape))))
+        ] if whole.numel else []  # nothing to read
     inputs = [leaves_of(item, shape_of) for item in link.inputs]
     shapes = [shape for shape, _ in inputs]
     misfit = link.map.misfit(shapes)

@@ -119,7 +119,9 @@ class TransferPlan:
         number, shares = ranks.index(sender), self.all_shares[ranks]
         low = sum(shares[:number]) - start
 
-        def edge(position: int) -> int:  # rounded down, so that no item is cut
+        def edge(
+            position: int,
+        ) -> int:  # rounded down, so that no item is cut; the end need not be a multiple
             return stop - start if position >= stop - start else max(position, 0) // ALIGN_BYTES * ALIGN_BYTES
 
         return edge(low), edge(low + shares[number])

@@ -258,7 +258,7 @@ class RankTransfers:
         # Sorted, so that both ends of a stream have one order of shares.
         for (ranks, receiver), wanted in sorted(self._wanted.items(), key=lambda item: item[0]):
             if is_sent == (receiver == self.rank) or receiver in ranks:
-                continue  # the other direction, or kept
+                continue  # a share of the other direction, or one that its receiver already has
             for sender in (self.rank,) if is_sent else ranks:
                 peer = receiver if is_sent else sender
                 shares.setdefault(peer, []).extend(self._part(ranks, sender, receiver, wanted))

@@ -70,6 +70,7 @@ class DCP(Form):
         with coordinator.together(f"making {storage.where}"):
             if coordinator.rank == 0:
                 folder.begin()
+        # A block of its own: no rank writes before rank 0 has made the folder.
         with coordinator.together(f"writing to {storage.where}"):
             _write(folder.working, output)
         names = [file_of_rank(rank) for rank in range(world_size)]

@@ -106,7 +106,7 @@ class NativeForm(Form):
             raise
         _publish(storage, manifest.to_bytes(), replace)
         try:
-            # Not before the commit: until then, older data was the checkpoint.
+            # Older data is removed only after the commit, since it was the checkpoint until then.
             for name in storage.list_folder(""):
                 if name.startswith("data-") and name != folder:
                     storage.remove(name)

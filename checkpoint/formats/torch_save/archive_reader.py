@@ -41,7 +41,7 @@ CENTRAL_HEADER, CENTRAL_SIGNATURE = struct.Struct("<4sHHHHHHIIIHHHHHII"), b"PK\x
 END, END_SIGNATURE = struct.Struct("<4sHHHHIIH"), b"PK\x05\x06"
 END64, END64_SIGNATURE = struct.Struct("<4sQHHIIQQQQ"), b"PK\x06\x06"
 END64_LOCATOR, END64_LOCATOR_SIGNATURE = struct.Struct("<4sIQI"), b"PK\x06\x07"
-MAX_32 = 0xFFFFFFFF  # in a 32-bit field: the value is in the zip64 field, since it is at least as large
+MAX_32 = 0xFFFFFFFF  # a 32-bit field with this content: the value is in the zip64 field
 ZIP64_TAG = 1  # of the zip64 field among a record's extra fields
 
 

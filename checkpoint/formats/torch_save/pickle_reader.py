@@ -302,7 +302,7 @@ def _signs(dtype: DType, flags: Any) -> int:
     torch conjugates and negates lazily: the storage keeps the old values, and the tensor has flags.
     """
     if unknown := set(flags) - {"conj", "neg"}:
-        raise _NotDenseError(f"a tensor with {', '.join(sorted(map(str, unknown)))} set")
+        raise _NotDenseError(f"a tensor with unknown flags: {', '.join(sorted(map(str, unknown)))}")
     conj, neg = bool(flags.get("conj")), bool(flags.get("neg"))
     if (conj and dtype.kind != "complex") or (neg and dtype.kind not in ("float", "complex")):
         raise _NotDenseError(f"a {dtype.name} tensor that is lazily conjugated or negated")
@@ -398,7 +398,9 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
     },
     ("torch.distributed.checkpoint.metadata", "TensorProperties"): _PropertiesRecord,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _first,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): type("_StorageInfo", (Record,), {}),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): type(
+        "_StorageInfo", (Record,), {}
+    ),  # readers tell records apart by class name
     **{
         (module, name): _path
         for module in ("pathlib", "pathlib._local")

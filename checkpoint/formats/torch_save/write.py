@@ -77,7 +77,10 @@ class New:
 
 @dataclass(frozen=True)
 class TensorOut:
-    """A row-major tensor of all items of one storage record; along ``repeated`` dims its stride is 0."""
+    """A tensor that uses all items of one storage record, in row-major order.
+
+    Dims in ``repeated`` have stride 0: their items are stored once.
+    """
 
     storage_key: str
     dtype: DType

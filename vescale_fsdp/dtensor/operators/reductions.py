@@ -412,6 +412,7 @@ _SUMMABLE = ("sum", "mean", "linalg_vector_norm", "norm")
 
 def equal(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Run torch.equal: true only if the pieces of all ranks are equal. A collective."""
+    # `all_close` calls ``func`` on the pieces, whose shapes do not tell those of the tensors.
     return args[0].shape == args[1].shape and all_close(func, args, kwargs)
 
 
