@@ -44,7 +44,7 @@ ops = [{ rope = { heads = [1, 0] } }, { concat = { dim = 0, sizes = [2, 2, 2] } 
         ({"c": 1}, 'format = 1\n[rename]\n"a" = "b"\n', "extends = one of"),
         ({"c": 1}, 'format = 1\nextends = "torchtitan-llama"\n[rename]\n"wq" = "b"\n', r"wq(.|\n)*rename"),
         ({"c": 3}, 'format = 1\n[[rule]]\nhf="c"\nours="d"\nops=[{rope={heads="1"}}]\n', "multiple of 1 x 2"),
-        ({"a": 2, "b": 2, "c": 2}, THREE, "fewer numbers"),
+        ({"a": 2, "b": 2, "c": 2}, THREE, "only some of its names"),
         (
             {"c": 6},
             'format = 1\n[[rule]]\nhf="c"\nours="d"\nops=[{reshape={hf=[6, 2], ours=[5, 2]}}]\n',
