@@ -66,12 +66,12 @@ test-torch:
 SEEDS ?= 1000
 START ?= 0
 test-fuzz: venv
-	SEEDS=$(SEEDS) START=$(START) $(IN_VENV) -m pytest --numprocesses 2 -k random_program tests/runtime/fuzz/test_fuzz.py
+	SEEDS=$(SEEDS) START=$(START) $(IN_VENV) -m pytest --numprocesses 2 -k random_program tests/vescale_fsdp/runtime/fuzz/test_fuzz.py
 
 test-faults: venv
-	FAULTS=all OP_DB=all COMPILE=inductor $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py \
-	    tests/checkpoint/elastic/test_kills.py tests/checkpoint/elastic/test_formation.py \
-	    tests/checkpoint/elastic/test_two_nodes.py tests/dtensor/test_op_db.py tests/runtime/test_compile.py
+	FAULTS=all OP_DB=all COMPILE=inductor $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/save/test_fault_matrix.py \
+	    tests/vescale_fsdp/elastic/test_kills.py tests/vescale_fsdp/elastic/test_formation.py \
+	    tests/vescale_fsdp/elastic/test_two_nodes.py tests/vescale_fsdp/dtensor/test_op_db.py tests/vescale_fsdp/runtime/test_compile.py
 
 # The versions of fsspec and its relatives are fixed: datasets, whose version torchtitan limits, requires an older fsspec
 # than the latest s3fs, and pip does not find a matching pair. Automodel is installed without its dependencies: it pins

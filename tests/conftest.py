@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import settings
 from tests.support.distributed import close_pool
 from tests.support.faults.nan_memory import NAN_MEMORY, nan_memory_if_asked
 from tests.support.faults.rounding_noise import ROUNDING_NOISE, noise_if_asked
+from vescale_fsdp.checkpoint.formats.huggingface import class_check, class_child
 
 # Examples are drawn anew in the same order on every run, so that a red test stays red; time per example
 # is not limited, because the machine may be busy.
@@ -22,15 +24,15 @@ settings.load_profile("repeatable")
 
 # Files that take long, begun first: `make test` runs two at a time, and shall not wait for one of these at the end.
 LONG = (
-    "checkpoint/training/test_elastic.py",
-    "optim/test_state_dict.py",
+    "checkpoint/jobs/test_killed_jobs.py",
+    "vescale_fsdp/optim/test_state_dict.py",
     "tools/test_demo.py",
-    "dtensor/test_op_db.py",
-    "checkpoint/training/test_fault_matrix.py",
+    "vescale_fsdp/dtensor/test_op_db.py",
+    "checkpoint/save/test_fault_matrix.py",
     "house/test_typing.py",
-    "runtime/test_numerics.py",
-    "checkpoint/saving/test_faults.py",
-    "optim/test_muon.py",
+    "vescale_fsdp/runtime/test_numerics.py",
+    "checkpoint/save/test_faults.py",
+    "vescale_fsdp/optim/test_muon.py",
     "house/docs/test_notebook.py",
 )
 assert all((Path(__file__).parent / name).exists() for name in LONG), "a file of LONG has moved"
@@ -77,3 +79,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch finds none here"))
+
+
+@pytest.fixture(autouse=True)
+def _no_child(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Model classes answer in this process: a child takes six seconds of CPU."""
+
+    def ask(config: Mapping[str, Any], class_name: str, tensors: Any = None) -> Mapping[str, Any]:
+        return class_child.answer({"class": class_name, "config": config, "tensors": tensors or {}})
+
+    if "child" not in request.fixturenames:
+        monkeypatch.setattr(class_check, "ask_child", ask)
+
+
+@pytest.fixture
+def child() -> None:
+    """For tests of the child process itself."""

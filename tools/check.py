@@ -23,11 +23,11 @@ PYTHON = sys.executable
 FAST_TESTS = (
     "house/rules/test_errors.py",
     "house/test_public.py",
-    "layout/test_geometry.py",
-    "layout/test_granularity.py",
-    "layout/test_group_layout.py",
-    "layout/test_planner.py",
-    "dtensor/test_placement.py",
+    "vescale_fsdp/layout/test_geometry.py",
+    "vescale_fsdp/layout/test_granularity.py",
+    "vescale_fsdp/layout/test_group_layout.py",
+    "vescale_fsdp/layout/test_planner.py",
+    "vescale_fsdp/dtensor/test_placement.py",
 )
 
 STEPS: dict[str, list[str]] = {

@@ -25,7 +25,7 @@ from vescale_fsdp.collectives import _Gloo
 
 INTERPRETED = [
     case for case in CASES if not case.compiled
-]  # what is compiled, tests/runtime/test_compile.py trains
+]  # what is compiled, tests/vescale_fsdp/runtime/test_compile.py trains
 
 
 REDUCES_WHOLE = ("fp32", "bf16, bf16 reduction", "reduction group of its own", "sums instead of means")
@@ -88,7 +88,7 @@ def test_a_weight_that_ends_as_nan_is_found_out() -> None:
 ELSEWHERE = {
     "module": "what is sharded",
     "mesh": "every case has one",
-    "dp_mesh_dims": "parameters that are DTensors: tests/runtime/setup/test_dp_mesh_dims.py",
+    "dp_mesh_dims": "parameters that are DTensors: tests/vescale_fsdp/runtime/setup/test_dp_mesh_dims.py",
     "set_reduce_scatter_divide_factor": "the older name of set_gradient_divide_factor",
 }
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from vescale_fsdp.errors import UntriedVersionWarning, explain
 
 # Package -> versions with which `make test-stacks` passed. README, docs/stacks.md, docs/compatibility.json and
-# pyproject's extras list the same versions (tests/integrations/test_tried_versions.py).
+# pyproject's extras list the same versions (tests/vescale_fsdp/integrations/test_tried_versions.py).
 TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "accelerate": ("1.15.0",),

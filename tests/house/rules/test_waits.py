@@ -1,7 +1,7 @@
 """Every wait of the package ends: its call carries a time-out, or stands here with what ends it.
 
 Found by parsing the sources. Collectives that a call itself waits for (``dist.all_reduce(..)``) end with the time-out
-of their process group, and are not listed. Bounds are reached in ``tests/checkpoint/elastic/test_formation.py``
+of their process group, and are not listed. Bounds are reached in ``tests/vescale_fsdp/elastic/test_formation.py``
 (ranks that are stalled), ``test_store_membership.py`` (stores that are) and the tests named below.
 """
 

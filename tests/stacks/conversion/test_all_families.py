@@ -1,6 +1,6 @@
 """Ties of every family of transformers that can be built small: nothing of a model is missing in what a folder becomes.
 
-A sample of each mechanism is in `tests/conversion/formats/test_tied_families.py`.
+A sample of each mechanism is in `tests/checkpoint/formats/huggingface/test_tied_weights.py`.
 """
 
 from __future__ import annotations

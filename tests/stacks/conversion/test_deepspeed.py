@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conversion.foreign.zero_folders import ZeroState, write_universal, write_zero
+from tests.conversion.formats.zero_folders import ZeroState, write_universal, write_zero
 from tests.support.dtype_zoo import same_bytes
 from tools.torchrun_job import Job
 from vescale_fsdp.checkpoint import verify

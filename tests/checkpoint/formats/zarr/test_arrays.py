@@ -1,0 +1,261 @@
+"""zarr v3: the zarr library reads what we write, we read what it writes, and nothing is lost in between."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import zarr
+from safetensors.torch import load_file
+
+from tests.support.checkpoint_states import full
+from tests.support.dtype_zoo import same_bytes, zoo
+from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.checkpoint.formats.zarr import plan as to_zarr
+from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.diff import diff
+from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.layout.dtypes import dtype_from_torch
+
+
+def _raw(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's bytes as the array type zarr stores."""
+    kind = dtype_from_torch(str(tensor.dtype)).zarr_name
+    flat = (
+        tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+    )
+    return flat.view(kind).reshape(tensor.shape)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 40 bytes, so that small tensors have several, the last one short."""
+    monkeypatch.setattr(to_zarr, "_CHUNK_BYTES", 40)
+
+
+def _arrays(folder: Path) -> zarr.Group:
+    """The group that holds the arrays, found as anybody finds it who knows zarr only."""
+    root = zarr.open_group(str(folder), mode="r")
+    found = root[str(root.attrs["arrays"])]
+    assert isinstance(found, zarr.Group)
+    return found
+
+
+def _folder(folder: Path, name: str) -> Path:
+    """The folder of one array."""
+    (found,) = folder.glob(f"data-*/{name}")
+    return found
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def test_the_zarr_library_reads_every_tensor(tmp_path: Path, small_chunks: None) -> None:
+    """zarr.open gives values, shapes and logical types of the whole zoo, its crc32c checks included."""
+    tensors = {**zoo(), "tall": torch.arange(35.0).view(7, 5)}
+    _save({"model": tensors, "step": 3}, tmp_path / "dcp")
+    convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "zarr"), "zarr")
+    group = _arrays(tmp_path / "zarr")
+    assert group["model/tall"].nchunks == 4 and group["model/tall"].chunks == (2, 5)
+    for name, tensor in tensors.items():
+        array = group[f"model/{name}"]
+        assert array.shape == tuple(tensor.shape)
+        assert array.attrs["name"] == f"model/{name}"
+        assert array.attrs["logical_dtype"] == str(tensor.dtype).removeprefix("torch.")
+        assert np.asarray(array[...]).tobytes() == _raw(tensor).tobytes(), name
+
+
+def test_a_flipped_bit_is_seen_by_zarr(tmp_path: Path) -> None:
+    """The checksums we compute in pieces are the ones zarr verifies."""
+    _save({"w": torch.randn(300, 1000)}, tmp_path / "dcp")
+    options = ConvertOptions(memory_budget_bytes=4 * 2**20, threads=1)
+    convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "zarr"), "zarr", options)
+    array = _folder(tmp_path / "zarr", "w")
+    assert np.asarray(zarr.open_array(str(array), mode="r")[...]).shape == (300, 1000)
+    chunk = array / "c" / "0" / "0"
+    raw = bytearray(chunk.read_bytes())
+    raw[500_000] ^= 1
+    chunk.write_bytes(raw)
+    with pytest.raises(ValueError, match="checksum"):
+        zarr.open_array(str(array), mode="r")[...]
+
+
+def test_a_whole_state_through_zarr(tmp_path: Path, small_chunks: None) -> None:
+    """Nesting, lists, tuples, bytes, special floats and odd keys come back from zarr as they went in."""
+    state: dict[str, Any] = {
+        "model": {"layers.0.w": torch.randn(9, 3)},
+        "optimizer": {
+            "state": {"layers.0.w": {"step": torch.tensor(2.0), "exp_avg": torch.randn(9, 3)}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["layers.0.w"]}],
+        },
+        "extra": {
+            "blob": b"\x00\xff",
+            "inf": float("inf"),
+            "by_step": {1: "a", 2: None},
+            "a/b": torch.ones(2),
+        },
+    }
+    torch.save(state, tmp_path / "a.pt")
+    convert(open_source(str(tmp_path / "a.pt")), str(tmp_path / "zarr"), "zarr")
+    convert(open_source(str(tmp_path / "zarr")), str(tmp_path / "b.pt"), "torch")
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert loaded["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    assert loaded["extra"]["by_step"] == {1: "a", 2: None} and loaded["extra"]["blob"] == b"\x00\xff"
+    assert loaded["extra"]["inf"] == float("inf")
+    assert same_bytes(loaded["extra"]["a/b"], torch.ones(2))
+    assert same_bytes(loaded["model"]["layers.0.w"], state["model"]["layers.0.w"])
+    moments = loaded["optimizer"]["state"]["layers.0.w"]
+    assert same_bytes(moments["exp_avg"], state["optimizer"]["state"]["layers.0.w"]["exp_avg"])
+    assert same_bytes(moments["step"], torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("compressors", [None, "auto"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_arrays_made_by_the_zarr_library(tmp_path: Path, compressors: str | None, sharded: bool) -> None:
+    """Nested groups, chunks in both dims, chunks left out because they are zero; compressed and sharded
+    ones."""
+    values = np.arange(70, dtype=np.float32).reshape(7, 10)
+    values[4:, 4:] = 0
+    group = zarr.create_group(str(tmp_path / "zarr"))
+    array = group.create_array(
+        "layers/0/w",
+        shape=(7, 10),
+        dtype="float32",
+        chunks=(2, 4),
+        shards=(4, 8) if sharded else None,
+        compressors=compressors,
+    )
+    array[...] = values
+    group.create_array("scalar", shape=(), dtype="int64")[...] = 7
+    source = open_source(str(tmp_path / "zarr"))
+    assert ("layers.0.w" in source.readers) == (compressors is not None or sharded)
+    convert(source, str(tmp_path / "out"), "hf")
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert np.array_equal(loaded["layers.0.w"].numpy(), values) and loaded["scalar"].item() == 7
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    """A truncated chunk and broken metadata are errors that name the file, in arrays of whatever origin."""
+    group = zarr.create_group(str(tmp_path / "zarr"))
+    array = group.create_array("w", shape=(30, 10), dtype="float32", chunks=(30, 10), compressors=None)
+    array[...] = np.arange(300, dtype=np.float32).reshape(30, 10)
+    chunk = tmp_path / "zarr" / "w" / "c" / "0" / "0"
+    good = chunk.read_bytes()
+    chunk.write_bytes(good[:-1])
+    with pytest.raises(CorruptCheckpointError, match=r"wrong size(.|\n)*w/c/0/0"):
+        open_source(str(tmp_path / "zarr"))
+    chunk.write_bytes(good)
+    (tmp_path / "zarr" / "w" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "array"}')
+    with pytest.raises(CorruptCheckpointError, match=r"w/zarr\.json"):
+        open_source(str(tmp_path / "zarr"))
+    (tmp_path / "zarr" / "zarr.json").write_text(
+        '{"zarr_format": 3, "node_type": "group", "attributes": {"vescale_conversion": [1]}}'
+    )
+    (tmp_path / "zarr" / "w" / "zarr.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"zarr/zarr\.json"):
+        open_source(str(tmp_path / "zarr"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"shape": [30, 10]', '"shape": [30.0, 10]'),
+        ('"shape": [30, 10]', '"shape": [30, "10"]'),
+        ('"shape": [30, 10]', '"shape": [true, 10]'),
+        ('"shape": [30, 10]', '"shape": [30, 10], "shape": [3, 10]'),
+        ('"chunk_shape": [30, 10]', '"chunk_shape": [30, 10.0]'),
+        ('"chunk_shape": [30, 10]', '"chunk_shape": [30, 0]'),
+        ('"chunk_shape": [30, 10]', '"chunk_shape": [30]'),
+    ],
+)
+def test_sizes_are_whole_numbers(tmp_path: Path, old: str, new: str) -> None:
+    """Nothing in metadata is rounded, and no key counts that is there twice."""
+    group = zarr.create_group(str(tmp_path / "zarr"))
+    array = group.create_array("w", shape=(30, 10), dtype="float32", chunks=(30, 10), compressors=None)
+    array[...] = np.arange(300, dtype=np.float32).reshape(30, 10)
+    file = tmp_path / "zarr" / "w" / "zarr.json"
+    compact = json.dumps(json.loads(file.read_text()))
+    assert compact.count(old) == 1 and open_source(str(tmp_path / "zarr")).tensors["w"].info.shape == (30, 10)
+    file.write_text(compact.replace(old, new))
+    with pytest.raises(CorruptCheckpointError, match=r"w/zarr\.json"):
+        open_source(str(tmp_path / "zarr"))
+
+
+def test_damage_in_what_zarr_decodes_is_named(tmp_path: Path) -> None:
+    """Compressed chunks with flipped bytes, and codecs nobody knows, end in our errors, not in the library's."""
+    group = zarr.create_group(str(tmp_path / "zarr"))
+    array = group.create_array("w", shape=(50, 40), dtype="float32", chunks=(50, 40), compressors="auto")
+    array[...] = np.arange(2000, dtype=np.float32).reshape(50, 40) % 7
+    chunk = tmp_path / "zarr" / "w" / "c" / "0" / "0"
+    good = chunk.read_bytes()
+    for bad in (good[:20], b"\0" * len(good)):
+        chunk.write_bytes(bad)
+        source = open_source(str(tmp_path / "zarr"))
+        with pytest.raises(CorruptCheckpointError, match=r"w/zarr\.json(.|\n)*copy the hierarchy again"):
+            convert(source, str(tmp_path / "out"), "hf")
+        assert not (tmp_path / "out" / "model.safetensors").exists()
+    chunk.write_bytes(good)
+    settings = tmp_path / "zarr" / "w" / "zarr.json"
+    settings.write_text(settings.read_text().replace("zstd", "zsdt"))
+    with pytest.raises(CorruptCheckpointError, match="zsdt"):
+        open_source(str(tmp_path / "zarr"))
+
+
+def test_folders_of_before_are_read(tmp_path: Path) -> None:
+    """What to-zarr wrote before it wrote native checkpoints: names, types, nesting and values come back."""
+    source = open_source(str(Path(__file__).parents[2] / "golden" / "to-zarr-v1"))
+    assert source.kind == "zarr" and verify(source).problems == ()
+    convert(source, str(tmp_path / "a.pt"), "torch")
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    expected = {
+        "layers.0.w": full("w", (13, 10)),
+        "layers.0.b": full("b", (7,), torch.bfloat16),
+        "scalar": torch.tensor(4.5),
+        "empty": torch.empty(0, 4),
+        "fp8": full("fp8", (3, 5)).to(torch.float8_e4m3fn),
+        "flags": full("f", (2, 3)) > 60,
+        "a/b%": full("ab", (2,), torch.int64),
+    }
+    assert list(found["model"]) == list(expected)
+    assert all(same_bytes(found["model"][name], tensor) for name, tensor in expected.items())
+    moments = found["optimizer"]["state"]["layers.0.w"]
+    assert same_bytes(moments["exp_avg"], full("m", (13, 10))) and same_bytes(
+        moments["step"], torch.tensor(3.0)
+    )
+    assert found["optimizer"]["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["layers.0.w"]}]
+    assert found["extra"] == {
+        "blob": b"\x00\xff",
+        "inf": float("inf"),
+        "by_step": {1: "a", 2: None},
+        "names": ["x", ("y", 2)],
+        "$": "dollar",
+    }
+
+
+def test_an_interrupted_run_and_parts_know_all_checksums(tmp_path: Path, small_chunks: None) -> None:
+    """Chunks written by an earlier run, or by other processes, are in the table that the last one writes."""
+    _save({"w": torch.randn(35, 5), "v": torch.randn(9)}, tmp_path / "dcp")
+    source, out = str(tmp_path / "dcp"), tmp_path / "out"
+
+    def stop(_: int) -> None:
+        if len(list(out.rglob("*.partial"))) > 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(open_source(source), str(out), "zarr", ConvertOptions(threads=1), progress=stop)
+    report = convert(open_source(source), str(out), "zarr", ConvertOptions(resume=True, threads=1))
+    assert report.outcome.kept and report.outcome.written
+    for index in (2, 0, 1):
+        options = ConvertOptions(part=(index, 3))
+        convert(open_source(source), str(tmp_path / "parts"), "zarr", options)
+    for path in (out, tmp_path / "parts"):
+        assert verify(path).ok and verify(open_source(str(path))).problems == ()
+        found, compared = diff(open_source(source), open_source(str(path)))
+        assert found == () and compared == 2

@@ -1,0 +1,131 @@
+"""Real torchrun jobs, killed with SIGKILL at random moments, going on with other numbers of workers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.jobs.elastic_job import train
+from tests.support.distributed import run_ranks
+from vescale_fsdp.checkpoint import CheckpointManager
+
+ROOT = Path(__file__).parents[3]
+STEPS = 40
+
+
+def _launch(folder: Path, workers: int, *args: str, restarts: int = 0) -> subprocess.Popen[bytes]:
+    # torch 2.13: restarted gloo workers find their predecessors' addresses in the store they share with torchrun.
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **own_store}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    command += [
+        f"--max-restarts={restarts}",
+        "--monitor-interval=0.2",
+        "-m",
+        "tests.checkpoint.jobs.elastic_job",
+    ]
+    with open(folder / "output", "ab") as output:
+        return subprocess.Popen(
+            [*command, str(folder), str(STEPS), *args],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def _losses(folder: Path) -> dict[int, float]:
+    """The last loss logged for each step; a line torn by a kill is not counted."""
+    found = {}
+    if (folder / "log").exists():
+        for line in (folder / "log").read_text().splitlines():
+            words = line.split()
+            if len(words) == 3:
+                found[int(words[0])] = float(words[1])
+    return found
+
+
+def _last_saved(folder: Path) -> int:
+    """The last step that `save` has returned from."""
+    saved = folder / "saved"
+    return max((int(line) for line in saved.read_text().splitlines()), default=-1) if saved.exists() else -1
+
+
+def _wait_for_step(job: subprocess.Popen[bytes], folder: Path, step: int, limit_s: float = 120) -> None:
+    deadline = time.monotonic() + limit_s
+    while _last_saved(folder) < step:
+        assert job.poll() is None, (folder / "output").read_text()[-3000:]
+        assert time.monotonic() < deadline, (folder / "output").read_text()[-3000:]
+        time.sleep(0.01)
+
+
+def _kill_all(job: subprocess.Popen[bytes], folder: Path) -> None:
+    """SIGKILL for torchrun and every worker, as when the machine stops."""
+    for path in (folder / "pids").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+    job.kill()
+    job.wait()
+    shutil.rmtree(folder / "pids")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of a run of two workers that nobody disturbs, without torchrun."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run_ranks(2, train, folder, STEPS, None)
+    losses = _losses(folder)
+    assert len(losses) == STEPS and losses[STEPS - 1] < losses[0]
+    return losses
+
+
+def test_killed_jobs_go_on_with_other_numbers_of_workers(
+    uninterrupted: dict[int, float], tmp_path: Path
+) -> None:
+    """2, 3 and 1 workers in turn, all killed in the middle: the loss curve is that of one run."""
+    moments = random.Random(3)
+    for workers, step in ((2, 8), (3, 17), (1, 26)):
+        job = _launch(tmp_path, workers)
+        _wait_for_step(job, tmp_path, step)
+        time.sleep(moments.uniform(0, 0.05))
+        _kill_all(job, tmp_path)
+    last = _launch(tmp_path, 2)
+    assert last.wait(180) == 0, (tmp_path / "output").read_text()[-3000:]
+
+    losses = _losses(tmp_path)
+    assert sorted(losses) == list(range(STEPS))
+    for step, loss in losses.items():
+        assert loss == pytest.approx(uninterrupted[step], rel=1e-4), step
+    restored = [line.split() for line in (tmp_path / "restored").read_text().splitlines()]
+    assert [world for _, _, world in restored] == ["3", "1", "2"]
+    assert all(int(step) >= at - 2 for (step, _, _), at in zip(restored, (8, 17, 26), strict=True))
+    assert CheckpointManager(tmp_path / "steps").steps()[-1] == STEPS - 1
+
+
+def test_a_killed_worker_is_restarted_from_memory(uninterrupted: dict[int, float], tmp_path: Path) -> None:
+    """torchrun restarts the workers in place; they go on from the node's memory, not from the older disk step."""
+    name = f"test-{os.getpid()}-{tmp_path.name}"
+    try:
+        job = _launch(tmp_path, 2, name, restarts=2)
+        _wait_for_step(job, tmp_path, 14)
+        os.kill(int((tmp_path / "pids" / "1").read_text()), signal.SIGKILL)
+        assert job.wait(240) == 0, (tmp_path / "output").read_text()[-3000:]
+    finally:
+        shutil.rmtree(f"/dev/shm/vescale-{name}", ignore_errors=True)
+
+    losses = _losses(tmp_path)
+    assert sorted(losses) == list(range(STEPS))
+    for step, loss in losses.items():
+        assert loss == pytest.approx(uninterrupted[step], rel=1e-4), step
+    ((step, tier, world),) = [line.split() for line in (tmp_path / "restored").read_text().splitlines()]
+    assert (tier, world) == ("ram", "2") and int(step) >= 13

@@ -1,0 +1,147 @@
+"""Transfers between ranks: any distribution to any other, through views and codecs, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as distribute_stock
+
+from tests.support.distributed import cpu_mesh, run_ranks
+from tests.vescale_fsdp.dtensor.test_properties import search_together
+from tests.vescale_fsdp.transfer.live_states import Placed, all_meshes, placed, state_of
+from vescale_fsdp.quantize import Fp8Blocks, Int8Rows, Mxfp8
+from vescale_fsdp.torch_private import StridedShard, local_of
+from vescale_fsdp.transfer.description import describe_states
+from vescale_fsdp.transfer.links import Link, codes, concatenate, index, permute, scales, slice, stack
+from vescale_fsdp.transfer.plan import plan_transfer
+from vescale_fsdp.transfer.transfer import Transfer
+
+SHAPES = [(), (7,), (4, 6), (5, 3), (6, 5), (2, 3, 4), (0, 3), (8, 8)]
+CODECS = (Fp8Blocks(3, 4), Fp8Blocks(4, 2), Mxfp8(1, 4), Int8Rows())
+
+
+class Case(NamedTuple):
+    """Tensors of a source and a target, their distributions, and the links between them."""
+
+    shapes: dict[str, tuple[int, ...]]
+    source: dict[str, Placed]
+    target: dict[str, Placed]
+    made: dict[str, str]  # name in the target: what is done
+    codec: int
+    keep_old: bool
+    verify: bool
+
+
+def made_of(a: torch.Tensor, b: torch.Tensor, codec: Any) -> dict[str, tuple[Link, torch.Tensor]]:
+    """Links to two source tensors of one shape, each with the expected tensor."""
+    quantized = codec.quantize(a.float()) if a.dim() == 2 else None
+    found: dict[str, tuple[Link, torch.Tensor]] = {"same": ("a", a), "cast": ("a", a.bfloat16())}
+    found["wide"] = ("half", a.bfloat16().float())
+    if a.dim():
+        found["fused"] = (concatenate("a", "b", dim=a.dim() - 1), torch.cat([a, b], a.dim() - 1))
+        found["stacked"] = (stack("a", "b", dim=1), torch.stack([a, b], 1))
+    if a.dim() and a.shape[0] > 1:
+        found["part"] = (slice(concatenate("a", "b"), 1, a.shape[0]), torch.cat([a, b])[1 : 1 + a.shape[0]])
+        found["picked"] = (index(stack("a", "b"), 1), b)
+    if a.dim() == 2:
+        found["turned"] = (
+            permute(concatenate("a", permute(permute("b")))),
+            torch.cat([a, b]).t().contiguous(),
+        )
+    if quantized is not None and a.numel():
+        found["codes"] = (codes("a", codec), quantized.codes)
+        found["scales"] = (scales("a", codec), quantized.scales)
+        both = torch.stack([quantized.codes, codec.quantize(b.float()).codes])
+        found["experts"] = (stack(codes("a", codec), codes("b", codec)), both)
+        found["turned codes"] = (permute(codes("a", codec)), quantized.codes.t().contiguous())
+    return found
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any distributions and links."""
+    shape = draw(st.sampled_from(SHAPES))
+    codec = draw(st.integers(0, len(CODECS) - 1))
+    known = made_of(torch.zeros(shape), torch.zeros(shape), CODECS[codec])
+    names = draw(
+        st.lists(st.sampled_from(sorted(known)), min_size=min(4, len(known)), max_size=7, unique=True)
+    )
+    source = {name: draw(placed(shape)) for name in ("a", "b", "half")}
+    target = {name: draw(placed(tuple(known[name][1].shape))) for name in names}
+    made = {name: name for name in names}
+    shapes = {"a": shape, "b": shape, "half": shape}
+    return Case(shapes, source, target, made, codec, draw(st.booleans()), draw(st.booleans()))
+
+
+def search() -> dict[str, int]:
+    """The search; counts of what the cases contained."""
+    meshes = all_meshes()
+    seen: dict[str, int] = {}
+
+    def check(case: Case) -> None:
+        codec = CODECS[case.codec]
+        generator = torch.Generator().manual_seed(3)
+        full = {name: torch.randn(shape, generator=generator) for name, shape in case.shapes.items()}
+        full["half"] = full["a"].bfloat16()
+        wanted = {name: made_of(full["a"], full["b"], codec)[name] for name in case.made}
+        state = state_of(full, case.source, meshes)
+        into = state_of(
+            {name: torch.zeros_like(value) for name, (_, value) in wanted.items()}, case.target, meshes
+        )
+        source, target = describe_states(state, into)
+        links = {name: link for name, (link, _) in wanted.items()}
+        plan = plan_transfer(source, target, links=links, cast=True, budget_bytes=4096)
+        transfer = Transfer(plan, keep_old=case.keep_old, verify=case.verify)
+        for step in range(2):
+            for tensor in state.values():
+                local_of(tensor).mul_(-1 if step else 1)
+            transfer.run(state, into)
+        for name, value in made_of(-full["a"], -full["b"], codec).items():
+            if name in case.made:
+                again = state_of({name: value[1]}, case.target, meshes)
+                assert set(again) == {name} & set(into)
+                for key, tensor in again.items():
+                    assert torch.equal(local_of(into[key]), local_of(tensor)), (name, case)
+                    seen[name] = seen.get(name, 0) + int(local_of(tensor).numel() > 0)
+        seen["sent"] = seen.get("sent", 0) + int(plan.demand.sent.sum() > 0)
+        seen["cut blocks"] = seen.get("cut blocks", 0) + (transfer._cut_blocks.total > 0)
+
+    search_together(cases(), check)
+    return seen
+
+
+def test_any_state_to_any_other() -> None:
+    """For any source, target and links every rank gets its part, also in a second transfer."""
+    seen = run_ranks(4, search, timeout_s=300)
+
+    met = {name: sum(found.get(name, 0) for found in seen) for found in seen for name in found}
+    assert (
+        min(met[name] for name in (*made_of(torch.zeros(4, 6), torch.zeros(4, 6), CODECS[0]), "cut blocks"))
+        > 0
+    )
+    assert met["sent"] > 80
+
+
+def strided() -> bool:
+    """Strided shards of rows, to columns and back."""
+    mesh = cpu_mesh(2, 2)
+    outer, inner = mesh.get_coordinate() or (0, 0)
+    full = torch.arange(24.0).view(8, 3)
+    first = 4 * inner + 2 * outer
+    held = DTensor.from_local(
+        full[first : first + 2].clone(), mesh, [StridedShard(0, split_factor=2), Shard(0)]
+    )
+    columns = distribute_stock(torch.zeros(8, 3), mesh, [Shard(1), Replicate()])
+    Transfer(plan_transfer(*describe_states({"w": held}, {"w": columns}))).run({"w": held}, {"w": columns})
+    again = DTensor.from_local(torch.zeros(2, 3), mesh, held.placements)
+    Transfer(plan_transfer(*describe_states({"w": columns}, {"w": again}))).run({"w": columns}, {"w": again})
+    assert torch.equal(columns.full_tensor(), full)
+    return torch.equal(local_of(again), full[first : first + 2])
+
+
+def test_strided_shards() -> None:
+    """Strided shards, as FSDP2 with tensor parallelism makes them, as a source and as a target."""
+    assert all(run_ranks(4, strided))
