@@ -1,4 +1,7 @@
-# make test   the gate and all tests
+# make test   the gate, and tests of everything: eight minutes
+# make test-part PART=faults   the rows and jobs that make test leaves out, in parts of at most eight minutes, by name or
+#                              number; tests/conftest.py lists them
+# make test-all   make test, every part, and the four below (a night)
 # make test-torch TORCH=2.15.0   all tests on another version of torch, in a separate environment (used on Linux without a
 #                                 GPU; PyPI's wheels install some gigabytes of CUDA packages)
 # make test-faults   every fault of saves and restores, twenty killed ranks, ranks killed and stalled at every call, two
@@ -42,7 +45,7 @@ INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 # a file run in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: venv test test-torch test-faults test-fuzz test-stacks gpu demo docs release-check check clean
+.PHONY: venv test test-part test-all test-torch test-faults test-fuzz test-stacks gpu demo docs release-check check clean
 
 venv: $(STAMP)
 
@@ -53,8 +56,20 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 test: venv
-	$(IN_VENV) tools/check.py --skip fast-tests --skip layering  # all tests include both
-	$(IN_VENV) -m pytest $(TOGETHER)
+	$(IN_VENV) tools/check.py --skip fast-tests --skip layering  # the tests include both
+	$(IN_VENV) -m pytest $(TOGETHER) --part core
+
+PART ?= 1
+test-part: venv
+	$(IN_VENV) -m pytest $(TOGETHER) --part $(PART)
+
+# One after the other: each uses both cores.
+test-all:
+	$(MAKE) test
+	for part in 1 2 3 4 5; do $(MAKE) test-part PART=$$part || exit 1; done
+	$(MAKE) test-fuzz
+	$(MAKE) test-faults
+	$(MAKE) test-stacks
 
 # Torch is installed first, by version: later installs keep it.
 test-torch:

@@ -38,6 +38,17 @@ LONG = (
 assert all((Path(__file__).parent / name).exists() for name in LONG), "a file of LONG has moved"
 
 
+# Tests that are not in `make test`: they are marked ``part("name")``. `make test-part PART=name` (or its number) runs
+# one part, in at most eight minutes on two cores.
+PARTS = {
+    "jobs": "whole training jobs: killed, preempted, restarted; examples and the demo",
+    "faults": "more rows of the faults of saves, loads, transfers and elastic jobs",
+    "formats": "more rows of the tables of formats, model families and object stores",
+    "numerics": "torch's operator database, BLAS code paths, optimizers at more sizes and world sizes",
+    "pages": "code of README, docs and notebook; the site's pages; the GPU command, dry",
+}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _worker_pool() -> Iterator[None]:
     """End the worker processes when the session ends."""
@@ -46,6 +57,12 @@ def _worker_pool() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        default="all",
+        choices=("all", "core", *PARTS, *(str(number) for number in range(1, len(PARTS) + 1))),
+        help="core: what `make test` runs; or one of the parts that it leaves out, by name or number",
+    )
     parser.addoption(
         "--nan-memory", action="store_true", help="fill new and freed memory with NaN, in all ranks"
     )
@@ -71,14 +88,31 @@ def _other_machines() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long files first. Skip tests marked ``gpu`` where there is none, and say so."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the part. Put long files first. Skip tests marked ``gpu`` where there is none, and say so."""
+    chosen = config.getoption("--part")
+    if chosen.isdecimal():
+        chosen = list(PARTS)[int(chosen) - 1]
+    others = [item for item in items if chosen not in ("all", part_of(item))]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
     items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG))
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch finds none here"))
+
+
+def part_of(item: pytest.Item) -> str:
+    """The part that a test belongs to: by the nearest marker, or "core"."""
+    marker = item.get_closest_marker("part")
+    if marker is None:
+        return "core"
+    (part,) = marker.args
+    if part not in PARTS:
+        raise pytest.UsageError(f"{item.nodeid}: no part is named {part!r}; there are {', '.join(PARTS)}.")
+    return str(part)
 
 
 @pytest.fixture(autouse=True)

@@ -282,7 +282,7 @@ def test_front_doors_only_pass_on_names() -> None:
     allowed = (ast.Import, ast.ImportFrom)
 
     def has_code(module: str) -> bool:
-        docstring, *rest = TREES[module].body
+        _docstring, *rest = TREES[module].body
         return any(
             not isinstance(statement, allowed) and "__all__" not in ast.unparse(statement)
             for statement in rest

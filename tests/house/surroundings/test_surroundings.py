@@ -87,7 +87,7 @@ NOT_CALLED = {
     "vescale_fsdp.elastic.StoreMembership": "likewise",
     "vescale_fsdp.transfer.joint_ranks": "several jobs: tests/vescale_fsdp/transfer/test_joint_ranks.py",
     "vescale_fsdp.transfer.JointRanks": "likewise",
-    "vescale_fsdp.conversion.HuggingFace": "several ranks write one repository: tests/checkpoint/formats/huggingface/test_form.py",
+    "vescale_fsdp.conversion.HuggingFace": "several ranks: tests/checkpoint/formats/huggingface/test_form.py",
     "vescale_fsdp.FSDPModule.set_custom": "collectives of the user's: tests/vescale_fsdp/runtime/setup",
     "vescale_fsdp.FSDPModule.set_separate": "makes a group: tests/vescale_fsdp/runtime/test_switches.py",
     "vescale_fsdp.FSDPModule.set_allocate": "a GPU's memory",

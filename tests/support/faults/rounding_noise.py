@@ -6,7 +6,7 @@
                          last place. As on a real one, equal inputs give equal results, and shapes decide the order of
                          sums: the change is a function of a value's bits and of the result's shape
 
-``pytest --rounding-noise 1 tests/vescale_fsdp/optim tests/vescale_fsdp/runtime`` runs every test, and every rank, under such noise.
+``pytest --rounding-noise 1 tests/vescale_fsdp/optim`` runs every test there, and every rank, under such noise.
 """
 
 from __future__ import annotations

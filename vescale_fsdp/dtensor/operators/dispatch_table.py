@@ -1,7 +1,7 @@
 """The dispatch table: the rule of each operator on ragged tensors, and the document generated from it.
 
 `rule_of` selects the rule of an operator; `FAMILIES` describes each rule. ``python tools/operators_table.py`` writes
-OPERATORS.md from `rule_of` itself, and tests/vescale_fsdp/dtensor/test_operator_table.py compares the two, so the document cannot
+OPERATORS.md from `rule_of` itself, and tests/dtensor/test_operator_table.py compares the two, so the document cannot
 differ from the code.
 """
 

@@ -13,7 +13,7 @@ operators on other tensors (dropout, activations, data) use torch's generators, 
 their local order.
 
 Generator: Philox-4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011),
-section 3.3; its test vectors are in tests/vescale_fsdp/dtensor/test_random_values.py. Word i of a stream is a pure function of (key,
+section 3.3; its test vectors are in tests/dtensor/test_random_values.py. Word i of a stream is a pure function of (key,
 stream, i), so any rank can draw any range. Values are computed with additions, multiplications, divisions and square
 roots in float64 only. IEEE 754 rounds these correctly, so they are bit for bit the same in every lane of a vector
 register, in every thread and on every device. torch.log, sin and cos do not guarantee this, hence the series below.
