@@ -354,7 +354,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
 
 
 def _param_cells(group: PlannedGroup) -> list[tuple[str, ...]]:
-    """Return one line of cells per name, where numbers in names become *, so that all experts of a layer share a line."""
+    """Return one line of cells per name. Numbers in names become *, so that all experts of a layer share a line."""
     counts: Counter[tuple[str, tuple[int, ...], str, int]] = Counter(
         (
             re.sub(r"(?<=\.)\d+(?=\.)", "*", param.fqn),
