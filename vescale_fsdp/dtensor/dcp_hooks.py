@@ -2,8 +2,8 @@
 
 DCP describes a tensor as chunks, which are n-d boxes of the global tensor. A flat piece is at most ``2 * ndim - 1``
 boxes (`boxes_of_range`). Each box is a view of the local piece, so DCP reads and writes the piece's memory without
-another copy. An empty piece has no boxes: DCP would keep an empty box at a neighbor's offset as the first of two
-duplicates, and drop the neighbor's data.
+another copy. An empty piece has no boxes: in DCP's de-duplication, an empty box at a neighbor's offset would win over
+the neighbor's box, whose data would be lost.
 
 torch's DCP *safetensors* writer (``HuggingFaceStorageWriter``, or a file writer with that serialization format) stores
 tensors by name, and so silently keeps only one of several boxes per rank (torch 2.13, ``filesystem.py``,

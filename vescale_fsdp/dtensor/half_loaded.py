@@ -43,5 +43,5 @@ def mark_whole(tensor: torch.Tensor) -> None:
 
 def half_loaded_in(tensor: torch.Tensor) -> list[str]:
     """Return the names of the marked tensors in a tensor's storage."""
-    # The usual case, no marks at all, must cost nothing: the runtime asks for every parameter.
+    # The runtime calls this for every group, so the usual case, no marks at all, must cost nothing.
     return list(_marks.get(tensor.untyped_storage(), {}).values()) if _marks else []

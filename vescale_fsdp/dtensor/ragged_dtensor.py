@@ -63,8 +63,8 @@ from vescale_fsdp.torch_private import (
 Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 # Rules create tensors of this class, so the modules of rules import this module, and this module cannot import them.
-# Instead, `dispatch_table` registers the rules with `set_rules`. The package's ``__init__`` imports `dispatch_table`, so
-# the rules are set whenever a module of `vescale_fsdp.dtensor` is imported.
+# Instead, `dispatch_table` registers the rules with `set_rules`. The package's ``__init__`` imports that module, so the
+# rules are set whenever a module of `vescale_fsdp.dtensor` is imported.
 _rule_of: Callable[[torch._ops.OpOverload], Rule]
 
 

@@ -151,8 +151,9 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Ste
         if not isinstance(target.placements[axis], RaggedShard) or not _same_cut(now, target, axis):
             # Reduce before the gather, because a piece is less data than the tensor.
             local, now = yield from _reduce_others(local, now, target)
-            # One exchange leads from pieces to a Shard, unless another axis shards the same dim: torch cuts such a dim in
-            # the order of mesh axes, while the ragged axis is always cut last. Then the ragged axis is gathered.
+            # One exchange leads from pieces to a Shard if the cut of the other axes stays, and if none of them shards
+            # the same dim: torch cuts such a dim in the order of mesh axes, but the ragged axis is cut last. Otherwise
+            # the ragged axis is gathered.
             want = target.placements[axis]
             others = [p for other, p in enumerate(target.placements) if other != axis]
             one_move = type(want) is Shard and not any(p.is_shard(want.dim) for p in others)
@@ -210,8 +211,8 @@ def _before_pieces(source: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
         for have, want in zip(source.placements, target.placements, strict=True)
     ]
     have = source.placements[axis]
-    # If two axes shard one dim, torch cuts it in the order of mesh axes, while the ragged axis is always cut last. So no
-    # single exchange leads from this Shard to pieces, and the axis is gathered instead.
+    # If two axes shard one dim, torch cuts it in the order of mesh axes, but the ragged axis is always cut last. So no
+    # single exchange leads from this Shard to pieces, and torch gathers the axis instead.
     shares_dim = type(have) is Shard and any(
         p.is_shard(have.dim)
         for spec in (source, target)
@@ -284,7 +285,7 @@ def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, ax
 
 
 def _is_worth_padding(piece_numels: Sequence[int]) -> bool:
-    """Return whether padding all pieces to the largest one at most doubles the traffic of one collective per owner."""
+    """Return whether a collective of pieces padded to the largest one sends at most twice the tensor's elements."""
     return len(piece_numels) * max(piece_numels) <= 2 * sum(piece_numels)
 
 
@@ -361,7 +362,7 @@ def exchange(
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     both_ragged = isinstance(have, RaggedShard) and isinstance(want, RaggedShard)
-    # The pieces of two ragged placements are runs of the flat tensor, so one 1-D box per rank replaces several n-d boxes.
+    # Pieces of two ragged placements are runs of the flat tensor: one 1-D box per rank replaces several n-d boxes.
     box_shape = (numel_of(shape),) if both_ragged else shape
 
     def owned(placement: Placement, r: int) -> tuple[Box, ...]:
