@@ -159,7 +159,7 @@ def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Ten
 
 # -- lists ----------------------------------------------------------------------------------------------
 
-# Called for every tensor of every call in an optimizer's step. They run in C, in a tenth of the time of Python functions.
+# These run in C, in a tenth of the time: they are called for every tensor of every call in an optimizer's step.
 _RAGGED = {RaggedDTensor}
 _spec, _placements, _is_partial = (
     attrgetter("_spec"),

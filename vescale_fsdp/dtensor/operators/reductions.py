@@ -314,7 +314,7 @@ def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) ->
     """Return the norm of a piece. For an empty piece, return a value that does not change the norm of all pieces."""
     if local.numel() or not math.isinf(order):
         return torch.linalg.vector_norm(local, order, dtype=dtype)
-    # torch raises for the infinity norm of an empty tensor. The largest magnitude is at least 0, the smallest below inf.
+    # torch raises for the infinity norm of an empty tensor. 0 does not change a largest magnitude, inf not a smallest.
     return torch.full((), 0.0 if order > 0 else math.inf, dtype=dtype or local.dtype, device=local.device)
 
 
