@@ -45,7 +45,7 @@ def code_table(kind: str) -> np.ndarray:
     if kind == "int8":
         return codes.astype(np.uint8).view(np.int8).astype(np.float32)[:, None]
     if kind == "e8m0":
-        # By the OCP's definition 255 is NaN. Loaders compute the power, which overflows to infinity, and so does this.
+        # 255 means NaN, but loaders that compute the power get infinity, and so does this table.
         with np.errstate(over="ignore"):
             return np.ldexp(np.float32(1), codes - _E8M0_BIAS).astype(np.float32)[:, None]
     if kind == "e5m2":  # the upper half of a float16
@@ -131,7 +131,7 @@ class Mxfp4Encoding:
         # Adding 0x7FFFFF rounds the exponent up. 254 is the largest scale: 255 means NaN.
         biased = np.minimum((bits + np.uint32(0x7FFFFF)) >> np.uint32(23), np.uint32(254))
         biased = np.where(np.isfinite(amax), biased, np.uint32(255)).astype(np.uint8)
-        with np.errstate(over="ignore"):  # small scales have factors above float32's range, which become infinity
+        with np.errstate(over="ignore"):
             factors = np.ldexp(np.float32(1), _E8M0_BIAS - biased.astype(np.int32)).astype(np.float32)
         return factors, biased
 
@@ -246,7 +246,7 @@ def _to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def _to_f16(values: np.ndarray) -> np.ndarray:
-    """Return float16 bits, rounded as numpy does. numpy is slow for tiny values, each of which raises a processor flag."""
+    """Return float16 bits, rounded as numpy does. numpy is slow for tiny values: each raises a processor flag."""
     bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
     size = bits & np.uint32(0x7FFFFFFF)
     half = size >> np.uint32(13)

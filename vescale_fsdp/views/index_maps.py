@@ -47,7 +47,7 @@ class IndexMap(ABC):
 
     @abstractmethod
     def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
-        """Return (index, expected shape in words) of an input of unsuitable shape, or None if all shapes are suitable."""
+        """Return (index of an input of unsuitable shape, the expected shape in words); None if all are suitable."""
 
     @abstractmethod
     def shape(self, shapes: Sequence[Shape]) -> Shape:

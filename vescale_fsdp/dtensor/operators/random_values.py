@@ -280,8 +280,8 @@ def _address(
 
 
 def _ramp(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return, in one tensor, ``lengths[0]`` numbers from ``starts[0]`` up, then ``lengths[1]`` from ``starts[1]``, .."""
-    # One kernel for all ranges instead of one per range: there may be many.
+    """Return concatenated ranges in one tensor: range i has ``lengths[i]`` numbers, from ``starts[i]`` up."""
+    # All ranges are computed together, because there may be many.
     offsets = starts - (lengths.cumsum(0) - lengths)
     spread = offsets.repeat_interleave(lengths)
     return spread + torch.arange(spread.numel(), dtype=torch.int64, device=spread.device)
@@ -335,7 +335,7 @@ def normals(spans: Sequence[FlatRange], seed: int, stream: int, device: torch.de
 def _series(x: torch.Tensor, coefficients: list[float]) -> torch.Tensor:
     """Return the value of a power series, by Horner's rule.
 
-    Multiplication and addition are separate kernels, so that no device fuses them into an FMA, which rounds differently.
+    Multiplication and addition are separate kernels, so that no device fuses them into an FMA, which rounds once only.
     """
     total = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
