@@ -444,6 +444,7 @@ class ZeroShards:
             rank_parts = [master.numel for master in rank.masters]
             if rank_parts != parts:
                 raise rank.opened.damaged(f"parts of {parts} elements", rank_parts)
+        # align=1, because ZeRO-3 pads each parameter, which `-(-numel // ranks)` includes, and not the row.
         self._check_size(sum(parts), sum(-(-numel // ranks) for numel in numels), align=1)
         return runs_of_parameters(numels, ranks, parts)
 

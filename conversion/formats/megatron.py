@@ -216,7 +216,6 @@ def _add_options(entries: Entries, groups: list[dict[str, Any]], names: list[str
     Megatron does not store which parameters a group has.
     """
     options = {option: [group.get(option) for group in groups] for group in groups for option in group}
-
     differing = {
         option: chosen for option, chosen in options.items() if any(other != chosen[0] for other in chosen)
     }

@@ -193,7 +193,7 @@ class PeftConfig:
                 bool(data.get("use_dora")),
                 str(data.get("bias") or "none"),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # the JSON may have any structure
             refuse_pointers(store, [ADAPTER_CONFIG], error)  # a pointer of git-lfs is no JSON either
             raise ConversionError(
                 "An adapter_config.json cannot be read.",

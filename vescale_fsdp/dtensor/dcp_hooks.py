@@ -136,6 +136,7 @@ def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:
             where=name,
             todo="save .distcp files or with vescale_fsdp.checkpoint, and convert with vescale-convert",
         )
+    # `is False`, because only one of the safetensors writers has this attribute.
     if vars(writer).get("save_distributed") is False and placement.num_shards > 1:
         raise CheckpointError(
             "torch's safetensors writer lets all ranks write the same file, and only the last rank's part remains.",

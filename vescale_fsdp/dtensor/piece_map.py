@@ -133,7 +133,7 @@ def contiguous_pieces_of(param: torch.Tensor, otherwise: str) -> PieceMap:
     """
     pieces = pieces_of(param)
     if pieces is None:
-        assert isinstance(param, DTensor)
+        assert isinstance(param, DTensor)  # a plain tensor always has a piece
         raise LayoutError(
             "Block state needs parameters that are cut into one contiguous run per rank.",
             expected="plain tensors, RaggedShard, Shard(0) or Replicate",

@@ -262,15 +262,16 @@ class RaggedDTensor(DTensor):
         local = piece_in(self)
         if (local.numel() and not local.is_meta) or not is_asked_by("accelerate"):
             return local.data_ptr()
-        return id(self)  # accelerate (1.15) identifies parameters by address, and an empty piece has none
+        # accelerate (1.15) identifies parameters by address. An empty piece, or one on the meta device, has none.
+        return id(self)
 
     @property
     def _local_tensor(self) -> torch.Tensor:
         # torchao (0.18) recognizes its weights by their class, so it gets the tensor of the user's class.
         if self.shown_to_torchao is not None and is_asked_by("torchao"):
             return self.shown_to_torchao
-        # accelerate (1.15) identifies parameters by address. An empty piece has no address, so accelerate gets this
-        # tensor, whose `data_ptr` is unique.
+        # accelerate (1.15) identifies parameters by address. A piece that is empty or on the meta device has no address,
+        # so accelerate gets this tensor, whose `data_ptr` is unique.
         local = piece_in(self)
         return local if (local.numel() and not local.is_meta) or not is_asked_by("accelerate") else self
 
@@ -333,7 +334,7 @@ class RaggedDTensor(DTensor):
         )
         # Attributes of the user are copied, but not `shown_to_torchao`: it is a view of this tensor's memory.
         for name in vars(self).keys() - {"shown_to_torchao"}:
-            vars(clone).setdefault(name, copy.deepcopy(vars(self)[name], memo))
+            vars(clone).setdefault(name, copy.deepcopy(vars(self)[name], memo))  # keeps what `_rebuild` has set
         if self.grad is not None:
             clone.grad = copy.deepcopy(self.grad, memo)
         return clone
@@ -371,8 +372,8 @@ class RaggedDTensor(DTensor):
         return tensor_shard(self._local_tensor, self.boxes, index)
 
 
-register_foreach_type(RaggedDTensor)
-dispatch_to_subclass(RaggedDTensor)
+register_foreach_type(RaggedDTensor)  # torch's optimizers use foreach and fused steps for known types only
+dispatch_to_subclass(RaggedDTensor)  # torch 2.11 would not call the subclass's `__torch_dispatch__`
 
 
 @set_module("vescale_fsdp.dtensor")

@@ -95,7 +95,7 @@ class Redistribution:
         """Run the next step, up to the collective that it starts or to the result."""
         try:
             self._work = next(self._steps)
-        except StopIteration as end:
+        except StopIteration as end:  # contains the value that the generator returns
             self._result = end.value
 
 

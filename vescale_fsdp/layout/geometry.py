@@ -113,7 +113,7 @@ def round_up(number: int, step: int) -> int:
     >>> round_up(13, 4), round_up(12, 4)
     (16, 12)
     """
-    return number + -number % step
+    return number + -number % step  # Python's % is never negative
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -271,7 +271,7 @@ class GroupLayout:
             raise _invalid(slot.fqn, problem, expected, f"[{start}, {stop})")
         if start == stop:  # an empty tensor contains no boundary
             return
-        first_boundary = (start // size + 1) * size
+        first_boundary = (start // size + 1) * size  # the first one after the start: one at the start cuts nothing
         # Boundaries are S elements apart. So if the first boundary is between blocks and S is a whole number of blocks,
         # all later boundaries are between blocks, too.
         if (first_boundary < stop and (first_boundary - start) % slot.block_numel) or (
@@ -308,7 +308,8 @@ class GroupLayout:
 
     def _check_disjoint(self) -> None:
         """Raise LayoutError if two slots share an element of the buffer."""
-        filled = [slot for slot in self.slots if slot.numel]  # empty slots share their start with other slots
+        filled = [slot for slot in self.slots if slot.numel]  # empty slots may share their start with other slots
+        # Sorted by offset, so that a slot can only overlap a later one if it overlaps the next.
         contiguous = sorted((slot for slot in filled if not slot.runs), key=attrgetter("offset"))
         for left, right in pairwise(contiguous):
             if left.offset + left.numel > right.offset:

@@ -399,6 +399,7 @@ def _smallest_multiple(
     one is feasible, and the result is the smallest to one part in `PRECISION`.
     """
     first, last = -(-low // step), (below - 1) // step
+    # Few multiples are tried one by one. For many, the first distance is the precision of the result.
     probe, reach = first, 1 if last - first < MAX_SCAN else 1 + (last - first) // PRECISION
     infeasible, placed = first - 1, None  # the largest multiple known to be infeasible, or below the range
     while probe <= last:

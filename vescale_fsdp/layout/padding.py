@@ -148,6 +148,7 @@ def remedy_texts(remedies: Remedies, layout: GroupLayout) -> Iterator[str]:
         names, divisor, ratio = remedies.smaller_blocks
         slot = layout.slot(names[0])
         block, row = slot.block_numel // divisor, _row_numel(slot.shape)
+        # `Rows` has no effect on a tensor below 2-D.
         example = f"Rows({block // row})" if row > 1 else f"Flat({block})"
         yield f"blocks {divisor} times smaller, such as {example}, for {some(names, 3)}: {ratio:.1%}"
     yield "the default granularity, which cuts between any two elements: practically none"

@@ -219,6 +219,7 @@ def _draw_band(
 def _draw_shards(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top: float) -> float:
     """Draw the panel of ranks and return the y below it."""
     canvas.text(20, top, "Shards: the pieces of each rank", size=13, bold=True)
+    # max: the shards of a group without elements are empty.
     y, num_shards, scale = top + 12, layout.num_shards, BODY_PX / max(layout.shard_numel, 1)
     last_ranks = range(num_shards - 3, num_shards) if num_shards > MAX_LANES else range(0)
     # 11 first and 3 last ranks, so that the line "more ranks" fits, too.

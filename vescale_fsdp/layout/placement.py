@@ -146,7 +146,8 @@ class RaggedShard(Placement):
             return cls.of_runs((0,), RunLengths(((1, 1), (len(numels) - 1, 0))))
         unit_numel = math.gcd(*numels.distinct)
         depth = next(
-            # At least one dim is cut, because dims=() would mean that one rank owns the whole tensor.
+            # The fewest dims such that a unit contains all later dims whole. At least one dim, because dims=() would
+            # mean that one rank owns the whole tensor.
             d
             for d in range(min(1, len(shape)), len(shape) + 1)
             if unit_numel % numel_of(shape[d:]) == 0

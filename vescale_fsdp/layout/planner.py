@@ -154,10 +154,10 @@ def plan_by_rows(
     for tensor in tensors:
         rows, numel = tensor.shape[0], tensor.numel
         chunk = chunk_of(rows, num_shards, 0).numel
-        row_numel = numel // rows if rows else 0
+        row_numel = numel // rows if rows else 0  # an empty tensor may have no rows
         # The LCM of the tensor's block and a row, because chunks have whole rows.
         block = max(1, min(math.lcm(tensor.block_numel, max(1, row_numel)), numel))
-        if chunk < rows and (chunk * row_numel) % block:
+        if chunk < rows and (chunk * row_numel) % block:  # chunk == rows: the tensor is whole on rank 0
             raise LayoutError(
                 "Even chunks of rows, which all-gather hooks need, would cut a block.",
                 expected=f"blocks that divide {chunk} rows of {row_numel}, {rows} over {num_shards} ranks",
@@ -320,6 +320,7 @@ def _best_split(sizes: Sizes, num_shards: int, align_numel: int) -> frozenset[in
         # A tensor of one block, or one that may be cut anywhere, never forces S to be a multiple of its block. All such
         # tensors form one class.
         by_block.setdefault(block if 1 < block < numel else 1, []).append(index)
+    # Largest class first; indices break ties, so that the result is the same everywhere.
     largest = sorted(by_block.values(), key=lambda members: (-sum(sizes[i][0] for i in members), members))
     movable = [members for members in largest[:MAX_CLASSES] if 0 not in members]
     splits = [
@@ -341,8 +342,8 @@ def _best_split(sizes: Sizes, num_shards: int, align_numel: int) -> frozenset[in
         (sum(least_shard(part, num_shards, align_numel) for part in parts_of(split)), split)
         for split in splits
     ]
-    for bound, split in sorted(bounds, key=itemgetter(0)):
-        if bound >= least_numel:
+    for bound, split in sorted(bounds, key=itemgetter(0)):  # by the bound alone, because sets have no order
+        if bound >= least_numel:  # this split and all later ones cannot be better
             break
         numel = sum(pack_contiguous(part, num_shards, align_numel).shard_numel for part in parts_of(split))
         if numel < least_numel:

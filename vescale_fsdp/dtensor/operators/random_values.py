@@ -173,7 +173,7 @@ def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     check_written(func, named, tensor)
     kind = name_of(func).rstrip("_")
     if kind == "normal":
-        a, b = named.get("mean", 0.0), named.get("std", 1.0)
+        a, b = named.get("mean", 0.0), named.get("std", 1.0)  # torch's defaults
         if b < 0:
             raise RuntimeError(f"normal_ expects std >= 0.0, but found std {b}")  # the class and words of torch's error
     elif kind == "uniform":

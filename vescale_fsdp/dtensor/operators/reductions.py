@@ -59,7 +59,7 @@ def _call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     dims = named.pop("dim", defaults.get("dim"))
     keepdim = bool(named.pop("keepdim", False))
-    listed = [dims] if isinstance(dims, int) else list(dims or ())
+    listed = [dims] if isinstance(dims, int) else list(dims or ())  # None means all dims
     # A dim out of range is not wrapped around, so that the check below sees it.
     positive = tuple(sorted({d % tensor.ndim if -tensor.ndim <= d < tensor.ndim else d for d in listed}))
     if positive and (positive[0] < 0 or positive[-1] >= tensor.ndim):
