@@ -270,8 +270,8 @@ class RaggedDTensor(DTensor):
         # torchao (0.18) recognizes its weights by their class, so it gets the tensor of the user's class.
         if self.shown_to_torchao is not None and is_asked_by("torchao"):
             return self.shown_to_torchao
-        # accelerate (1.15) identifies parameters by address. A piece that is empty or on the meta device has no address,
-        # so accelerate gets this tensor, whose `data_ptr` is unique.
+        # accelerate (1.15) identifies parameters by address. A piece that is empty or on the meta device has none, so
+        # accelerate gets this tensor, whose `data_ptr` is unique.
         local = piece_in(self)
         return local if (local.numel() and not local.is_meta) or not is_asked_by("accelerate") else self
 

@@ -246,7 +246,7 @@ class Interleave(IndexMap):
         in_group = self._back_in_group if self.back else self._in_group
         while position < stop:
             inside = position % group
-            # Whole groups are one piece. A group that the box contains in part, at its start or end, is cut separately.
+            # All whole groups are one part. A group that the box contains only in part is a part of its own.
             size = group - inside if inside or stop - position < group else (stop - position) // group * group
             part = box.with_range(self.dim, position, min(size, stop - position))
             if part.sizes[self.dim] % group == 0:
@@ -260,6 +260,7 @@ class Interleave(IndexMap):
     def _groups(self, box: Box, group: int, strides: Shape) -> Iterator[InputPiece]:
         """Yield the piece of whole groups: the box of the input at the same place, with its items in another order."""
         dim, run = self.dim, group // self.parts
+        # The input's group is viewed in the shape ``runs``; ``apart`` are the distances of these items in the output.
         runs, apart = ((run, self.parts), (1, run)) if self.back else ((self.parts, run), (1, self.parts))
         shape = _replace(box.sizes, dim, box.sizes[dim] // group, *runs)
         yield InputPiece(
@@ -285,6 +286,8 @@ class Interleave(IndexMap):
         """Yield the pieces for the inverse of `_in_group`. They read at most ``parts`` times the needed items."""
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
+        # The input is viewed as rows of ``parts`` items; column p is output run p. If all output items are in one run,
+        # only the rows of these items are read, otherwise all rows.
         within_one = low // run == (high - 1) // run
         first, last = (low % run, (high - 1) % run + 1) if within_one else (0, run)
         inner = box.with_range(dim, base + first * parts, (last - first) * parts)

@@ -64,7 +64,7 @@ FAMILIES: dict[Rule, Family] = {
     ),
     elementwise.new_factory: Family(
         "new tensors of a given shape",
-        "Ragged for the tensor's own shape, replicated for others (new_empty: then zeros).",
+        "Ragged if the shape is the tensor's own, else replicated; `new_empty` then returns zeros.",
         "new_empty new_empty_strided new_full new_ones new_zeros",
     ),
     elementwise.flat_view: Family(
@@ -83,8 +83,8 @@ FAMILIES: dict[Rule, Family] = {
     ),
     reductions.reduction: Family(
         "reductions",
-        "Over all dims, or over dims that every piece contains whole (then ragged). Over others: sum, mean, norm by "
-        "one all-reduce, the rest gathered.",
+        "Over all dims; over dims that every piece contains whole (the result is ragged). Over other dims: sum, mean "
+        "and norm take one all-reduce, all other reductions gather.",
         # max and min have elementwise overloads, too, so `_BY_OVERLOAD` lists the overloads that reduce.
         " ".join(reductions.TOTALS.keys() - {"max", "min"}),
     ),
@@ -100,16 +100,17 @@ FAMILIES: dict[Rule, Family] = {
     reductions.all_close: Family("closeness", "One result, the same on all ranks of the mesh.", "allclose"),
     whole_tensors.gathered: Family(
         "whole tensors",
-        "All others that return new tensors and draw no random numbers, such as `mm` and `cat`: gathered first, the "
-        "result replicated. Refused in combination with plain tensors.",
+        "All other operators that return new tensors and draw no random numbers, such as `mm` and `cat`: the tensors "
+        "are gathered, the result is replicated. Raises in combination with plain tensors.",
     ),
     whole_tensors.written_back: Family(
         "whole tensors in place",
-        "All others that write to their first argument only, such as `triu_`: gathered, then each rank keeps its part.",
+        "All other operators that write to their first argument only, such as `triu_`: the tensors are gathered, then "
+        "each rank keeps its piece.",
     ),
     _decomposed: Family(
         "composite",
-        "In inference mode, such as `chunk` and `linear`: decomposed into other operators.",
+        "Operators such as `chunk` and `linear` in inference mode: decomposed into other operators.",
     ),
     whole_tensors.eye: Family(
         "identity matrix", "`torch.eye(out=tensor)`, for a tensor of the matrix's shape."
