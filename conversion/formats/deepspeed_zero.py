@@ -302,8 +302,7 @@ class RankShards:
         groups: the optimizer's groups: options, and indices of masters.
         paddings: number of padding elements at the end of each group. Moments may include them; masters do not.
         gaps: number of padding elements after each parameter of each group; None if there is no such padding.
-        addresses: for each group, the addresses of parameters in the rank's part that DeepSpeed has recorded; empty if
-            it has recorded none.
+        addresses: for each group, the recorded addresses of parameters in the rank's part; empty if the file has none.
         ranks: number of ranks that share the parameters.
     """
 

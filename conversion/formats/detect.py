@@ -45,7 +45,7 @@ _INSIDE = (
 _FOREIGN = (
     (
         r"(.*/)?mp_rank_\d+(_\d+)*/model_(optim_rng|rng)\.pt",
-        "Megatron-LM's per-rank files, which do not say what part of a tensor each holds",
+        "Megatron-LM's per-rank files, which do not record which part of a tensor each file contains",
         "save with --ckpt-format torch_dist, which is torch.distributed.checkpoint",
     ),
     (r".*\.gguf", "llama.cpp's quantized file", "convert the repository that it was made from"),
@@ -335,7 +335,7 @@ def step_url(
     if newest is not None:
         todo = f"pass --step {newest}, which is the newest, or the folder of one checkpoint"
     elif steps:
-        todo = "pass --step to go back to one of them: a rollback has abandoned all"
+        todo = "pass --step with one of these steps: a rollback has abandoned all of them"
     else:
         todo = "leave out --step"
     raise ConversionError(

@@ -148,8 +148,8 @@ class RaggedDTensor(DTensor):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh."""
-        # torch's set_*_state_dict functions do not work with ragged tensors. They read this attribute first, and on all
-        # ranks, so this is where they can be refused.
+        # torch's set_*_state_dict functions would write wrong ranges into ragged tensors. The functions read this
+        # attribute first, and on all ranks, so they are refused here.
         refuse_set_state_dict(f"a tensor of shape {tuple(self.shape)}")
         return self._spec.mesh
 

@@ -412,6 +412,6 @@ def _intersections(left: Sequence[Box], right: Sequence[Box]) -> Iterator[tuple[
 
 
 def _box_views(flat: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
-    """Return an n-d view of a flat local tensor for each of its boxes, which it contains one after the other."""
+    """Return an n-d view for each box of a flat local tensor, whose elements are those of the boxes in order."""
     parts = flat.split([box.numel for box in boxes])
     return [part.view(box.sizes) for part, box in zip(parts, boxes, strict=True)]

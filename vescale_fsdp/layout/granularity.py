@@ -53,7 +53,7 @@ class Granularity(ABC):
     def block_numel(self, shape: tuple[int, ...]) -> int:
         """Return the number of elements per block of a tensor of this shape.
 
-        It is at most the tensor's numel, but at least 1, so that callers can divide by it even if the tensor is empty.
+        The number is at most the tensor's numel, but at least 1, so that callers can divide by it.
         """
         return max(1, min(self.raw_block_numel(shape), numel_of(shape)))
 
@@ -224,7 +224,7 @@ def check_rule(rule: GranularityRule) -> None:
     if isinstance(rule, Mapping):
         for pattern, value in rule.items():
             _granularity(value, f"pattern {pattern!r}")
-    # A class is callable, but no rule: `_granularity` raises for it.
+    # A class such as `Rows` is also callable, but the user meant a value of the class: `_granularity` raises for it.
     elif rule is not None and (not callable(rule) or isinstance(rule, (Granularity, type))):
         _granularity(rule, "granularity=")
 

@@ -426,7 +426,7 @@ class GroupLayout:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> GroupLayout:
-        """Return the layout that `to_json` described. The constructor checks it, because a stored file may be wrong."""
+        """Return the layout that `to_json` described. The constructor checks the layout, which may come from a file."""
         slots = tuple(TensorSlot.from_json(slot) for slot in data["slots"])
         return cls(data["num_shards"], data["shard_numel"], slots, data.get("align_numel", 1))
 

@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes of a model's parameters, and the units they belong to. No values are read.
+"""Names, shapes and dtypes of a model's parameters, and the units that contain the parameters. No values are read.
 
 Shapes come from a module (on the meta device or not), from a mapping, or from the headers of the safetensors files of a
 Hugging Face folder. A unit contains the parameters of one `fully_shard` call. By default each module of a repeated list

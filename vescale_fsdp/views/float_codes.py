@@ -139,7 +139,7 @@ class Mxfp4Encoding:
         """Return uint8 codes of scaled values (float32). A byte has two values that are adjacent in the last dim."""
         sizes = np.abs(scaled)
         index = np.searchsorted(_E2M1_BOUNDS, sizes, side="left").astype(np.uint8)
-        # Index 7 is after the last of 7 midpoints, so `minimum` compares it with midpoint 6, which it does not equal.
+        # A value above the last of 7 midpoints has index 7. `minimum` only keeps this index valid: it is never a tie.
         is_tie = sizes == _E2M1_BOUNDS[np.minimum(index, 6)]
         index = np.minimum(index + (is_tie & (index & 1 == 1)), 7).astype(np.uint8)
         nibbles = index | (np.signbit(scaled).astype(np.uint8) << np.uint8(3))

@@ -192,7 +192,7 @@ def random_like(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     tensor: RaggedDTensor = named["self"]
     _check(func, tensor, named)
     if is_partial(tensor):
-        raise refuse(func, tensor, "it has pending sums")
+        raise refuse(func, tensor, "the tensor has pending sums")
     empty = torch.empty_like(tensor._local_tensor, dtype=named.get("dtype"), device=named.get("device"))
     like = wrap_result(func, empty, tensor)
     kind = "normal" if "randn" in name_of(func) else "uniform"

@@ -437,7 +437,7 @@ def all_close(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     left, right, *rest = args
     like = left if isinstance(left, RaggedDTensor) else right
     if is_partial(like):
-        raise refuse(func, like, "it has pending sums")
+        raise refuse(func, like, "the tensor has pending sums")
     is_same = func(localize(func, left, like), localize(func, right, like), *rest, **kwargs)
     answer = torch.tensor(int(is_same), dtype=torch.int64, device=like._local_tensor.device)
     return bool(_gather_answers(answer, like).all().item())
