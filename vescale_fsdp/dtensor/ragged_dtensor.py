@@ -614,7 +614,7 @@ _REPLACEMENTS: dict[type[torch.optim.Optimizer], str] = {
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise for torch's optimizers that need whole matrices, if they have ragged matrices.
+    """Raise UnsupportedOpError for an optimizer of torch that needs whole matrices but has ragged parameters.
 
     Without this hook an operator would raise in the middle of a step, after momenta and step counts have changed.
     """

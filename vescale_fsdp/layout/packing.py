@@ -429,7 +429,7 @@ def pack_scattered(
 ) -> Packing | None:
     """Return the smallest shard if some tensors may be scattered, or None if it is not smaller than a limit.
 
-    Of the tensors that may be scattered, those with a legal contiguous position are not.
+    A tensor that also fits contiguously is not scattered; the search tries the `MAX_PUT_BACK` largest ones.
 
     Args:
         sizes: all tensors, non-empty.
