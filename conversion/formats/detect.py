@@ -133,7 +133,8 @@ def open_source(
         url = step_url(url, steps, abandoned_steps(folder, own), step)
         folder = open_store(url)
     try:
-        with gc_paused():  # otherwise the garbage collector would scan the objects of a large checkpoint repeatedly
+        # Otherwise the garbage collector would scan the objects of a large checkpoint repeatedly.
+        with gc_paused():
             detected = kind or _detect(folder, url)
             # This package's formats come first, because `all_formats` also searches other packages.
             form = FORMATS.get(detected) or dict(all_formats()).get(detected)

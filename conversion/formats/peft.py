@@ -77,7 +77,8 @@ def trained_biases(names: Iterable[str], adapter: Collection[str], which: str) -
     modules = {match["module"] for match in map(_TRAINED.fullmatch, adapter) if match}
     biases = {}
     for name in names:
-        module = name.removesuffix(".bias").removesuffix(".base_layer")  # peft wraps a module as its base_layer
+        # If an adapter wraps the module, peft stores the module's bias under base_layer.
+        module = name.removesuffix(".bias").removesuffix(".base_layer")
         if name.endswith("bias") and name not in adapter and (which == "all" or module in modules):
             biases[name] = ROOT + name.removeprefix(ROOT)
     return biases

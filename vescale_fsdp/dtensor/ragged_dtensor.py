@@ -257,7 +257,8 @@ class RaggedDTensor(DTensor):
 
     def data_ptr(self) -> int:
         """Return the address of this rank's piece, which other libraries use as a tensor's identity; 0 if empty."""
-        if takes_address_for_memory():  # these callers would use the address as that of the wrapper's own storage
+        # Some callers would use the address as that of the wrapper's own storage, which does not exist.
+        if takes_address_for_memory():
             return 0
         local = piece_in(self)
         if (local.numel() and not local.is_meta) or not is_asked_by("accelerate"):
@@ -334,7 +335,8 @@ class RaggedDTensor(DTensor):
         )
         # Attributes of the user are copied, but not `shown_to_torchao`: it is a view of this tensor's memory.
         for name in vars(self).keys() - {"shown_to_torchao"}:
-            vars(clone).setdefault(name, copy.deepcopy(vars(self)[name], memo))  # keeps what `_rebuild` has set
+            # setdefault keeps what `_rebuild` has set.
+            vars(clone).setdefault(name, copy.deepcopy(vars(self)[name], memo))
         if self.grad is not None:
             clone.grad = copy.deepcopy(self.grad, memo)
         return clone
@@ -446,15 +448,17 @@ def distribute_tensor(
     if src_data_rank is not None:
         # Broadcast along every axis except the ragged axis, one after the other. A rank takes part only if its group
         # ranks on the later axes and on the ragged axis are those of the source: then the process group has a rank with
-        # the values. `exchange` then sends the pieces along the ragged axis.
-        full = full.clone(memory_format=torch.contiguous_format)  # broadcasts write to it, and need it contiguous
+        # the values. `exchange` then sends the pieces along the ragged axis. The tensor is cloned, because broadcasts
+        # write to it, and need it contiguous.
+        full = full.clone(memory_format=torch.contiguous_format)
         group_ranks = group_ranks_in(device_mesh)
         others = [other for other in range(device_mesh.ndim) if other != axis]
         for index, other in enumerate(others):
             if all(group_ranks[later] == src_data_rank for later in (*others[index + 1 :], axis)):
                 wait_for(broadcast_in_place(full, device_mesh.get_group(other), src_data_rank))
     inner = inner_box(spec)
-    part = full[inner.slices()].contiguous()  # a box that is cut in a later dim is strided, and pieces are flat
+    # A box that is cut in a later dim is strided, and pieces are flat.
+    part = full[inner.slices()].contiguous()
     if src_data_rank is None:
         start, stop = placement.piece(inner.sizes, device_mesh.get_local_rank(axis))
         # Cloned, because a view would keep the full tensor in memory.

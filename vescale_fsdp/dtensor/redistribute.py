@@ -329,7 +329,8 @@ def _reduce_scatter(
         yield reduce_scatter_into(shard, padded.view(-1), dist.ReduceOp.SUM, group)
         piece = shard[: piece_numels[rank]].clone()  # a view would keep the padding in memory
     else:
-        copies = [part.clone() for part in slices]  # reductions are in place, and must not change the caller's tensor
+        # Reductions are in place, and must not change the caller's tensor.
+        copies = [part.clone() for part in slices]
         yield from [
             reduce_in_place(copy, _op_of(have), group, owner)
             for owner, copy in enumerate(copies)

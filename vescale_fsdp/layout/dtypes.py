@@ -88,8 +88,8 @@ class DType:
         """The safetensors code that rank files use for this type, and the number of stored items per element.
 
         Rank files only use codes that old safetensors readers support, so that every reader can open the files; the
-        manifest contains the type's own name. The carrier of a type must never change, because files of version 1 of the native
-        format must remain readable.
+        manifest contains the type's own name. The carrier of a type must never change, because files of version 1 of
+        the native format must remain readable.
         """
         if self.code is not None and self.code not in _NEWER_CODES:
             return self.code, 1

@@ -26,11 +26,13 @@ def parse_json(data: bytes | str, *, is_text: bool = False) -> Any:
             some readers use the first value and others the last.
     """
     if is_text and isinstance(data, bytes):
-        data = data.decode(json.detect_encoding(data))  # strict, while `json.loads` lets encoded surrogates pass
+        # `decode` is strict, while `json.loads` lets encoded surrogates pass.
+        data = data.decode(json.detect_encoding(data))
     try:
         value = json.loads(data, object_pairs_hook=_unique)
         if is_text and isinstance(data, str) and _SURROGATE.search(data):
-            json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for an unpaired surrogate
+            # `encode` raises UnicodeEncodeError, a ValueError, for an unpaired surrogate.
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:  # callers treat bad input as ValueError
         raise ValueError("nested too deeply") from error
     return value
@@ -53,7 +55,8 @@ def whole_numbers(values: Iterable[Any], count: int | None = None) -> tuple[int,
     numbers = values if type(values) is tuple else tuple(values)
     # Iterating a str or dict would give characters or keys. `type` instead of isinstance, because True is an int.
     if isinstance(values, (str, dict)) or any(type(n) is not int or not 0 <= n < _LIMIT for n in numbers):
-        raise ValueError(f"{values!r:.80} are not sizes")  # .80, because a file may contain a value of any length
+        # The message is cut to 80 characters, because a file may contain a value of any length.
+        raise ValueError(f"{values!r:.80} are not sizes")
     if count is not None and len(numbers) != count:
         raise ValueError(f"{len(numbers)} numbers instead of {count}")
     return numbers
@@ -66,7 +69,8 @@ def tensor_shape(values: Iterable[Any]) -> tuple[int, ...]:
         ValueError: for anything but integers, for more than `MAX_DIMS` sizes, or if the product of the non-zero sizes
             is 2**63 or more. Zero sizes are skipped, because numpy and torch skip them when they compute strides.
     """
-    sizes = values if isinstance(values, (tuple, str, dict)) else tuple(values)  # `whole_numbers` refuses str and dict
+    # `whole_numbers` refuses str and dict.
+    sizes = values if isinstance(values, (tuple, str, dict)) else tuple(values)
     if len(sizes) > MAX_DIMS:  # checked first, because a file may list any number of sizes
         raise ValueError(f"{len(sizes)} dims, of at most {MAX_DIMS}")
     shape = whole_numbers(sizes)

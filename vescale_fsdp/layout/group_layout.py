@@ -176,7 +176,8 @@ class TensorSlot:
             "block_numel": self.block_numel,
             "offset": self.offset,
         }
-        if self.runs:  # left out for contiguous slots, whose JSON is the same as before scattered slots existed
+        # A contiguous slot has no key ``runs``, so its JSON is the same as before scattered slots existed.
+        if self.runs:
             data["runs"] = [list(run) for run in self.runs]
         return data
 
@@ -271,7 +272,8 @@ class GroupLayout:
             raise _invalid(slot.fqn, problem, expected, f"[{start}, {stop})")
         if start == stop:  # an empty tensor contains no boundary
             return
-        first_boundary = (start // size + 1) * size  # the first one after the start: one at the start cuts nothing
+        # The first boundary after the start, because a boundary at the start cuts nothing.
+        first_boundary = (start // size + 1) * size
         # Boundaries are S elements apart. So if the first boundary is between blocks and S is a whole number of blocks,
         # all later boundaries are between blocks, too.
         if (first_boundary < stop and (first_boundary - start) % slot.block_numel) or (
@@ -308,7 +310,8 @@ class GroupLayout:
 
     def _check_disjoint(self) -> None:
         """Raise LayoutError if two slots share an element of the buffer."""
-        filled = [slot for slot in self.slots if slot.numel]  # empty slots may share their start with other slots
+        # Empty slots may share their start with other slots.
+        filled = [slot for slot in self.slots if slot.numel]
         # Sorted by offset, so that a slot can only overlap a later one if it overlaps the next.
         contiguous = sorted((slot for slot in filled if not slot.runs), key=attrgetter("offset"))
         for left, right in pairwise(contiguous):
@@ -420,7 +423,8 @@ class GroupLayout:
             "shard_numel": self.shard_numel,
             "slots": [slot.to_json() for slot in self.slots],
         }
-        if self.align_numel > 1:  # left out for 1, so that the JSON of layouts older than this field is unchanged
+        # A layout without alignment has no key ``align_numel``, so its JSON is the same as before the field existed.
+        if self.align_numel > 1:
             data["align_numel"] = self.align_numel
         return data
 

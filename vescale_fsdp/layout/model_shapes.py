@@ -90,7 +90,8 @@ def _of_entry(fqn: str, entry: Any, dtype: str) -> ParamShape:
 
 def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
     """Return the parameters in the safetensors headers of a folder."""
-    files = sorted(folder.glob("*.safetensors"))  # sorted, because the order of glob depends on the file system
+    # Sorted, because the order of glob depends on the file system.
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise LayoutError(
             "The folder contains no safetensors files.",

@@ -35,7 +35,8 @@ from typing import NamedTuple, TypeVar
 from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.group_layout import PieceRun, runs_between
 
-MAX_PERIOD = 8  # longest list of sizes whose repetitions are found; an expert has up to three matrices and three biases
+# The longest list of sizes whose repetitions are found; an expert has up to three matrices and three biases.
+MAX_PERIOD = 8
 ANY_NUMBER = 1 << 62  # "no limit"; larger than any number of repetitions
 
 MAX_SCAN = 64  # up to this many multiples, the search tries each; above, it gallops and bisects
@@ -43,7 +44,8 @@ PRECISION = 1_000_000  # bisection stops when S is within 1 / PRECISION of the s
 # Another order than definition order is tried only if it may make S smaller by more than 1 / WORTH_REORDERING, because
 # layouts in definition order are easier to debug.
 WORTH_REORDERING = 1000
-MAX_PUT_BACK = 16  # at most this many scattered tensors are tried as contiguous ones; each try is a full placement
+# At most this many scattered tensors are tried as contiguous ones; each try is a full placement.
+MAX_PUT_BACK = 16
 
 Size = tuple[int, int]
 """(numel, block_numel) of a tensor."""
@@ -348,8 +350,9 @@ def _possible(sizes: Sizes, low: int, align_numel: int) -> Iterator[tuple[int, i
 
 def _least_cut_once(numel: int, block_numel: int) -> int:
     """Return the smallest S for which the tensor may cross a single boundary: ``numel <= S // block * block + S``."""
-    # With k whole blocks of b elements per shard, S is in [k*b, (k+1)*b) and at least numel - k*b.
-    blocks = max(0, -(-(numel + 1) // block_numel) // 2 - 1)  # k, estimated from below so that the loop is short
+    # With k whole blocks of b elements per shard, S is in [k*b, (k+1)*b) and at least numel - k*b. ``blocks`` is k,
+    # estimated from below so that the loop is short.
+    blocks = max(0, -(-(numel + 1) // block_numel) // 2 - 1)
     while numel - blocks * block_numel >= (blocks + 1) * block_numel:
         blocks += 1
     return max(blocks * block_numel, numel - blocks * block_numel)

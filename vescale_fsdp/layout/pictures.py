@@ -194,7 +194,8 @@ def _fit(label: str, width_px: float, size: float = 10.5) -> str:
         return label
     if room < 9:  # fewer characters would not identify a name
         return ""
-    tail = (room - 1) * 2 // 3  # the end gets more characters, because names of one model differ most at their ends
+    # The end gets more characters, because names of one model differ most at their ends.
+    tail = (room - 1) * 2 // 3
     return f"{label[: room - 1 - tail]}…{label[-tail:]}"
 
 

@@ -211,7 +211,8 @@ class PlanReport:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            part = folder / f".{name}.part"  # renamed when complete, so that no reader sees an incomplete picture
+            # The file is renamed when it is complete, so that no reader sees an incomplete picture.
+            part = folder / f".{name}.part"
             try:
                 # Names from a mapping may contain unpaired surrogates, which UTF-8 cannot encode.
                 part.write_text(text, encoding="utf-8", errors="backslashreplace")

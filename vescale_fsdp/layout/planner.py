@@ -173,7 +173,8 @@ def plan_by_rows(
         slots.append(TensorSlot(tensor.fqn, tensor.shape, tensor.dtype, block, end, tuple(runs)))
         end += round_up(chunk * row_numel, align_numel)
     if num_shards == 1:
-        slots = [replace(slot, runs=()) for slot in slots]  # a tensor in one piece is contiguous, and needs no copy
+        # A tensor in one piece is contiguous, and needs no copy.
+        slots = [replace(slot, runs=()) for slot in slots]
     return GroupLayout(num_shards, end, tuple(slots), align_numel)
 
 

@@ -1,9 +1,9 @@
 """Raw bits of floats: casts between float types, and the codes of quantized weights. Does not import torch.
 
-Casts (`cast_array`, `cast_into`) round bit for bit as torch's ``.to(dtype)``. The converter runs without torch, whose
-import takes a second and 200 MiB. If other code has already imported torch, as in a training process, torch casts,
-because it is several times as fast. bfloat16, which numpy lacks, is the upper half of a float32, computed by integer
-arithmetic.
+Casts (`cast_array`, `cast_into`) round bit for bit as torch's ``.to(dtype)``, except from float64 to float16, where
+torch rounds twice, first to float32. The converter runs without torch, whose import takes a second and 200 MiB. If
+other code has already imported torch, as in a training process, torch casts, because it is several times as fast.
+bfloat16, which numpy lacks, is the upper half of a float32, computed by integer arithmetic.
 
 Codes of quantized weights are decoded by the tables of `code_table` and `nibble_table`:
 
@@ -192,7 +192,8 @@ def cast_into(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) ->
 def _is_infinite(raw: np.ndarray, dtype: DType) -> np.ndarray:
     """Return a bool per item: whether it is an infinity of either sign."""
     infinity = _INFINITIES[dtype.name]
-    return (raw << infinity.dtype.type(1)) == infinity << infinity.dtype.type(1)  # the shifts drop the sign bit
+    # The shifts drop the sign bit.
+    return (raw << infinity.dtype.type(1)) == infinity << infinity.dtype.type(1)
 
 
 def _by_numpy(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> None:

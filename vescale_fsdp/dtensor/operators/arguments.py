@@ -78,7 +78,8 @@ def first_ragged(values: Iterable[Any]) -> RaggedDTensor | None:
     return None
 
 
-_placement_is_partial = methodcaller("is_partial")  # runs in C, because it is called for every tensor of every step
+# A methodcaller runs in C, which matters because it is called for every tensor of every step.
+_placement_is_partial = methodcaller("is_partial")
 
 
 def is_partial(tensor: DTensor) -> bool:
@@ -190,7 +191,8 @@ def localize(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> An
 def _check_same_cut(func: torch._ops.OpOverload, tensor: RaggedDTensor, like: RaggedDTensor) -> None:
     """Raise unless both tensors have the same shape, mesh and placements."""
     have, want = tensor._spec, like._spec
-    if have is want:  # fast, and the usual case: gradients and optimizer state share the spec of their parameter
+    # The usual case is fast: gradients and optimizer state share the spec object of their parameter.
+    if have is want:
         return
     if have.shape != want.shape:
         raise refuse(func, like, f"it is combined with a ragged tensor of shape {tuple(have.shape)}")
@@ -206,7 +208,8 @@ def _check_same_cut(func: torch._ops.OpOverload, tensor: RaggedDTensor, like: Ra
 def _cut(func: torch._ops.OpOverload, full: torch.Tensor, like: RaggedDTensor) -> torch.Tensor:
     """Return this rank's piece of a replicated tensor, after it is broadcast to the shape of ``like``."""
     shape, local = like.shape, like._local_tensor
-    pairs = zip(reversed(full.shape), reversed(shape), strict=False)  # broadcasting aligns dims from the last one
+    # Broadcasting aligns dims from the last one.
+    pairs = zip(reversed(full.shape), reversed(shape), strict=False)
     if full.ndim > len(shape) or any(n not in (1, m) for n, m in pairs):
         raise refuse(func, like, f"shape {tuple(full.shape)} does not broadcast to it")
     expanded = full.expand(shape)

@@ -134,7 +134,8 @@ _BY_NAME = {name: rule for rule, family in FAMILIES.items() for name in family.n
 _BY_OVERLOAD: dict[torch._ops.OpOverload, Rule] = dict.fromkeys(
     (aten.max.default, aten.max.dim, aten.min.default, aten.min.dim), reductions.reduction
 ) | dict.fromkeys((aten.eye.out, aten.eye.m_out), whole_tensors.eye)
-_REFUSED_OVERLOADS = (aten.bernoulli_.Tensor,)  # has one probability per element, but `_draw` takes a single one
+# This overload has one probability per element, but `_draw` takes a single one.
+_REFUSED_OVERLOADS = (aten.bernoulli_.Tensor,)
 # Rules of operators that no family names. The document does not list these operators, which are hundreds.
 _OPEN = (elementwise.flat_view, whole_tensors.gathered, whole_tensors.written_back, _decomposed)
 _FOREACH_OF_WHOLES = ("_foreach_mm", "_foreach_powsum")  # products and sums need whole tensors
@@ -175,9 +176,11 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
     if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd):
         return _decomposed
     if is_random:
-        return _unsupported  # each rank would draw from its own generator, so results would differ between ranks
+        # Each rank would draw from its own generator, so results would differ between ranks.
+        return _unsupported
     if func.is_view:
-        single = sum("Tensor" in str(argument.type) for argument in arguments) == 1  # `flat_view` takes one tensor
+        # `flat_view` takes one tensor.
+        single = sum("Tensor" in str(argument.type) for argument in arguments) == 1
         return elementwise.flat_view if single else _unsupported
     written = [argument for argument in arguments if argument.alias_info is not None]
     if not written:

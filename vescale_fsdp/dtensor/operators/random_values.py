@@ -53,7 +53,8 @@ class _StreamCounter:
     def take(self, mesh: DeviceMesh) -> tuple[int, int]:
         """Return (seed, stream) for one random call. If no seed was set, this is a collective."""
         if self.seed is None:
-            initial = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF  # must fit into an int64 tensor to be broadcast
+            # The seed is broadcast as an int64 tensor, so it must fit into 63 bits.
+            initial = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF
             seed = torch.tensor(initial, dtype=torch.int64, device=mesh.device_type)
             for axis in range(mesh.ndim):
                 wait_for(broadcast_in_place(seed, mesh.get_group(axis), 0))
@@ -175,7 +176,8 @@ def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     if kind == "normal":
         a, b = named.get("mean", 0.0), named.get("std", 1.0)  # torch's defaults
         if b < 0:
-            raise RuntimeError(f"normal_ expects std >= 0.0, but found std {b}")  # the class and words of torch's error
+            # Like torch, with the same class and words.
+            raise RuntimeError(f"normal_ expects std >= 0.0, but found std {b}")
     elif kind == "uniform":
         a, b = named.get("from", 0.0), named.get("to", 1.0)
         if a > b:
@@ -207,7 +209,8 @@ _MASK = 0xFFFFFFFF  # the lowest 32 bits
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_COUNTERS_AT_ONCE = 1 << 16  # limits the working memory: 2 MiB, since each counter gives four words of 8 bytes
+# This limits the working memory to 2 MiB, since each counter gives four words of 8 bytes.
+_COUNTERS_AT_ONCE = 1 << 16
 
 
 def philox(counters: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[torch.Tensor, ...]:
@@ -307,7 +310,8 @@ def uniforms(
     for counters, index in _pick(spans, 2 if wide else 4, device):
         drawn = _words(counters, seed, stream)
         if wide:
-            drawn = (drawn[:, 0::2] << 21) | (drawn[:, 1::2] >> 11)  # 32 bits and 21 bits of two words: 53 bits
+            # 53 bits: all 32 of one word, and the upper 21 of the next.
+            drawn = (drawn[:, 0::2] << 21) | (drawn[:, 1::2] >> 11)
         values = (drawn >> ((53 if wide else 32) - bits)).to(torch.float64) * 2.0**-bits
         parts.append(values.reshape(-1)[index])
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=device)
