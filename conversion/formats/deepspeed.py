@@ -105,6 +105,7 @@ class ModelFile:
         if shapes is not None:
             # DeepSpeed may store a single group as a mapping instead of a list.
             shapes = [dict(group) for group in ([shapes] if isinstance(shapes, Mapping) else shapes)]
+        # `or {}`, because DeepSpeed stores None for an entry that the run does not use.
         return cls(
             opened,
             module,
@@ -117,6 +118,7 @@ class ModelFile:
     @cached_property
     def rest(self) -> dict[Path, Any]:
         """Entries that are not in `_OWN`, by path: counters, schedulers, the user's state."""
+        # DeepSpeed stores None for what the run does not use, such as a scheduler.
         rest = {k: v for k, v in self.opened.content.items() if k not in _OWN and v is not None}
         return flatten(rest, is_tensor_ref)
 
@@ -151,7 +153,7 @@ class _Reader:
         self._add_model(trained)
         if trained is not None:
             trained.add_optimizer(entries)
-        elif content.get("optimizer") is not None:
+        elif content.get("optimizer") is not None:  # without ZeRO, the model file contains the optimizer
             model.opened.add_all(entries, ("optimizer",), content["optimizer"])
         for path, leaf in model.rest.items():
             # An entry is left out if it has the name of the model or the optimizer, which are added above, or if its

@@ -575,6 +575,7 @@ class UniversalFolder:
         """Return the tensor of one kind of state of a parameter; "fp32" is the masters."""
         opened, shape = self._open(name, kind), self._shape[name]
         content = opened.archive.content
+        # DeepSpeed writes a tensor, or a dict with `param`.
         ref = content.get("param") if isinstance(content, Mapping) else content
         if not isinstance(ref, TensorRef):
             raise opened.damaged("a tensor", type(ref).__name__)

@@ -122,7 +122,7 @@ def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
     states: dict[str, dict[str, StoredTensor]] = {}  # kind of state -> name of the weight -> tensor
     others: list[str] = []  # names of optimizer tensors that do not belong to a single weight
     for name, tensor in stored.tensors.items():
-        match = _OPTIMIZER.match(name)
+        match = _OPTIMIZER.match(name)  # not fullmatch: an optimizer's other names match without groups
         if match is None:
             model[name] = tensor
         elif match[1] is not None:

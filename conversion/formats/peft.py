@@ -184,6 +184,7 @@ class PeftConfig:
         try:
             data = parse_json(store.read(ADAPTER_CONFIG), is_text=True)
             _check_kind(data, where)
+            # `or`, because IA3 has no rank and alpha, and settings may be null.
             return cls(
                 data["peft_type"],
                 int(data.get("r") or 0),

@@ -231,5 +231,6 @@ def local_grad(param: torch.Tensor) -> torch.Tensor:
 
 def move_to(tensor: RaggedDTensor, other: RaggedDTensor, local: torch.Tensor) -> None:
     """Change ``tensor`` in place: the spec and layout of ``other``, and ``local`` as the local tensor."""
+    # The global shape and dtype of a tensor cannot change in place.
     assert other._spec.tensor_meta == tensor._spec.tensor_meta
     tensor._local_tensor, tensor._spec, tensor.layout_ref = local, other._spec, other.layout_ref

@@ -464,7 +464,7 @@ def distribute_tensor(
         # Cloned, because a view would keep the full tensor in memory.
         local = part.view(-1)[start:stop].clone().view(_shape_of_piece(spec))
     else:
-        # The source owns everything, all other ranks of the ragged axis own nothing.
+        # The source owns everything. All other ranks of the ragged axis own nothing, and so pass no elements.
         owner = tuple(int(rank == src_data_rank) for rank in range(placement.num_shards))
         steps = exchange(
             part.view(-1)[: part.numel() * owner[device_mesh.get_local_rank(axis)]],

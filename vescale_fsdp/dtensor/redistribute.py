@@ -310,6 +310,7 @@ def _gather(local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.Proc
     yield all_gather_into(padded, own, group)
     if min(piece_numels) == longest:  # no padding to remove
         return padded
+    # Drops the padding of each rank.
     return torch.cat([row[:numel] for row, numel in zip(padded.view(-1, longest), piece_numels, strict=True)])
 
 

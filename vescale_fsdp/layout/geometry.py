@@ -143,7 +143,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, 
     numel = numel_of(shape)
     if not 0 <= start <= stop <= numel:
         raise ValueError(f"range [{start}, {stop}) is not inside shape {shape} of {numel} elements")
-    if start == stop:
+    if start == stop:  # `_boxes_under` needs a non-empty range
         return ()
     return tuple(_boxes_under((), shape, start, stop))
 
@@ -183,7 +183,7 @@ def run_start(shape: Sequence[int], box: Box) -> int | None:
     start, stride = 0, 1
     whole = True  # whether the box has the full size in all dims after the current one
     for full, offset, size in zip(reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True):
-        if not whole and size != 1:
+        if not whole and size != 1:  # several indices of this dim, but not all elements between them
             return None
         whole = whole and size == full
         start += offset * stride
@@ -309,6 +309,7 @@ class RunLengths(Sequence[int]):
             marks = sorted({0, count, *(min(max(index, 0), count) for i in at for index in (i, i + 1))})
             for first, last in pairwise(marks):
                 begin = origin + first * value
+                # The overlap with index `first`, which is the same for all indices up to `last`.
                 overlap = min(stop, begin + value) - max(start, begin)
                 runs.append((last - first, max(0, overlap)))
         return RunLengths(tuple(runs))

@@ -308,7 +308,7 @@ def parse_granularity(text: str) -> Granularity:
             return Tiles(int(rows), int(cols))
         if kind == "whole" and argument in ("", "tensor", "matrix"):
             return Whole("matrix" if argument == "matrix" else "tensor")
-    except ValueError as error:
+    except ValueError as error:  # from int(), and from the classes
         # LayoutError is a subclass of ValueError. It names the invalid size, so it is raised unchanged.
         if isinstance(error, LayoutError):
             raise

@@ -187,6 +187,7 @@ def _matching(shapes: Sequence[ParamShape], names: Sequence[str]) -> set[str]:
     matching: set[str] = set()
     for name in names:
         parts = name.split(".")
+        # Parts are matched one by one, so that * does not match several levels of modules.
         matched = [
             module
             for module in modules

@@ -93,6 +93,7 @@ def check_padding(layout: GroupLayout, policy: PaddingPolicy, *, where: str = ""
         LayoutError: if the padding exceeds ``policy.refuse_above``.
     """
     ratio = layout.padding_ratio
+    # A group without tensors has no dtype, which the next check needs.
     if ratio <= policy.warn_above or not layout.slots:
         return
     padded = layout.shard_numel - layout.payload_numel / layout.num_shards

@@ -334,7 +334,7 @@ def padding_picture(curves: Sequence[Curve], title: str, *, limit: float | None 
         canvas.text(CHART_LEFT_PX + 4, y - 5, f"warned above {limit:.0%}", size=10, color="#b42318")
     y = CHART_TOP_PX + CHART_HEIGHT_PX + 64
     for index, curve in enumerate(curves):
-        color = CURVE_COLORS[index % len(CURVE_COLORS)]
+        color = CURVE_COLORS[index % len(CURVE_COLORS)]  # more curves than colors: colors repeat
         _draw_curve(canvas, curve, color, top_power)
         canvas.rect(CHART_LEFT_PX, y - 9, 12, 12, color)
         canvas.text(CHART_LEFT_PX + 20, y + 1, curve.name)

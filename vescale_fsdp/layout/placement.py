@@ -96,6 +96,7 @@ class RaggedShard(Placement):
 
     @property
     def _key(self) -> tuple[object, ...]:
+        # With the type, because a StridedRaggedShard of equal dims and units owns other elements.
         return type(self), self.dims, self.units
 
     def __eq__(self, other: object) -> bool:

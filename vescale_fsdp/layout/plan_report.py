@@ -280,6 +280,7 @@ def _groups(
     """Return the planned parameters by dtype. Frozen parameters form separate groups, as in `fully_shard`."""
     groups: dict[str, list[PlannedParam]] = {}
     for shape in shapes:
+        # A function gets the parameter, as in `fully_shard`, or its shape if there is no module.
         rule = resolve_granularity(granularity, shape.fqn, shape.param if shape.param is not None else shape)
         planned = PlannedParam(shape.fqn, shape.shape, rule, rule.block_numel(shape.shape))
         groups.setdefault(shape.dtype if shape.requires_grad else f"{shape.dtype}, frozen", []).append(

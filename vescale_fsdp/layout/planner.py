@@ -168,7 +168,7 @@ def plan_by_rows(
         runs = []
         if numel:
             runs.append(PieceRun(0, rows // chunk, chunk * row_numel, end))
-            if rows % chunk:
+            if rows % chunk:  # the last chunk is shorter
                 runs.append(PieceRun(rows // chunk, 1, rows % chunk * row_numel, end))
         slots.append(TensorSlot(tensor.fqn, tensor.shape, tensor.dtype, block, end, tuple(runs)))
         end += round_up(chunk * row_numel, align_numel)

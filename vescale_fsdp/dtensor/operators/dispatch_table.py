@@ -214,7 +214,7 @@ def operator_table() -> str:
     for full_name in operator_names():
         namespace, _, rest = full_name.partition("::")
         name, _, overload = rest.partition(".")
-        if namespace != "aten":
+        if namespace != "aten":  # operators of other libraries have no rules
             continue
         func = getattr(getattr(aten, name), overload or "default")  # torch's name of an unnamed overload
         names.setdefault(rule_of(func), set()).add(name)

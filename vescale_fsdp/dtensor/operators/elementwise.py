@@ -52,7 +52,7 @@ aten = torch.ops.aten
 def elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an elementwise operator on the pieces. The result has the placements of the first ragged argument."""
     like = first_ragged((*args, *kwargs.values()))
-    assert like is not None
+    assert like is not None  # torch calls a rule only if an argument is ragged
     if func._schema.is_mutable:  # in-place and ``out=`` forms, which return the tensors that they wrote to
         named = bind(func, args, kwargs)
         check_written(func, named, like)
@@ -236,7 +236,7 @@ def _separate_calls(
 
     order = [*sorted(stock), *(index for index in range(length) if index not in stock)]
     results = [call_on(order[: len(stock)]), call_on(order[len(stock) :])]
-    if not all(isinstance(result, (list, tuple)) for result in results):
+    if not all(isinstance(result, (list, tuple)) for result in results):  # in-place operators return None
         return results[0]
     by_index = dict(zip(order, [*results[0], *results[1]], strict=True))
     return [by_index[index] for index in range(length)]

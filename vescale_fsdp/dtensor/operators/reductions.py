@@ -373,7 +373,7 @@ def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     norms: list[Any] = [None] * len(tensors)
     together: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, RaggedDTensor):
+        if not isinstance(tensor, RaggedDTensor):  # torch computes the norm of any other tensor
             norms[index] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
             continue
         if is_partial(tensor):
@@ -419,7 +419,9 @@ TOTALS: dict[str, _Total] = {
     "var": _spread,
     "var_mean": partial(_spread, with_mean=True),
 }
+# Reductions that have no result for a tensor without elements; torch raises, too.
 _NEED_ELEMENTS = ("amax", "amin", "aminmax", "argmax", "argmin", "max", "min")
+# Reductions that `_over_cut_dims` computes from sums over boxes.
 _SUMMABLE = ("sum", "mean", "linalg_vector_norm", "norm")
 
 

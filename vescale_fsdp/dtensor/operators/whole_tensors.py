@@ -35,7 +35,7 @@ from vescale_fsdp.torch_private import local_of, pytree
 def gathered(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on the gathered tensors, and return its results as replicated DTensors."""
     like = first_ragged((*args, *kwargs.values()))
-    assert like is not None
+    assert like is not None  # torch calls a rule only if an argument is ragged
     result = func(*_whole(func, args, like), **_whole(func, kwargs, like))
     return pytree.tree_map_only(torch.Tensor, lambda full: replicated(full, like), result)
 
