@@ -1,8 +1,9 @@
-"""Read DeepSpeed's ZeRO-1, 2 and 3 checkpoints and universal checkpoints, by range and without DeepSpeed.
+"""Read DeepSpeed's ZeRO-1, 2 and 3 checkpoints and universal checkpoints, without DeepSpeed.
 
 The model includes everything that DeepSpeed's ``zero_to_fp32.py`` writes. Trained parameters are read from their fp32
-masters; the 16-bit copies, which are rounded masters, are not read. Buffers and frozen parameters keep their dtype, and
-tied weights stay tied. The optimizer's moments, steps and options are named by parameter, as in torch.
+masters instead of the 16-bit copies, which are rounded masters. Buffers and frozen parameters keep their dtype, and
+tied weights stay tied. The optimizer's moments, steps and options are named by parameter, as in torch. Only the ranges
+of items that a conversion needs are read.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from vescale_fsdp.conversion.formats.deepspeed_zero import (
 )
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
 
-# Keys of a model file that this reader uses, or that describe only the run that saved the file.
+# Keys of a model file that are not copied: this reader uses them, or they describe only the run that saved the file.
 _OWN = {
     *("module", "optimizer", "param_shapes", "buffer_names", "shared_params", "frozen_param_shapes"),
     *("frozen_param_fragments", "ds_config", "ds_version", "dp_world_size", "mp_world_size", "num_experts"),
     *("universal_checkpoint_info", "checkpoint_parallel_dimensions", "ds_autoep_layers", "autoep_layers"),
 }
-# Errors from files in which a key is missing, or a value has another type than DeepSpeed writes.
+# Python's errors for a file in which a key is missing, or a value has another type than DeepSpeed writes.
 _DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 
 
 def open_deepspeed(store: Storage) -> Source:
-    """Open a DeepSpeed checkpoint, or the folder around it with a file ``latest``.
+    """Open a DeepSpeed checkpoint, or the folder around several with a file ``latest``.
 
-    Reads the directories and pickles of the files. Pickled objects other than tensors and plain values are omitted, and
-    never imported.
+    Reads the zip directory and the pickle of each file. Pickled objects other than tensors and plain values are
+    omitted, and their classes are never imported.
 
     Raises:
-        ConversionError: if it uses more than data parallelism, or the optimizer's files are missing.
+        ConversionError: if the checkpoint uses more than data parallelism, or the optimizer's files are missing.
         CorruptCheckpointError: if files are missing, damaged or from different saves.
     """
     files = ZeroFiles.find(store)
@@ -75,10 +76,10 @@ class ModelFile:
     Args:
         opened: the file.
         module: the state dict; a parameter that ZeRO-3 has sharded is an empty tensor.
-        shapes: shapes of trained parameters, by group; None without ZeRO.
-        frozen: shapes of parameters that are not trained (ZeRO-2 and 3).
-        fragments: a rank's part of each frozen parameter, flat.
-        shared: tied name -> the name of the stored weight.
+        shapes: shapes of the trained parameters of each group; None without ZeRO.
+        frozen: shapes of frozen parameters, which are not trained (ZeRO-2 and 3).
+        fragments: this rank's part of each frozen parameter, flat.
+        shared: for each tied name, the name under which the weight is stored.
     """
 
     opened: TorchFile
@@ -93,17 +94,18 @@ class ModelFile:
         """Read one file.
 
         Raises:
-            CorruptCheckpointError: if it is not a DeepSpeed file.
+            CorruptCheckpointError: if the file has no state dict under ``module``.
         """
-        # Stand-ins, because pickles may name classes of DeepSpeed and of users, which are never imported.
+        # Pickles may name classes of DeepSpeed and of users. Stand-ins replace them, so that none is imported.
         opened = TorchFile.open(store, file, stand_ins=True)
         content = opened.content
         module, shapes = content.get("module"), content.get("param_shapes")
         if not isinstance(module, Mapping):
             raise opened.damaged("a state dict under module", type(module).__name__)
         if shapes is not None:
-            # A single mapping is one group.
+            # DeepSpeed may store a single group as a mapping instead of a list.
             shapes = [dict(group) for group in ([shapes] if isinstance(shapes, Mapping) else shapes)]
+        # `or {}`, because DeepSpeed stores None for an entry that the run does not use.
         return cls(
             opened,
             module,
@@ -115,12 +117,13 @@ class ModelFile:
 
     @cached_property
     def rest(self) -> dict[Path, Any]:
-        """Entries other than DeepSpeed's own, by path: counters, schedulers, the user's state."""
+        """Entries that are not in `_OWN`, by path: counters, schedulers, the user's state."""
+        # DeepSpeed stores None for what the run does not use, such as a scheduler.
         rest = {k: v for k, v in self.opened.content.items() if k not in _OWN and v is not None}
         return flatten(rest, is_tensor_ref)
 
     def differs(self, path: Path, others: list[ModelFile]) -> bool:
-        """Whether the value at a path of `rest` differs between this file and the files of other ranks."""
+        """Return whether the value at a path of `rest` differs between this file and other ranks' files."""
         leaf = self.rest[path]
         theirs = [other.rest.get(path) for other in others]
         if not is_tensor_ref(leaf):
@@ -138,7 +141,7 @@ class _Reader:
         self._entries = Entries()
 
     def source(self) -> Source:
-        """The source: the model, then the optimizer, then everything else."""
+        """Return the source: the model, then the optimizer, then all other entries."""
         model, entries = self._model, self._entries
         content = model.opened.content
         step = content.get("global_steps")
@@ -150,10 +153,11 @@ class _Reader:
         self._add_model(trained)
         if trained is not None:
             trained.add_optimizer(entries)
-        elif content.get("optimizer") is not None:
+        elif content.get("optimizer") is not None:  # without ZeRO, the model file contains the optimizer
             model.opened.add_all(entries, ("optimizer",), content["optimizer"])
         for path, leaf in model.rest.items():
-            # These names are taken, and a value that differs between ranks has no single value.
+            # An entry is left out if it has the name of the model or the optimizer, which are added above, or if its
+            # value differs between ranks.
             if path[0] in ("model", "optimizer") or model.differs(path, self._models[1:]):
                 entries.omitted.append(".".join(map(str, path)))
             else:
@@ -168,7 +172,11 @@ class _Reader:
         return entries.source("deepspeed", self._store, facts)
 
     def _trained(self) -> ZeroShards | UniversalFolder | None:
-        """The reader of the trained parameters; None for a checkpoint without ZeRO, whose model file stores them."""
+        """Return the reader of the trained parameters; None without ZeRO, because the model file stores them then.
+
+        Raises:
+            ConversionError: if the fp32 masters, or the names of their parameters, are missing.
+        """
         files, shapes = self._files, self._model.shapes
         if shapes is not None and files.parameters:
             self._require_all_known(shapes)
@@ -195,10 +203,10 @@ class _Reader:
         )
 
     def _require_all_known(self, shapes: Shapes) -> None:
-        """Refuse a universal checkpoint whose first model file describes only a part of the model.
+        """Raise for a universal checkpoint whose first model file describes only a part of the model.
 
-        Only that file is read. The files of other pipeline stages would add parameters, and the files of other
-        tensor-parallel ranks would add parts of buffers.
+        This reader uses only the first model file. Files of other pipeline stages would add parameters, and files of
+        other tensor-parallel ranks would add parts of buffers.
         """
         trained = {name for group in shapes for name in group}
         unknown = sorted(self._files.parameters.keys() - trained - self._model.module.keys())
@@ -215,7 +223,7 @@ class _Reader:
             )
 
     def _add_model(self, trained: ZeroShards | UniversalFolder | None) -> None:
-        """Add parameters and buffers in the module's order, then parameters that the module does not list."""
+        """Add parameters and buffers in the order of the state dict, then parameters that it does not list."""
         model, entries = self._model, self._entries
         masters = dict.fromkeys(name for group in model.shapes or () for name in group)
         for name in dict.fromkeys([*model.module, *masters, *model.frozen, *model.shared]):
@@ -236,9 +244,9 @@ class _Reader:
                 model.opened.add_all(entries, path, leaf)
 
     def _frozen(self, name: str, path: Path) -> StoredTensor:
-        """A parameter that is not trained, of which each rank's model file has a part."""
+        """Return a frozen parameter, of which each rank's model file contains a part."""
         shape = self._model.frozen[name]
         parts = [[model.opened.flat(model.fragments[name])] for model in self._models]
-        # The runs of one parameter, whose parts have equal sizes.
+        # ZeRO-3 cuts a frozen parameter like a row with a single parameter, into parts of equal size.
         runs = runs_of_parameters([math.prod(shape)], len(parts), [parts[0][0].numel])[0]
         return tensor_of_runs(path, shape, runs, parts, self._model.opened)

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed ZeRO checkpoint, and whole parameters and moments from them.
+"""The files of a DeepSpeed ZeRO checkpoint, and how whole parameters and moments are read from the ranks' parts.
 
     latest                                              the name of the checkpoint's folder
     global_step5/mp_rank_00_model_states.pt             ZeRO-1 and 2: the model in 16 bits
@@ -15,16 +15,16 @@ DeepSpeed has joined the parts.
     ZeRO-1, 2   one row of all parameters of a group, cut into a part per rank; parts may end inside a parameter
                 a a a a|a b b b|b c . .          ranks 0, 1, 2; the padding at the end is not stored
 
-    ZeRO-3      each parameter is cut into equal parts, one per rank, the last ones padded; a rank's parts make its row,
-                which is stored in several tensors
+    ZeRO-3      each parameter is cut into equal parts, one per rank, of which the last may need padding; a rank's parts
+                of all parameters form its row, which is stored in several tensors
                 rank 0  a a a b b c      rank 1  a a . b b c      rank 2  . . . b . .
 
     universal   zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt     a tensor, or a dict with `param`; flat after ZeRO-3
                 zero/NAME/step.pt                                a number
                 zero/optimizer_state.pt                          the optimizer's groups
 
-Names and shapes come from the model file. The sizes of parts, and the addresses of parameters that the ranks' files
-record, are checked against these shapes.
+Names and shapes come from the model file. The reader checks that the sizes of the ranks' parts, and the addresses of
+parameters that the ranks' files record, agree with these shapes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _PARAMETER = re.compile(r"zero/.+/fp32\.pt")
 _ANY = rf"(?:{_MODEL.pattern}|{_OPTIM.pattern}|{_PARAMETER.pattern}|layer_\d+-model_\d+-model_states\.pt)"
-_SPREAD = (  # files of expert and pipeline parallelism, and what is spread over ranks
+_SPREAD = (  # (pattern of files of pipeline or expert parallelism, what these files contain)
     (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "stages of a pipeline"),
     (
         re.compile(r"(layer_\d+_expert|expert|expp_rank)_\d+_.*_states\.pt"),
@@ -63,12 +63,13 @@ _TO_UNIVERSAL = "make a universal checkpoint with DeepSpeed's ds_to_universal.py
 
 
 def checkpoint_folder(store: Storage) -> str:
-    """The checkpoint's folder in ``store``, with a trailing slash: the folder that ``latest`` names, or the only one.
-    Empty if ``store`` itself is the checkpoint.
+    """Return the checkpoint's folder in ``store``, with a trailing slash; "" if ``store`` itself is the checkpoint.
+
+    If there are several checkpoints, the file ``latest`` names one.
 
     Raises:
-        CorruptCheckpointError: if ``latest`` names a folder that is not there.
-        ConversionError: if there are several folders and no ``latest``.
+        CorruptCheckpointError: if ``latest`` names a folder without a checkpoint.
+        ConversionError: if there are several checkpoints and no ``latest``, or no checkpoint.
     """
     files = store.list_files()
     if any(re.fullmatch(_ANY, file) for file in files):
@@ -76,7 +77,7 @@ def checkpoint_folder(store: Storage) -> str:
     inside = (file.partition("/") for file in files)
     folders = sorted({folder for folder, _, file in inside if re.fullmatch(_ANY, file)})
     if _LATEST in files:
-        named = store.read(_LATEST).decode("utf-8", "replace").strip()
+        named = store.read(_LATEST).decode("utf-8", "replace").strip()  # not UTF-8: no such folder
         if named in folders:
             return f"{named}/"
         raise CorruptCheckpointError(
@@ -104,12 +105,12 @@ class ZeroFiles:
     Args:
         where: path of the checkpoint, for messages.
         folder: the checkpoint's folder in the store, with a trailing slash; empty for the store itself.
-        model: the model file, or with ZeRO-3 one per rank.
-        optim: files of the ranks' masters and moments, in order of rank; empty without ZeRO and for universal
+        model: the model file; with ZeRO-3, one per rank.
+        optim: the files of the ranks' masters and moments, in rank order; empty without ZeRO, and for universal
             checkpoints.
-        parameters: the files of each parameter in a universal checkpoint.
-        is_stage3: whether each rank has a model file.
-        is_spread: whether there are model files of other model-parallel ranks, as a universal checkpoint may have.
+        parameters: for a universal checkpoint, the files of each parameter by its name.
+        is_stage3: whether each rank has a model file, as with ZeRO-3.
+        is_spread: whether there are model files of other model-parallel ranks, which a universal checkpoint may have.
     """
 
     where: str
@@ -155,13 +156,15 @@ class ZeroFiles:
                     where=where,
                     todo=_TO_UNIVERSAL,
                 )
-        # Without ZeRO-3 there is one file, and no rank in its name.
+        # Without ZeRO-3 there is one model file, whose name contains no rank. Files of other model-parallel ranks,
+        # which only a universal checkpoint may have here, are skipped.
         model = {int(m[1] or 0): m[0] for m in model_files if not int(m[2])}
         optim = {int(m[1]): m[0] for m in optim_files if not int(m[2])} if not parameters else {}
         is_stage3 = any(name.startswith("zero_pp_rank") for name in model.values())
         if not model:
             raise _missing("no file of the model", "the *_model_states.pt files", where)
         for ranks, kind in ((optim, "optim_states"), (model if is_stage3 else {}, "model_states")):
+            # default: there are no such files, and none is missing.
             if absent := sorted(set(range(max(ranks, default=-1) + 1)) - set(ranks)):
                 got = f"none of rank {', '.join(map(str, absent[:8]))}"
                 raise _missing(got, f"*_{kind}.pt files of ranks 0 to {max(ranks)}", where)
@@ -200,14 +203,14 @@ def _missing(got: str, expected: str, where: str) -> CorruptCheckpointError:
 
 
 class FlatRun(NamedTuple):
-    """Contiguous elements of a parameter in one of a rank's flat tensors.
+    """Contiguous elements of a parameter that are stored in one of a rank's flat tensors.
 
     Args:
-        first: index of the first element in the flattened parameter.
+        first: index of the run's first element in the flattened parameter.
         numel: number of elements.
-        rank: the rank.
-        part: index of the rank's flat tensor.
-        start: index of the first element in that tensor.
+        rank: the rank that stores the run.
+        part: index of the flat tensor among the rank's flat tensors.
+        start: index of the run's first element in the flat tensor.
     """
 
     first: int
@@ -220,13 +223,13 @@ class FlatRun(NamedTuple):
 def runs_of_groups(
     numels: Sequence[int], paddings: Sequence[int], group: int, parts: Sequence[int]
 ) -> list[list[FlatRun]]:
-    """Runs of each parameter of one group of ZeRO-1 or 2.
+    """Return the runs of each parameter of one group of ZeRO-1 or 2.
 
     Args:
-        numels: elements of each parameter, in the order of the row.
-        paddings: elements after each parameter.
-        group: number of the group, which is the index of its tensor on each rank.
-        parts: elements of each rank's part.
+        numels: number of elements of each parameter, in the order of the row.
+        paddings: number of padding elements after each parameter.
+        group: number of the group, which is also the index of the group's flat tensor on each rank.
+        parts: number of elements of each rank's part of the row.
 
     >>> runs_of_groups([5, 4], [0, 0], 0, [4, 4, 1])[1]
     [FlatRun(first=0, numel=3, rank=1, part=0, start=1), FlatRun(first=3, numel=1, rank=2, part=0, start=0)]
@@ -242,12 +245,12 @@ def runs_of_groups(
 
 
 def runs_of_parameters(numels: Sequence[int], ranks: int, parts: Sequence[int]) -> list[list[FlatRun]]:
-    """Runs of each parameter of ZeRO-3.
+    """Return the runs of each parameter of ZeRO-3.
 
     Args:
-        numels: elements of each parameter, in the order of the rows.
+        numels: number of elements of each parameter, in the order of the rows.
         ranks: number of ranks that share each parameter.
-        parts: elements of each flat tensor that a rank's row is stored in.
+        parts: number of elements of each flat tensor in which a rank's row is stored, the same on all ranks.
 
     >>> runs_of_parameters([5, 5], 3, [4])[1][2]
     FlatRun(first=4, numel=1, rank=2, part=0, start=2)
@@ -269,18 +272,23 @@ def runs_of_parameters(numels: Sequence[int], ranks: int, parts: Sequence[int]) 
 
 
 def _cut(ends: Sequence[int], low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
-    """Split the range [low, high) at the ends of concatenated tensors, ``ends``.
+    """Split the range [low, high) of concatenated tensors where a tensor ends.
 
-    Yields (index of the tensor, start of the tensor, low, high) for each piece.
+    Args:
+        ends: the end of each tensor.
+        low, high: the range.
+
+    Yields:
+        (index of the tensor, start of the tensor, low, high) for each part of the range.
     """
-    number = bisect_right(ends, low)  # right: skips empty tensors
+    number = bisect_right(ends, low)  # right, because it skips empty tensors
     while low < high and number < len(ends):
         yield number, ends[number - 1] if number else 0, low, min(high, ends[number])
         low, number = ends[number], bisect_right(ends, ends[number])
 
 
 Shapes = list[dict[str, tuple[int, ...]]]
-"""Shapes of the parameters of each group, in order."""
+"""For each group, the shapes of its parameters by name, in order."""
 
 
 @dataclass(frozen=True)
@@ -288,12 +296,13 @@ class RankShards:
     """The content of one rank's file ``*_optim_states.pt``.
 
     Args:
+        opened: the file.
         masters: the flat fp32 parameters of each group.
         states: the optimizer's state of each master.
-        groups: the optimizer's groups: options, and numbers of masters.
-        paddings: padding elements at the end of each group, which moments may include and masters do not.
-        gaps: padding elements after each parameter of each group; None if there are none.
-        addresses: for each group, recorded addresses of parameters in the rank's part; empty if none are recorded.
+        groups: the optimizer's groups: options, and indices of masters.
+        paddings: number of padding elements at the end of each group. Moments may include them; masters do not.
+        gaps: number of padding elements after each parameter of each group; None if there is no such padding.
+        addresses: for each group, the recorded addresses of parameters in the rank's part; empty if the file has none.
         ranks: number of ranks that share the parameters.
     """
 
@@ -311,14 +320,14 @@ class RankShards:
         """Read one file.
 
         Raises:
-            ConversionError: if it contains expert-parallel parameters.
-            CorruptCheckpointError: if it is damaged.
+            ConversionError: if the file contains expert-parallel parameters.
+            CorruptCheckpointError: if the file is damaged.
         """
-        # Stand-ins, because pickles may name classes of DeepSpeed, which are never imported.
+        # Pickles may name classes of DeepSpeed. Stand-ins replace them, so that none is imported.
         opened = TorchFile.open(store, file, stand_ins=True)
         content = opened.content["optimizer_state_dict"]
         counts = content["partition_count"]
-        # One number, or one number per group.
+        # DeepSpeed stores one number, or one number per group.
         counts = list(counts) if isinstance(counts, (list, tuple)) else [counts]
         if len(set(counts)) > 1 or content.get("ds_zero_partition_groups"):
             raise ConversionError(
@@ -328,11 +337,12 @@ class RankShards:
                 where=opened.where,
                 todo="make a universal checkpoint with DeepSpeed's ds_to_universal.py, and pass that",
             )
-        if "fp32_flat_groups" in content:
+        if "fp32_flat_groups" in content:  # ZeRO-3
             refs, base = content["fp32_flat_groups"], content.get("optimizer_state_dict") or {}
         else:
             refs, base = content["single_partition_of_fp32_groups"], content["base_optimizer_state"]
-        if isinstance(base, list):  # DeepSpeed's "elastic" checkpoints: state by group, with one step outside
+        # DeepSpeed's "elastic" checkpoints have a list of states by group, and one step outside of the list.
+        if isinstance(base, list):
             base = {"state": dict(enumerate(base)), "param_groups": []}
             base["state"] = {
                 n: {"step": content.get("base_optimizer_state_step"), **s} for n, s in base["state"].items()
@@ -350,29 +360,29 @@ class RankShards:
 
     @cached_property
     def moments(self) -> tuple[dict[str, FlatTensor], ...]:
-        """For each master, the tensors of its state that have an item per element."""
+        """For each master, the tensors of its state that have one item per element, by kind (such as exp_avg)."""
         moments = []
         for master, padding, state in zip(self.masters, self.paddings, self.states, strict=True):
-            sizes = {(master.numel,), (master.numel + padding,)}  # moments may include the padding
+            sizes = {(master.numel,), (master.numel + padding,)}  # moments may include the group's padding
             refs = {k: v for k, v in state.items() if isinstance(v, TensorRef) and v.shape in sizes}
             moments.append({kind: self.opened.flat(ref) for kind, ref in refs.items()})
         return tuple(moments)
 
     def counts(self, number: int) -> dict[str, Any]:
-        """Scalars in the state of a master, such as the step."""
+        """Return the scalars in the state of master ``number``, such as the step, by kind."""
         group = next((group for group in self.groups if number in group["params"]), {})
-        # Some optimizers count steps per group, not in the state.
+        # Some optimizers store the step in the group instead of the state.
         state = {"step": group.get("step"), **self.states[number]}
         return {
             kind: value
             for kind, value in state.items()
-            # Not isinstance: a bool is an int too.
+            # `type` instead of isinstance, because bool is a subclass of int.
             if type(value) in (int, float) or (isinstance(value, TensorRef) and value.shape == ())
         }
 
 
 class ZeroShards:
-    """The shards of all ranks as whole parameters.
+    """Whole parameters and moments from the shards of all ranks.
 
     Args:
         store: the folder of the files.
@@ -380,7 +390,7 @@ class ZeroShards:
         shapes: shapes of the trained parameters.
 
     Raises:
-        CorruptCheckpointError: if files are missing, from different saves, or do not contain these parameters.
+        CorruptCheckpointError: if files are missing or from different saves, or do not contain these parameters.
     """
 
     def __init__(self, store: Storage, files: ZeroFiles, shapes: Shapes) -> None:
@@ -396,6 +406,7 @@ class ZeroShards:
         self._check_addresses()
 
     def _require_alike(self, rank: RankShards) -> None:
+        """Raise unless a rank's file has the groups, dtypes, number of ranks and step of the first rank's file."""
         expected = (len(self.shapes), [master.dtype.name for master in self.first.masters], self.first.ranks)
         got = (len(rank.masters), [master.dtype.name for master in rank.masters], rank.ranks)
         if got != expected:
@@ -412,7 +423,7 @@ class ZeroShards:
                     )
 
     def _runs_of_groups(self) -> list[list[FlatRun]]:
-        """ZeRO-1 and 2: runs of all parameters, group by group."""
+        """Return the runs of all parameters of ZeRO-1 and 2, group by group."""
         all_runs: list[list[FlatRun]] = []
         for number, group in enumerate(self.shapes):
             numels = [math.prod(shape) for shape in group.values()]
@@ -424,7 +435,7 @@ class ZeroShards:
         return all_runs
 
     def _runs_of_stage3(self) -> list[list[FlatRun]]:
-        """ZeRO-3: runs of all parameters."""
+        """Return the runs of all parameters of ZeRO-3."""
         numels = [math.prod(shape) for group in self.shapes for shape in group.values()]
         ranks = len(self.ranks)
         parts = [master.numel for master in self.first.masters]
@@ -432,30 +443,31 @@ class ZeroShards:
             rank_parts = [master.numel for master in rank.masters]
             if rank_parts != parts:
                 raise rank.opened.damaged(f"parts of {parts} elements", rank_parts)
+        # align=1, because ZeRO-3 pads each parameter, which `-(-numel // ranks)` includes, and not the row.
         self._check_size(sum(parts), sum(-(-numel // ranks) for numel in numels), align=1)
         return runs_of_parameters(numels, ranks, parts)
 
     def _check_size(self, stored: int, needed: int, *, align: int) -> None:
-        """Refuse masters whose size differs from ``needed`` by more than padding to a multiple of ``align``."""
+        """Raise unless the size of the masters is ``needed`` plus at most the padding to a multiple of ``align``."""
         if stored < needed or -(-stored // align) != -(-needed // align):
             todo = "copy all files again: model files and ranks' files, all from one save"
             raise self.first.opened.damaged(f"masters of {needed} elements", f"{stored}", todo)
 
     def _check_addresses(self) -> None:
-        """Refuse parameters whose computed address differs from the address that a rank has recorded."""
+        """Raise for a parameter whose computed address differs from the address that a rank has recorded."""
         for number, rank in enumerate(self.ranks):
             for group, recorded in enumerate(rank.addresses):
                 for name, address in recorded.items():
                     computed = [
                         (r.start, r.numel, r.part) for r in self.runs.get(name, ()) if r.rank == number
                     ]
-                    # In one piece: a rank's part of a group is one flat tensor.
+                    # A rank's part of a group is one flat tensor, so a parameter has one run on the rank.
                     if computed != [(address.start, address.numel, group)]:
                         expected = f"{name} at {address.start}, {address.numel} elements of group {group}"
                         raise rank.opened.damaged(expected, f"(start, elements, group) {computed}")
 
     def weight(self, name: str, path: Path) -> StoredTensor:
-        """The fp32 masters of a parameter, as one tensor."""
+        """Return the fp32 masters of a parameter, as one tensor."""
         shape = next(group[name] for group in self.shapes if name in group)
         masters = [rank.masters for rank in self.ranks]
         return tensor_of_runs(path, shape, self.runs[name], masters, self.first.opened)
@@ -489,10 +501,17 @@ def tensor_of_runs(
     flats: Sequence[Sequence[FlatTensor | None]],
     opened: TorchFile,
 ) -> StoredTensor:
-    """A tensor that consists of runs of the ranks' flat tensors (``flats[rank][part]``).
+    """Return a tensor that consists of runs of the ranks' flat tensors.
+
+    Args:
+        path: path of the tensor in the state.
+        shape: its shape.
+        runs: its runs, in the order of its elements.
+        flats: the flat tensors, as ``flats[rank][part]``; None for a flat tensor that a rank lacks.
+        opened: a file of the checkpoint, for errors.
 
     Raises:
-        CorruptCheckpointError: if a rank lacks the flat tensor, or has one of another type.
+        CorruptCheckpointError: if a rank lacks a flat tensor, or if flat tensors differ in type.
     """
     chunks = []
     dtypes = set()
@@ -507,6 +526,7 @@ def tensor_of_runs(
             at += box.numel
     if len(dtypes) > 1:
         raise opened.damaged(f"{name_of(path)} of one type", sorted(dtype.name for dtype in dtypes))
+    # An empty tensor has no runs, so it gets the dtype of any flat tensor.
     dtype = dtypes.pop() if dtypes else next(flat.dtype for flat in flats[0] if flat is not None)
     return StoredTensor(TensorInfo(name_of(path), shape, dtype), tuple(chunks))
 
@@ -514,7 +534,7 @@ def tensor_of_runs(
 def add_param_groups(
     entries: Entries, groups: Iterable[Mapping[str, Any]], shapes: Shapes, opened: TorchFile
 ) -> None:
-    """Add the optimizer's options, with names of parameters instead of numbers of masters."""
+    """Add the optimizer's options, with the names of parameters in place of the indices of masters."""
     for number, group in enumerate(groups):
         path: Path = ("optimizer", "param_groups", ListIndex(number))
         for option, value in group.items():
@@ -540,7 +560,7 @@ class UniversalFolder:
         self._common = TorchFile.open(store, common, stand_ins=True) if has_common else None
 
     def weight(self, name: str, path: Path) -> StoredTensor:
-        """The fp32 masters of a parameter, as one tensor.
+        """Return the fp32 masters of a parameter, as one tensor.
 
         Raises:
             CorruptCheckpointError: if the parameter's folder is missing.
@@ -548,15 +568,19 @@ class UniversalFolder:
         return self._tensor(name, "fp32", path)
 
     def _open(self, name: str, kind: str) -> TorchFile:
+        """Open the file of one kind of state of a parameter."""
         return TorchFile.open(self._store, f"{self._files.folder}zero/{name}/{kind}.pt", stand_ins=True)
 
     def _tensor(self, name: str, kind: str, path: Path) -> StoredTensor:
+        """Return the tensor of one kind of state of a parameter; "fp32" is the masters."""
         opened, shape = self._open(name, kind), self._shape[name]
         content = opened.archive.content
+        # DeepSpeed writes a tensor, or a dict with `param`.
         ref = content.get("param") if isinstance(content, Mapping) else content
         if not isinstance(ref, TensorRef):
             raise opened.damaged("a tensor", type(ref).__name__)
-        if len(ref.shape) == len(shape):  # stored with its own shape, which is smaller if the model pads it
+        # The stored shape counts: it is smaller than the model file's if the model pads the parameter.
+        if len(ref.shape) == len(shape):
             return opened.tensor(path, ref)
         if ref.shape != (math.prod(shape),):
             raise opened.damaged(f"{math.prod(shape)} elements, of shape {shape}", f"shape {ref.shape}")
@@ -577,7 +601,7 @@ class UniversalFolder:
             add_param_groups(entries, groups, self._shapes, self._common)
 
     def _add_state(self, entries: Entries, name: str, group_step: Any) -> None:
-        """Add the moments and the step of a parameter: its own step, or else the step of its group."""
+        """Add the moments and the step of a parameter. Without a file ``step.pt``, the step is ``group_step``."""
         kinds = [file.rpartition("/")[2].removesuffix(".pt") for file in self._files.parameters[name]]
         moments = [kind for kind in kinds if kind not in ("fp32", "step")]
         for kind in moments:

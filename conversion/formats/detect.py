@@ -1,12 +1,12 @@
-"""Detect what a path or URL contains, choose the step of a run, and open it.
+"""Detect the format of a checkpoint at a path or URL, choose a step of a run folder, and open the checkpoint.
 
     run/step-00000010/manifest.json        CheckpointManager        run/step-10/.metadata     torchtitan
     run/checkpoint-500/model.safetensors   transformers' Trainer    run/step-00000020/        unfinished: no step
     run/500/default/_METADATA              Orbax's manager
 
-A run folder is refused without a step: "newest" may name another step each time the command runs. DeepSpeed's file
-``latest`` is an exception, since its own tools read it. Incomplete checkpoints (pointers of git-lfs, unfinished saves
-and downloads) are reported as such, not as damaged files.
+A run folder needs a step: by default the newest step would be another one each time the command runs. DeepSpeed's file
+``latest`` is an exception, because DeepSpeed's own tools read it. Incomplete checkpoints (pointers of git-lfs,
+unfinished saves and downloads) are reported as incomplete, not as damaged files.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _log = logging.getLogger(__name__)
 _with_side_files = lazy_function("vescale_fsdp.conversion.formats.side_files", "with_side_files")
 # Formats whose folders may contain files of a trainer (`side_files`).
 _TRAINED = ("dcp", "shards", "hf", "bin", "ranks")
-# Such as step-10, global_step5, checkpoint-500 and 500.
+# The folder of a step, such as step-10, global_step5, checkpoint-500 and 500.
 _STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
 _LISTED_STEPS = 8  # maximum number of steps that an error lists
-# Files that identify a checkpoint in a subfolder.
+# Files in a subfolder that show that the subfolder is a checkpoint.
 _INSIDE = (
     rf"([^/]+/)*({re.escape(MANIFEST_NAME)}|(diffusion_pytorch_)?model\.safetensors(\.index\.json)?|\.metadata"
     r"|[^/]*mp_rank_\d+_model_states\.pt|model_world_size_\d+_rank_\d+\.pt)"
 )
-# Known files that cannot be read: pattern of the name, what the file is, how to get something that can be read.
+# Known files that cannot be read: (pattern of the name, what the file is, what the user can do).
 _FOREIGN = (
     (
         r"(.*/)?mp_rank_\d+(_\d+)*/model_(optim_rng|rng)\.pt",
-        "Megatron-LM's per-rank files, which do not say what part of a tensor each holds",
+        "Megatron-LM's per-rank files, which do not record which part of a tensor each file contains",
         "save with --ckpt-format torch_dist, which is torch.distributed.checkpoint",
     ),
     (r".*\.gguf", "llama.cpp's quantized file", "convert the repository that it was made from"),
@@ -61,7 +61,8 @@ _FOREIGN = (
         "copy or download the files of its weights too, such as model.safetensors",
     ),
 )
-# Files of unfinished work: pattern of the name, pattern of the file that would complete them, problem, what to do.
+# Files of unfinished saves, conversions and downloads: (pattern of the name, pattern of the file that is missing as
+# long as the work is unfinished, problem, what the user can do).
 _UNFINISHED = (
     (
         r"(.*/)?__\d+_\d+\.distcp",
@@ -83,12 +84,12 @@ _UNFINISHED = (
     ),
     (r"(.*/)?[^/]*\.(incomplete|crdownload|part)", None, "A download did not finish.", "download it again"),
 )
-# Files that are not empty in any format: a copy of zero bytes is an interrupted one.
+# Files that are not empty in any format: zero bytes show that a copy was interrupted.
 _NEVER_EMPTY = re.compile(
     rf"\.(safetensors(\.index\.json)?|bin|pth?|ckpt)$|(^|/)(\.metadata|zarr\.json|{re.escape(MANIFEST_NAME)})$"
 )
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
-_MOST_NUMBERED = 10_000  # limits the work: a file's name can claim any count
+_MOST_NUMBERED = 10_000  # limits the search for missing files, because a file's name can claim any count
 
 
 def open_source(
@@ -98,17 +99,17 @@ def open_source(
     trust_pickle: bool = False,
     step: int | Literal["newest"] | None = None,
 ) -> Source:
-    """Open a checkpoint; only metadata is read.
+    """Open a checkpoint. Only metadata is read.
 
     Args:
         url: local path or fsspec URL of a folder, or of a file for single-file formats.
-        kind: the format, by its name in `vescale_fsdp.formats.FORMATS`; None to detect it.
+        kind: the format, by its name in `vescale_fsdp.formats.FORMATS`; None to detect the format.
         trust_pickle: whether pickles may import and run code.
-        step: the step to open, if ``url`` is a run folder. With ``"newest"``, ``url`` may be a run folder, of which the
-            newest step is opened, or a checkpoint.
+        step: the step to open if ``url`` is a run folder. ``"newest"`` opens the newest step of a run folder, or the
+            checkpoint at ``url``. None requires a checkpoint.
 
     Raises:
-        ConversionError: if the path contains no known format.
+        ConversionError: if the path contains no known format, or if a step is needed or does not exist.
         CorruptCheckpointError: if the checkpoint is damaged.
 
     Examples:
@@ -119,20 +120,23 @@ def open_source(
         ('torch', ['model.w'], 24)
     """
     url = os.fspath(url)
-    url = url.rstrip("/") if len(url) > 1 else url  # "/" itself stays
+    # Without slashes at the end, the last part of the URL is a name. "/" itself stays.
+    url = url.rstrip("/") if len(url) > 1 else url
     folder = open_store(url)
     files = folder.list_files()
-    # With a kind and no step, the path must be the checkpoint itself.
+    # If the user passes a kind and no step, the path must be the checkpoint itself.
     steps = steps_in(files) if kind is None or step is not None else {}
-    # With a file `latest`, DeepSpeed's reader chooses the step.
+    # If there is a file `latest`, DeepSpeed's reader chooses the step.
     if isinstance(step, int) or (steps and "latest" not in files):
         # Only a run of this package records abandoned steps.
         own = [number for number, name in steps.items() if name == step_name(number)]
         url = step_url(url, steps, abandoned_steps(folder, own), step)
         folder = open_store(url)
     try:
-        with gc_paused():  # else the collector scans all objects of a large checkpoint again and again
+        # Otherwise the garbage collector would scan the objects of a large checkpoint repeatedly.
+        with gc_paused():
             detected = kind or _detect(folder, url)
+            # This package's formats come first, because `all_formats` also searches other packages.
             form = FORMATS.get(detected) or dict(all_formats()).get(detected)
             if form is None:
                 raise _unreadable(url, [], f"kind {detected}")
@@ -140,7 +144,7 @@ def open_source(
             source: Source = form.open(store, file, trust_pickle)
             if detected in _TRAINED:
                 source = _with_side_files(source, trust_pickle=trust_pickle)
-    except RecursionError as error:
+    except RecursionError as error:  # a pickle can be nested to any depth
         raise CorruptCheckpointError(
             "The checkpoint cannot be read.",
             expected="a state of limited depth",
@@ -149,22 +153,23 @@ def open_source(
             todo="save it again as dicts and lists of tensors, or use another copy",
         ) from error
     except VescaleError as error:
-        # Incomplete files or a wrong kind cause most errors, and a message about the cause is clearer.
+        # Incomplete files and a wrong kind cause most errors. If one of them is found, an error about it is clearer.
         if listed := folder.list_files():
             refuse_incomplete(folder, listed, error)
-        else:
+        else:  # the URL is a file
             parent, name = open_parent(url)
             refuse_incomplete(parent, [name] if parent.size(name) is not None else [], error)
         if kind in FORMATS:
             _refuse_other_kind(kind, folder, url, error)
         raise
+    # A reader of another format may find nothing instead of raising.
     if kind is not None and not source.tensors:
         _refuse_other_kind(kind, folder, url, None)
     return source
 
 
 def _refuse_other_kind(kind: str, folder: Storage, url: str, error: VescaleError | None) -> None:
-    """Refuse a checkpoint if another kind is detected than ``kind``, which the user passed."""
+    """Raise if the detected kind differs from ``kind``, which the user passed."""
     detected = _detect(folder, url)
     if detected != kind:
         raise ConversionError(
@@ -177,16 +182,16 @@ def _refuse_other_kind(kind: str, folder: Storage, url: str, error: VescaleError
 
 
 def _detect(folder: Storage, url: str) -> str:
-    """The name of the format at ``url``; ``folder`` lists no files if ``url`` is a file."""
+    """Return the name of the format at ``url``. ``folder`` lists no files if ``url`` is a file."""
     files = folder.list_files()
     for kind, form in all_formats() if files else ():
-        # In a folder with a model and an adapter, the model is the checkpoint.
+        # If a folder contains both a model and an adapter, the model is the checkpoint.
         if kind == "adapter" and any(map(is_weight_file, set(files) - {"adapter_model.safetensors"})):
             continue
         if not form.is_file and any(re.fullmatch(form.file, file) for file in files):
             return kind
     if any(re.fullmatch(DCP_INSIDE, file) for file in files):
-        return "dcp"  # a folder with two checkpoints, of the model and of its optimizer
+        return "dcp"  # the folder has two DCP checkpoints in it, one of the model and one of the optimizer
     if files:
         refuse_incomplete(folder, files)
         raise _unreadable(url, files, f"a folder with {', '.join(files[:4])}")
@@ -202,6 +207,7 @@ def _detect(folder: Storage, url: str) -> str:
     for kind, form in all_formats():
         if form.is_file and re.fullmatch(form.file, name):
             return kind
+    # Files of torch.save may have any name, so the content decides.
     from vescale_fsdp.checkpoint.formats.torch_save.read import is_torch_file
 
     if is_torch_file(parent, name):
@@ -210,7 +216,7 @@ def _detect(folder: Storage, url: str) -> str:
 
 
 def _describe_path(url: str) -> str:
-    """Describe a path that contains no readable checkpoint."""
+    """Describe, for an error, a path that contains no readable checkpoint."""
     path = Path(url)
     if path.is_dir():
         broken = [each.name for each in path.iterdir() if each.is_symlink() and not os.path.exists(each)]
@@ -221,10 +227,11 @@ def _describe_path(url: str) -> str:
 
 
 def _unreadable(url: str, files: list[str], got: str) -> ConversionError:
-    """The error for files of no readable format, with advice for known ones."""
+    """Return the error for files of no readable format. For known files it says what the user can do."""
     problem = "This is not a checkpoint of a known format."
     todo = "pass the folder that was given to dcp.save, or name the format with --from"
     known = ((p, file, what, way) for p, what, way in _FOREIGN for file in files if re.fullmatch(p, file))
+    # The error names the first known file only.
     for _, file, what, way in known:
         problem, got, todo = "This format cannot be read.", f"{what} ({file})", way
         break
@@ -238,16 +245,18 @@ def _unreadable(url: str, files: list[str], got: str) -> ConversionError:
 
 
 def refuse_incomplete(store: Storage, files: Iterable[str], error: VescaleError | None = None) -> None:
-    """Refuse files that are the remains of unfinished work, or an incomplete copy of a checkpoint.
+    """Raise if files are of an unfinished save, conversion or download, or an incomplete copy of a checkpoint.
 
     Args:
-        error: why the files could not be read.
+        store: the folder of the files.
+        files: names of all files.
+        error: the error of the reader, if there was one.
 
     Raises:
-        ConversionError: naming the unfinished work, and what to do.
-        CorruptCheckpointError: if a file is empty, but has content in every complete checkpoint.
+        ConversionError: with the problem, and what to do.
+        CorruptCheckpointError: if a file is empty that has content in every complete checkpoint.
     """
-    names = sorted(files)
+    names = sorted(files)  # so that the same files are always reported
     refuse_pointers(store, names, error)
     if empty := [file for file in names if _NEVER_EMPTY.search(file) and store.size(file) == 0]:
         raise CorruptCheckpointError(
@@ -273,9 +282,9 @@ def refuse_incomplete(store: Storage, files: Iterable[str], error: VescaleError 
 
 
 def _missing_numbers(files: Iterable[str]) -> list[str]:
-    """Missing files of numbered series such as ``model-00001-of-00003.safetensors``."""
+    """Return the missing files of numbered series such as ``model-00001-of-00003.safetensors``, in order."""
     known = set(files)
-    missing: dict[str, None] = {}
+    missing: dict[str, None] = {}  # a dict, because each file of a series names the same missing files
     for match in filter(None, map(_NUMBERED.fullmatch, sorted(known))):
         stem, _, count, end = match.groups()
         numbers = range(1, min(int(count), _MOST_NUMBERED) + 1)
@@ -285,14 +294,14 @@ def _missing_numbers(files: Iterable[str]) -> list[str]:
 
 
 def steps_in(files: Collection[str]) -> dict[int, str]:
-    """The folders of finished checkpoints in a run folder, by step; none if the files are a checkpoint themselves."""
+    """Return the folders of finished checkpoints in a run folder, by step; {} if the folder itself is a checkpoint."""
     patterns = [form.file for form in FORMATS.values() if not form.is_file]
     deciding = re.compile("|".join(f"(?:{pattern})" for pattern in (*patterns, DCP_INSIDE)))
     steps: dict[int, str] = {}
     for file in files:
         folder, _, inner = file.partition("/")
         match = _STEP.fullmatch(folder)
-        # A file that decides the format, not in a subfolder: the folder is a checkpoint.
+        # A file that decides the format is directly in the folder, so the folder is a checkpoint.
         if not inner and deciding.fullmatch(file):
             return {}
         if match and inner and deciding.fullmatch(inner):
@@ -303,15 +312,18 @@ def steps_in(files: Collection[str]) -> dict[int, str]:
 def step_url(
     url: str, steps: Mapping[int, str], abandoned: Collection[int], step: int | Literal["newest"] | None
 ) -> str:
-    """The URL of a step's folder in the run folder ``url``.
+    """Return the URL of a step's folder in the run folder ``url``.
 
     Args:
-        abandoned: steps that a rollback has abandoned. They are readable by number, but never chosen as the newest.
+        url: the run folder.
+        steps: the folders of the run's finished checkpoints, by step.
+        abandoned: steps that a rollback has abandoned. Users can pass their numbers, but none of them is the newest.
+        step: the step that the user passed.
 
     Raises:
-        ConversionError: if no step is named, or the step does not exist.
+        ConversionError: if ``step`` is None or does not exist.
     """
-    # `CheckpointManager.restore` chooses this step too; None if a rollback has abandoned all steps.
+    # The step that `CheckpointManager.restore` chooses, too. None if a rollback has abandoned all steps.
     newest = max((number for number in steps if number not in abandoned), default=None)
     wanted = newest if step == "newest" else step
     if isinstance(wanted, int) and wanted in steps:
@@ -324,7 +336,7 @@ def step_url(
     if newest is not None:
         todo = f"pass --step {newest}, which is the newest, or the folder of one checkpoint"
     elif steps:
-        todo = "pass --step to go back to one of them: a rollback has abandoned all"
+        todo = "pass --step with one of these steps: a rollback has abandoned all of them"
     else:
         todo = "leave out --step"
     raise ConversionError(

@@ -5,9 +5,9 @@
                                   decoder.layers.mlp.linear_fc1._extra_state/shard_0_4         pickled objects
     common.pt                     arguments, iteration, groups of the optimizer
 
-Megatron stacks equal layers in one tensor. Here each layer is a tensor of its own, as in memory. A norm before a
-projection gets Transformer Engine's name, which Megatron usually stores too. The model's weights are the fp32 masters
-if the checkpoint contains them: the stored 16-bit weights are rounded masters.
+Megatron stores equal layers stacked in one tensor. This reader returns each layer as a separate tensor, as in memory. A
+norm before a projection gets the name that it has in Transformer Engine, which Megatron usually stores, too. If the
+checkpoint contains fp32 masters, they become the model's weights, because the 16-bit weights are rounded masters.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import Box
 
-_STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # `layers.3.` is one layer, not a stack
+_STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # (?!\d), because `layers.3.` is one layer, not a stack
 _COMMON_FILE = "common.pt"
-# The prefix `chained_0.` means one of several optimizers.
+# The prefix `chained_0.` is that of one of several optimizers.
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+)\.(.+))?")
 _MASTER = "fp32_param"
 _NORMS = {  # names of Megatron's local layers -> names of Transformer Engine's
@@ -42,13 +42,14 @@ _BY_RANGES = (
     "the optimizer is left out: its state is stored by ranges of buffers, not by parameter; Megatron stores it by "
     "parameter with --dist-ckpt-optim-fully-reshardable"
 )
-# Keys of parameter groups that are not options: ``params`` is empty, and the step is added to each parameter's state.
+# Keys of parameter groups that are not copied as options: ``params`` is empty, and the step is added to the state of
+# each parameter instead.
 _NOT_OPTIONS = ("params", "step")
 
 
 @dataclass
 class LayerStacks:
-    """Splits stacks of layers, and locates the items of layers when they are read.
+    """Splits stacks into layers, and locates the items of a layer in a file when the layer is read.
 
     Args:
         locate: locates the items of a stack's chunk in its file.
@@ -58,9 +59,16 @@ class LayerStacks:
     _origins: dict[tuple[str, int], tuple[TensorInfo, StoredChunk, int]] = field(default_factory=dict)
 
     def add(self, entries: Entries, path_of: Callable[[str], Path], name: str, tensor: StoredTensor) -> None:
-        """Add each layer of a stack, or a tensor that is not a stack, under the path of its name."""
+        """Add each layer of a stack, or the tensor itself if it is not a stack.
+
+        Args:
+            entries: the entries to add to.
+            path_of: returns the path for the name of a layer or tensor.
+            name: the name in the checkpoint.
+            tensor: the tensor in the checkpoint.
+        """
         stack, match = tensor.info, _STACKED.fullmatch(name)
-        if match is None or not stack.shape:
+        if match is None or not stack.shape:  # a 0-d tensor cannot be a stack
             path = path_of(name)
             info = TensorInfo(name_of(path), stack.shape, stack.dtype)
             entries.add_tensor(path, StoredTensor(info, tensor.chunks))
@@ -73,11 +81,12 @@ class LayerStacks:
             entries.add_tensor(path, stored)
 
     def _slice(self, stack: TensorInfo, chunk: StoredChunk, layer: int) -> StoredChunk | None:
-        """The part of a stack's chunk that belongs to a layer."""
+        """Return the part of a stack's chunk that belongs to a layer, or None if there is none."""
         index = layer - chunk.box.offsets[0]
         if not 0 <= index < chunk.box.sizes[0]:
             return None
-        # Until a chunk is located, `Source` identifies it by file and offset, so each layer needs another offset.
+        # Until a chunk is located, `Source` identifies it by its file and offset. So each layer needs a different
+        # offset, which `located` replaces by the true one.
         key = (chunk.file, chunk.offset + index)
         self._origins[key] = (stack, chunk, index)
         return replace(chunk, box=Box(chunk.box.offsets[1:], chunk.box.sizes[1:]), offset=key[1])
@@ -85,7 +94,7 @@ class LayerStacks:
     def located(self, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
         """Locate the items of a chunk in its file, for `Source.locate`."""
         origin = self._origins.get((chunk.file, chunk.offset))
-        if origin is None:
+        if origin is None:  # the chunk of a tensor that is not a stack
             return self.locate(info, chunk)
         stack, whole, index = origin
         located = self.locate(stack, whole)
@@ -101,19 +110,19 @@ class LayerStacks:
 
 
 def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
-    """Open a ``torch_dist`` checkpoint; reads metadata and ``common.pt``.
+    """Open a ``torch_dist`` checkpoint. Reads its metadata and ``common.pt``.
 
     Raises:
-        ConversionError: if it has no tensors of a model.
-        CorruptCheckpointError: if it is damaged.
+        ConversionError: if the checkpoint has no tensors of a model.
+        CorruptCheckpointError: if the checkpoint is damaged.
     """
-    # Stand-ins, because Megatron pickles the plans of the save in the metadata.
+    # Stand-ins replace classes that are not torch's: Megatron pickles the plans of the save in the metadata.
     stored = open_dcp(store, trust_pickle=trust_pickle, stand_ins=True)
     model: dict[str, StoredTensor] = {}
     states: dict[str, dict[str, StoredTensor]] = {}  # kind of state -> name of the weight -> tensor
     others: list[str] = []  # names of optimizer tensors that do not belong to a single weight
     for name, tensor in stored.tensors.items():
-        match = _OPTIMIZER.match(name)
+        match = _OPTIMIZER.match(name)  # not fullmatch: an optimizer's other names match without groups
         if match is None:
             model[name] = tensor
         elif match[1] is not None:
@@ -129,6 +138,7 @@ def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
             todo="pass the folder of one iteration, saved with --ckpt-format torch_dist",
         )
     stacks, entries = LayerStacks(partial(_locate, stored)), Entries()
+    # Each tensor of the state has the name and shape of a weight, unless state is stored by ranges of buffers.
     is_by_parameter = not others and all(
         name in model and model[name].info.shape == tensor.info.shape
         for tensors in states.values()
@@ -145,33 +155,35 @@ def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
         for name, tensor in tensors.items():
             stacks.add(entries, path_of, name, tensor)
     _add_common(entries, TorchFile.open(store, _COMMON_FILE, stand_ins=True))
-    # Values are pickled objects: extra state of Transformer Engine's layers, random states of ranks.
+    # `stored.values` are pickled objects: extra state of Transformer Engine's layers, and random states of ranks.
     entries.omitted += [*others, *stored.values]
     return entries.source("megatron", store, stored.facts, locate=stacks.located)
 
 
 def _state_path(kind: str, name: str) -> Path:
+    """Return the path of a weight's optimizer state of one kind."""
     return ("optimizer", "state", _canonical(name), kind)
 
 
 def _locate(stored: Source, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
-    """Locate the items of a chunk in its file; chunks of ``common.pt`` are already located."""
-    # Every DCP source has `locate`, since DCP's metadata does not contain the addresses of items.
+    """Locate the items of a chunk in its file. Chunks of ``common.pt`` are already located."""
+    # Every DCP source has `locate`, because DCP's metadata does not contain the addresses of items.
     assert stored.locate is not None
     return chunk if chunk.file == _COMMON_FILE else stored.locate(info, chunk)
 
 
 def _canonical(name: str) -> str:
+    """Return a weight's name with Transformer Engine's names of norms, and without a wrapper's prefix."""
     for local_name, engine_name in _NORMS.items():
         name = name.replace(local_name, engine_name)
     return name.removeprefix("module.")
 
 
 def _add_common(entries: Entries, common: TorchFile) -> None:
-    """Add the optimizer's steps and options, and everything that is not a tensor."""
+    """Add the content of ``common.pt``: the optimizer's steps and options, and all other entries."""
     content = dict(common.content)
     optimizer = content.pop("optimizer", {})
-    step = next(_steps(optimizer), None)
+    step = next(_steps(optimizer), None)  # the first count: Megatron has one for all parameters
     names = list(
         dict.fromkeys(str(path[2]) for path in entries.paths.values() if path[:2] == ("optimizer", "state"))
     )
@@ -186,7 +198,7 @@ def _add_common(entries: Entries, common: TorchFile) -> None:
 
 
 def _groups(value: Any) -> Iterator[dict[str, Any]]:
-    """Options of each parameter group, in nested optimizers too."""
+    """Yield the options of each parameter group, also in nested optimizers."""
     if not isinstance(value, Mapping):
         return
     for key, inner in value.items():
@@ -199,8 +211,10 @@ def _groups(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _add_options(entries: Entries, groups: list[dict[str, Any]], names: list[str], common: TorchFile) -> None:
-    """Add one group of all parameters if all groups have the same options; otherwise warn, since Megatron does not
-    store the parameters of each group."""
+    """Add one parameter group with all parameters if all groups have the same options; otherwise add a warning.
+
+    Megatron does not store which parameters a group has.
+    """
     options = {option: [group.get(option) for group in groups] for group in groups for option in group}
     differing = {
         option: chosen for option, chosen in options.items() if any(other != chosen[0] for other in chosen)
@@ -214,8 +228,9 @@ def _add_options(entries: Entries, groups: list[dict[str, Any]], names: list[str
             f"{option} {chosen[0]!r:.60}" for option, chosen in options.items() if option not in differing
         )
         entries.warnings.append(
-            f"options of the optimizer are left out: it has {len(groups)} groups, and which a parameter is in is not "
-            f"stored; they differ in {differences}, and have in common {common_options or 'nothing'}"
+            f"options of the optimizer are left out: it has {len(groups)} groups, and the checkpoint does not store "
+            f"which parameters a group has; the groups differ in {differences}, and have in common "
+            f"{common_options or 'nothing'}"
         )
         return
     options = {"params": [names], **options} if groups else {}
@@ -224,10 +239,10 @@ def _add_options(entries: Entries, groups: list[dict[str, Any]], names: list[str
 
 
 def _steps(value: Any) -> Iterator[Any]:
-    """Step counts anywhere in an optimizer's state; Megatron has one count for all parameters."""
+    """Yield all step counts in an optimizer's state, however nested."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            # Not isinstance: a bool is an int too.
+            # `type` instead of isinstance, because bool is a subclass of int.
             is_count = type(inner) in (int, float) or (isinstance(inner, TensorRef) and inner.shape == ())
             if key in ("step", "common_step") and is_count:
                 yield inner

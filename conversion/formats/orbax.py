@@ -3,10 +3,10 @@
     _METADATA                       the tree: for each leaf, the keys of the dicts and lists around it
     params.dense.kernel/.zarray     use_ocdbt=False               params.dense.kernel/zarr.json     use_zarr3=True
     _strings.json                   leaves that are text
-    manifest.ocdbt                  OCDBT, the default: a B-tree of all arrays, which only tensorstore reads; refused
+    manifest.ocdbt                  OCDBT, Orbax's default: a B-tree of all arrays; refused, only tensorstore reads it
 
-Nested keys become dotted names. ``params`` at the root is the model, ``opt_state`` its optimizer; without ``params``
-the whole tree is the model.
+Nested keys become dotted names. ``params`` at the root is the model, and ``opt_state`` is its optimizer. If there is no
+``params``, the whole tree is the model.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from vescale_fsdp.layout.foreign_json import parse_json
 TREE_FILE = "_METADATA"
 _STRINGS_FILE = "_strings.json"
 _MODEL = "params"
-# Types of leaves that are not arrays, and the values of these leaves; the last three are empty containers.
+# Leaves that are not arrays: the value of each type. Dict, List and Tuple are leaves only if they are empty. Functions,
+# so that each leaf gets a new container.
 _VALUES: dict[str, Callable[[], Any]] = {"None": lambda: None, "Dict": dict, "List": list, "Tuple": tuple}
 
 
 def open_orbax(store: Storage) -> Source:
-    """Open an Orbax checkpoint without OCDBT: a folder with a tree, or a step folder with a tree in each item.
+    """Open an Orbax checkpoint without OCDBT: a folder with a tree, or a step's folder with a tree per item.
 
     Raises:
-        ConversionError: for OCDBT, which is another file format.
+        ConversionError: if the checkpoint is in the file format OCDBT.
         CorruptCheckpointError: if metadata is damaged or arrays are missing.
     """
     files = set(store.list_files())
@@ -45,12 +46,13 @@ def open_orbax(store: Storage) -> Source:
             where=store.where,
             todo="save it again with PyTreeCheckpointHandler(use_ocdbt=False)",
         )
-    # A tree is in the folder itself, or in a subfolder for each item.
+    # A tree is in the folder itself, or in the subfolder of each item, but not deeper.
     trees = sorted(file for file in files if file.rpartition("/")[2] == TREE_FILE and file.count("/") < 2)
     items = [tree.removesuffix(TREE_FILE) for tree in trees]
     entries, arrays = Entries(), Arrays(store, files)
     for item in items:
         try:
+            # Leaves of several items are added under the items' names, the leaves of a single item at the root.
             _add_item(entries, arrays, store, files, item, (item.rstrip("/"),) if len(items) > 1 else ())
         except DAMAGE as error:
             raise damaged(store, f"{item}{TREE_FILE}", error) from error
@@ -65,7 +67,12 @@ def open_orbax(store: Storage) -> Source:
 def _add_item(
     entries: Entries, arrays: Arrays, store: Storage, files: set[str], folder: str, container: Path
 ) -> None:
-    """Add the leaves of the tree in ``folder``, a path that ends in a slash or is empty."""
+    """Add the leaves of one tree.
+
+    Args:
+        folder: the tree's folder in the store: a path that ends in a slash, or "".
+        container: the path under which the leaves are added.
+    """
     tree = parse_json(store.read(folder + TREE_FILE))["tree_metadata"]
     leaves = dict(_leaves(tree))
     has_model = any(keys[0] == _MODEL and len(keys) > 1 for keys in leaves)
@@ -73,6 +80,7 @@ def _add_item(
     strings = dict(parse_json(store.read(strings_file))) if strings_file in files else {}
     for keys, kind in leaves.items():
         node = ".".join(keys)
+        # With a model, the root's keys separate model and optimizer, so only the keys below are joined.
         split = (keys[0], ".".join(keys[1:])) if has_model and len(keys) > 1 else (node,)
         path = (*container, *split)
         if kind in _VALUES:
@@ -85,7 +93,7 @@ def _add_item(
 
 
 def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The keys from the root to each leaf, and the leaf's type."""
+    """Yield the keys from the root to each leaf, and the leaf's type."""
     for entry in tree.values():
         keys = tuple(str(part["key"]) for part in entry["key_metadata"])
         yield keys, str(entry["value_metadata"]["value_type"])

@@ -1,13 +1,15 @@
-"""peft adapters: the folder as a source and as a target, the config, and the names of tensors.
+"""peft adapters: reading and writing of a peft folder, the adapter's config, and names of tensors.
+
+A peft folder is what peft's ``save_pretrained`` writes::
 
     adapter_model.safetensors    the matrices
     adapter_config.json          rank, alpha, and the base model
 
+Names of tensors differ between the state of a training run, which may contain several adapters, and a peft folder::
+
     in training   base_model.model.h.0.q.lora_A.default.weight          ..q.modules_to_save.default.weight
     in a folder   base_model.model.h.0.q.lora_A.weight                  ..q.weight
     of the base   h.0.q.base_layer.weight                               ..q.original_module.weight
-
-The state of a training run may contain several adapters.
 """
 
 from __future__ import annotations
@@ -33,21 +35,21 @@ from vescale_fsdp.layout.foreign_json import parse_json
 
 ROOT = "base_model.model."
 _PARTS = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|ia3_l|modules_to_save"
-# An adapter is a submodule, whose name cannot contain dots.
+# [^.]+, because an adapter is a submodule, whose name cannot contain dots.
 _TRAINED = re.compile(rf"(?P<module>.+)\.(?P<part>{_PARTS})\.(?P<adapter>[^.]+)(?P<rest>\..+)?")
 
 
 class TrainedName(NamedTuple):
-    """The adapter that a tensor of a training state belongs to, and the tensor's name in a peft folder."""
+    """The adapter that a tensor of a training run's state belongs to, and the tensor's name in a peft folder."""
 
     adapter: str
     saved: str
 
 
 def trained_names(names: Iterable[str]) -> dict[str, TrainedName]:
-    """Names of adapter tensors in a training state -> names in a peft folder.
+    """Return the adapter and the name in a peft folder of each adapter tensor, by its name in training.
 
-    Names in the folder have peft's prefix even if the model is not wrapped (transformers' ``add_adapter``).
+    Names in the folder have peft's prefix, also if peft did not wrap the model (transformers' ``add_adapter``).
     """
     trained = {}
     for name in names:
@@ -55,7 +57,7 @@ def trained_names(names: Iterable[str]) -> dict[str, TrainedName]:
         if match is None:
             continue
         part, rest = match["part"], match["rest"] or ""
-        # In a folder, whole modules have their own names, and magnitudes have no `.weight`.
+        # In a folder, tensors of `modules_to_save` have the module's own name, and magnitudes have no `.weight`.
         ends = {"modules_to_save": rest, "lora_magnitude_vector": ".lora_magnitude_vector"}
         short = match["module"].removeprefix(ROOT) + ends.get(part, f".{part}{rest}")
         trained[name] = TrainedName(match["adapter"], ROOT + short)
@@ -63,18 +65,19 @@ def trained_names(names: Iterable[str]) -> dict[str, TrainedName]:
 
 
 def trained_biases(names: Iterable[str], adapter: Collection[str], which: str) -> dict[str, str]:
-    """The base model's biases that were trained with an adapter: name in training -> name in a peft folder.
+    """Return the base model's biases that were trained with an adapter: name in training -> name in a peft folder.
 
     Args:
         names: the names of all tensors.
         adapter: the names of the adapter's tensors.
-        which: ``none``, ``all`` or ``lora_only``, as in the adapter's config.
+        which: the ``bias`` of the adapter's config: ``none``, ``all`` or ``lora_only``.
     """
     if which == "none":
         return {}
     modules = {match["module"] for match in map(_TRAINED.fullmatch, adapter) if match}
     biases = {}
     for name in names:
+        # If an adapter wraps the module, peft stores the module's bias under base_layer.
         module = name.removesuffix(".bias").removesuffix(".base_layer")
         if name.endswith("bias") and name not in adapter and (which == "all" or module in modules):
             biases[name] = ROOT + name.removeprefix(ROOT)
@@ -82,10 +85,12 @@ def trained_biases(names: Iterable[str], adapter: Collection[str], which: str) -
 
 
 def one_adapter(trained: dict[str, TrainedName], adapter: str | None, where: str) -> dict[str, str]:
-    """The tensors of one adapter: name in training -> name in a peft folder.
+    """Return the tensors of one adapter: name in training -> name in a peft folder.
 
     Args:
+        trained: the tensors of all adapters, by name in training.
         adapter: name of the adapter; None if there is only one.
+        where: the source, for errors.
 
     Raises:
         ConversionError: if there is no such adapter, or if there are several and no name is given.
@@ -114,7 +119,7 @@ def one_adapter(trained: dict[str, TrainedName], adapter: str | None, where: str
 
 ADAPTER_CONFIG = "adapter_config.json"
 _TYPES = ("LORA", "IA3")
-# Settings that change how an adapter is merged, or the base that it applies to, in ways that are not implemented here.
+# Settings that change how an adapter is merged, or the base weights, in ways that this converter does not implement.
 _OTHER_MERGES = (
     "use_bdlora",
     "use_qalora",
@@ -140,11 +145,11 @@ class PeftConfig:
 
     Args:
         kind: ``LORA`` or ``IA3``.
-        rank, alpha: of LoRA, for all modules without a pattern.
+        rank, alpha: LoRA's rank and alpha for all modules that match no pattern.
         rank_patterns, alpha_patterns: regular expression for the end of a module's name -> rank or alpha.
-        is_rank_stabilized: whether alpha is divided by the square root of the rank, not by the rank.
-        is_dora: whether rows have trained magnitudes.
-        biases: which biases of the base were trained too: ``none``, ``all`` or ``lora_only``.
+        is_rank_stabilized: whether alpha is divided by the square root of the rank instead of the rank (rslora).
+        is_dora: whether rows have trained magnitudes (DoRA).
+        biases: which biases of the base were also trained: ``none``, ``all`` or ``lora_only``.
     """
 
     kind: str
@@ -161,10 +166,11 @@ class PeftConfig:
         """Read the adapter_config.json of a folder.
 
         Args:
-            todo: advice in the error for a folder without the file.
+            store: the folder.
+            todo: what the user can do, for the error if the folder has no such file.
 
         Raises:
-            ConversionError: if there is no such file, or this kind of adapter cannot be merged here.
+            ConversionError: if there is no such file, or if the converter cannot merge this kind of adapter.
         """
         where = f"{store.where}/{ADAPTER_CONFIG}"
         if store.size(ADAPTER_CONFIG) is None:
@@ -178,6 +184,7 @@ class PeftConfig:
         try:
             data = parse_json(store.read(ADAPTER_CONFIG), is_text=True)
             _check_kind(data, where)
+            # `or`, because IA3 has no rank and alpha, and settings may be null.
             return cls(
                 data["peft_type"],
                 int(data.get("r") or 0),
@@ -188,8 +195,8 @@ class PeftConfig:
                 bool(data.get("use_dora")),
                 str(data.get("bias") or "none"),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            refuse_pointers(store, [ADAPTER_CONFIG], error)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # the JSON may have any structure
+            refuse_pointers(store, [ADAPTER_CONFIG], error)  # a pointer of git-lfs is no JSON either
             raise ConversionError(
                 "An adapter_config.json cannot be read.",
                 expected="JSON as peft's save_pretrained writes it",
@@ -199,22 +206,23 @@ class PeftConfig:
             ) from error
 
     def rank_of(self, module: str) -> int:
-        """The rank of LoRA in a module."""
+        """Return the rank of LoRA in a module."""
         return _of_pattern(self.rank_patterns, module, self.rank)
 
     def scaling_of(self, module: str) -> float:
-        """The factor of the product of a module's two LoRA matrices."""
+        """Return the factor by which the product of a module's two LoRA matrices is multiplied."""
         rank, alpha = self.rank_of(module), _of_pattern(self.alpha_patterns, module, self.alpha)
         return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    # The same match as in peft.
+    """Return the value of the first pattern that matches a module's name, or ``default``."""
+    # The regular expression is peft's.
     return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _check_kind(data: Mapping[str, Any], where: str) -> None:
-    """Refuse an adapter that cannot be merged here."""
+    """Raise ConversionError if the converter cannot merge this kind of adapter."""
     start = data.get("init_lora_weights")
     other = next((f"{key} {data[key]!r:.60}" for key in _OTHER_MERGES if data.get(key)), None)
     if data["peft_type"] not in _TYPES:
@@ -238,17 +246,17 @@ def open_adapter(store: Storage) -> Source:
     """Open a folder that peft's ``save_pretrained`` wrote.
 
     Raises:
-        CorruptCheckpointError: if the file is damaged.
+        CorruptCheckpointError: if the file of matrices is damaged.
     """
     tensors, metadata = read_tensors(store, ADAPTER_FILE)
     return Source("adapter", store, tensors, facts={"metadata": json.dumps(metadata)})
 
 
 def require_adapter(url: str) -> None:
-    """Refuse a path that is not a peft folder.
+    """Check that a path is a peft folder.
 
     Raises:
-        ConversionError: if it is not one; lists the files in it.
+        ConversionError: if the path is not a peft folder. The error lists the files in it.
     """
     store = open_store(url)
     if store.size(ADAPTER_FILE) is None:
@@ -265,11 +273,13 @@ def require_adapter(url: str) -> None:
 def adapter_state(
     source: Source, model_prefix: str | None, adapter_name: str | None, assets: str | None
 ) -> CarriedState:
-    """One adapter of a training state, without the base, under the names of a peft folder.
+    """Return the tensors of one adapter, without the base, under the names of a peft folder.
 
     Args:
+        source: the state of a training run, or a peft folder.
+        model_prefix: prefix of the model's names in the source; None to detect it.
         adapter_name: the adapter; None if there is only one.
-        assets: folder or URL with its adapter_config.json.
+        assets: folder or URL with the adapter's adapter_config.json.
 
     Raises:
         ConversionError: if there is no such adapter, or several and no name is given; if there is no
@@ -287,6 +297,7 @@ def adapter_state(
 
 
 def _settings(assets: str | None) -> Storage:
+    """Return the folder of the adapter's config, which the user must pass as ``--assets``."""
     if assets is None:
         raise ConversionError(
             "An adapter needs its adapter_config.json.",
@@ -298,7 +309,7 @@ def _settings(assets: str | None) -> Storage:
 
 
 def plan_adapter(state: CarriedState, assets: str | None) -> OutputPlan:
-    """Plan the two files of a peft folder."""
+    """Return the plan of the two files of a peft folder."""
     store = _settings(assets)
     views = {view.info.name: view for view in state.views.values()}
     header = make_header(view.info for view in views.values())
@@ -308,7 +319,10 @@ def plan_adapter(state: CarriedState, assets: str | None) -> OutputPlan:
 
 
 def _check_ranks(views: Mapping[str, TensorView], config: PeftConfig, where: str) -> None:
-    """Refuse a config whose ranks differ from the ranks of the matrices: its alpha would be wrong too."""
+    """Raise if the config's ranks differ from those of the matrices.
+
+    Such a config belongs to another adapter, so its alpha, which the matrices do not show, would also be wrong.
+    """
     for name, view in views.items():
         module, part, _ = name.partition(".lora_A.")
         rank = config.rank_of(module.removeprefix(ROOT))

@@ -8,8 +8,9 @@
     trainer_state.json                                   trainer_state                Trainer
     meta.pt                                              at the root                  Lightning and Fabric
 
-Their state is added to the model's under these names. A file whose pickle contains objects other than tensors and plain
-values is omitted with a warning: the weights can be read without it.
+The state in these files is added to the checkpoint's state under the names in the middle column. A file whose pickle
+contains objects other than tensors and plain values is omitted with a warning, because the weights can be read without
+it.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ _STATE = re.compile(
     r"((?:optimizer|scheduler|sampler|scaler|dl_state_dict|custom_checkpoint)(?:_\d+)?)\.(?:bin|pt|pkl)"
 )
 _OF_RANK = re.compile(r"(rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
-_LIGHTNING = "meta.pt"
+_LIGHTNING = "meta.pt"  # its state has no common name: each entry is added at the root
 _TRAINER_STATE = "trainer_state.json"
 _Locate = Callable[[TensorInfo, StoredChunk], StoredChunk]
 _OMITTED = ("training_args.bin",)  # pickled arguments of the training script, not state
 
 
 def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
-    """A source, with the state in the trainer's files next to it; reads the pickles and JSON of these files.
+    """Return a source with the state in the trainer's files added. Reads the pickles and JSON of these files.
 
     Raises:
-        CorruptCheckpointError: if a file is damaged, or contains an entry that the checkpoint contains too.
+        CorruptCheckpointError: if a file is damaged, or contains an entry that the checkpoint also contains.
     """
     entries, read_files = Entries(), list[str]()
     for file in source.store.list_files():
@@ -53,7 +54,7 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
                 read_files.append(file)
             except ConversionError as error:
                 entries.omitted.append(file)
-                # The first 3 lines: the problem, what was expected, what is there.
+                # The first 3 lines of an error are the problem, what was expected and what was found.
                 entries.warnings.append(f"{file} is left out. {' '.join(str(error).splitlines()[:3])}")
         elif file in _OMITTED:
             entries.omitted.append(file)
@@ -61,7 +62,7 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
         return source
     if doubles := {**source.tensors, **source.values}.keys() & {**entries.tensors, **entries.values}.keys():
         raise CorruptCheckpointError(
-            "A file next to the checkpoint has an entry that the checkpoint has too.",
+            "A file next to the checkpoint has an entry that the checkpoint also has.",
             expected="other names",
             got=min(doubles),
             where=source.store.where,
@@ -76,32 +77,32 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
         facts={**source.facts, "next to the model": ", ".join(read_files) or "nothing that can be read"},
         omitted=(*source.omitted, *entries.omitted),
         warnings=(*source.warnings, *entries.warnings),
-        # None stays None: then all chunks of the source are located already.
+        # If `locate` is None, all chunks of the source are located already, and it stays None.
         locate=source.locate and partial(_located, source.locate, frozenset(read_files)),
     )
 
 
 def _container(file: str) -> Path | None:
-    """The path under which the state in a file is added; None for files without state."""
+    """Return the path under which the state in a file is added, or None if the file has no state."""
     if match := _STATE.fullmatch(file):
         return (match[1],)
     if match := _OF_RANK.fullmatch(file):
-        return (match[1], match[2] or "0")
+        return (match[1], match[2] or "0")  # one process saves a file without a rank
     return {_LIGHTNING: (), _TRAINER_STATE: ("trainer_state",)}.get(file)
 
 
 def _located(
     locate: _Locate, side_files: frozenset[str], info: TensorInfo, chunk: StoredChunk
 ) -> StoredChunk:
-    """Locate the items of a chunk in its file; chunks of a trainer's file are already located."""
+    """Locate the items of a chunk in its file. Chunks of the trainer's files are already located."""
     return chunk if chunk.file in side_files else locate(info, chunk)
 
 
 def _entries_of(store: Storage, file: str, container: Path, trust: bool) -> Entries:
-    """The state in a file, under a container.
+    """Return the state in a file, under the path ``container``.
 
     Raises:
-        ConversionError: if it cannot be read.
+        ConversionError: if the file cannot be read.
     """
     entries = Entries()
     if file != _TRAINER_STATE:

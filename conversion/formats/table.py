@@ -1,8 +1,8 @@
-"""How formats are written, and the reader of the zarr format.
+"""The table of formats that can be written, and the reader of the zarr format.
 
 A new format needs a row in `vescale_fsdp.formats`, which names its reader, and a row here if it can be written. The
-planner of a format is imported when a conversion to the format runs. So a conversion to DCP does not load libraries of
-other formats, and ``--help``, which uses this table, loads none.
+planner of a format is imported only when a conversion to this format runs. So a conversion to DCP does not import the
+libraries of other formats, and ``--help``, which reads this table, imports none of them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ OPTIMIZER_FORMS = ("keep", "nested", "flattened", "drop")
 
 
 class Target(NamedTuple):
-    """How a format is written.
+    """A format that can be written.
 
     Args:
-        command: the command that converts to it; empty if an option of another command does.
+        command: the command that converts to the format; empty if there is only an option of another command.
         summary: help text of the command.
-        plan: lists the files of a result; the last argument is the file name of the target.
-        options: names of the options that not all commands have.
-        keeps_repeats: whether items that the source's strides repeat are written only once.
+        plan: returns the plan of the files to write; its last argument is the file name of the output.
+        options: names of the command's options, except those that all commands have.
+        keeps_repeats: whether items that the source's strides repeat (expanded tensors) are written only once.
     """
 
     command: str
@@ -52,7 +52,7 @@ _plan_adapter = lazy_function("vescale_fsdp.conversion.formats.peft", "plan_adap
 _plan_hf = lazy_function("vescale_fsdp.checkpoint.formats.huggingface.plan", "plan_hf")
 _plan_torch = lazy_function("vescale_fsdp.checkpoint.formats.torch_save.write", "plan_torch")
 
-# In the order of FORMATS.
+# By the names of `vescale_fsdp.formats.FORMATS`, and in the same order.
 TARGETS = {
     "native": Target(
         "to-vescale",
@@ -93,11 +93,12 @@ TARGETS = {
 
 
 def open_zarr(store: Storage) -> Source:
-    """Open a zarr hierarchy; the zarr form of a native checkpoint is opened by its manifest.
+    """Open a zarr hierarchy. If it has a manifest, it is a native checkpoint in zarr form, and opened as such.
 
     Raises:
-        CorruptCheckpointError: if it is damaged.
+        CorruptCheckpointError: if the hierarchy is damaged.
     """
+    # Imported here, so that `--help` does not import readers.
     from vescale_fsdp.checkpoint.formats.source import open_native
     from vescale_fsdp.checkpoint.formats.zarr import hierarchy
 

@@ -1,6 +1,7 @@
-"""Ragged tensors and the rules of their operators. Pickles name `RaggedDTensor` and `_rebuild` by this path."""
+"""Ragged tensors and the rules of their operators. Pickles look up `RaggedDTensor` and `_rebuild` in this package."""
 
-from vescale_fsdp.dtensor.operators import dispatch_table as _dispatch_table  # noqa: F401  sets the rules of operators
+# Imported for its effect: the module registers the rules of operators.
+from vescale_fsdp.dtensor.operators import dispatch_table as _dispatch_table  # noqa: F401
 from vescale_fsdp.dtensor.ragged_dtensor import PendingTensor, redistribute
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor as RaggedDTensor
 from vescale_fsdp.dtensor.ragged_dtensor import _rebuild as _rebuild

@@ -1,17 +1,17 @@
-"""Ragged tensors for stock DCP: a piece as n-d boxes, by rank-local arithmetic.
+"""Hooks that let stock DCP save and load ragged tensors: a piece as n-d boxes, computed without communication.
 
-DCP describes a tensor as chunks, n-d boxes of the global tensor. A flat piece is at most ``2 * ndim - 1`` boxes
-(`boxes_of_range`). Each box is a view of the local piece, so DCP reads and writes the piece's memory without another
-copy. An empty piece emits nothing: an empty box at a neighbor's offset would win DCP's de-duplication and drop the
-neighbor's data.
+DCP describes a tensor as chunks, which are n-d boxes of the global tensor. A flat piece is at most ``2 * ndim - 1``
+boxes (`boxes_of_range`). Each box is a view of the local piece, so DCP reads and writes the piece's memory without
+another copy. An empty piece has no boxes: in DCP's de-duplication, an empty box at a neighbor's offset would win over
+the neighbor's box, whose data would be lost.
 
-torch's DCP *safetensors* writer (``HuggingFaceStorageWriter``, or a file writer with that serialization format) keys
-tensors by name and silently keeps one of several boxes per rank (torch 2.13, ``filesystem.py``,
-``_write_files_from_queue``). With that writer, a save of tensors with several boxes per rank is refused during
-planning, on all ranks and before a file is written. The ``.distcp`` writer is correct.
+torch's DCP *safetensors* writer (``HuggingFaceStorageWriter``, or a file writer with that serialization format) stores
+tensors by name, and so silently keeps only one of several boxes per rank (torch 2.13, ``filesystem.py``,
+``_write_files_from_queue``). With that writer, a save of tensors with several boxes per rank raises during planning, on
+all ranks and before a file is written. The ``.distcp`` writer is correct.
 
-DCP after torch 2.13 also reads attributes of plain tensors (``global_shape`` and others). DCP calls these hooks first,
-so ragged tensors do not need such attributes.
+DCP after torch 2.13 also reads attributes of plain tensors (``global_shape`` and others). DCP calls the hooks first, so
+ragged tensors do not need these attributes.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from vescale_fsdp.torch_private import DTensorSpec
 
 
 def chunk_of_box(box: Box) -> ChunkStorageMetadata:
-    """A box as DCP's chunk."""
+    """Return a box as DCP's chunk."""
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
 def write_items(fqn: str, local: torch.Tensor, boxes: Sequence[Box], spec: DTensorSpec) -> list[WriteItem]:
-    """One write item per box of this rank's piece.
+    """Return one DCP write item per box of this rank's piece.
 
     Args:
         fqn: the tensor's name in the state.
         local: this rank's piece.
-        boxes: the piece's boxes of the global tensor, in the order of its elements.
+        boxes: the piece as boxes of the global tensor, in the order of the piece's elements.
         spec: spec of the global tensor.
 
     Raises:
-        CheckpointError: if the storage writer of the running ``dcp.save`` would lose some of the boxes.
+        CheckpointError: if the storage writer of the current ``dcp.save`` would lose some of the boxes.
     """
     _check_writer(_writer_in_use(), fqn, spec)
     properties = TensorProperties.create_from_tensor(local)
@@ -63,7 +63,7 @@ def write_items(fqn: str, local: torch.Tensor, boxes: Sequence[Box], spec: DTens
 
 
 def tensor_shard(local: torch.Tensor, boxes: Sequence[Box], index: MetadataIndex) -> torch.Tensor:
-    """The box that an index names, as a view of the local piece.
+    """Return the box at the index's offset, as a view of the local piece; without an offset, the first box.
 
     Raises:
         CheckpointError: if this rank has no box at that offset.
@@ -84,15 +84,15 @@ def tensor_shard(local: torch.Tensor, boxes: Sequence[Box], index: MetadataIndex
 
 
 def check_storage_writer(writer: object, state: Mapping[str, Any]) -> None:
-    """Refuse a DCP storage writer that would lose parts of ragged tensors. No communication; all ranks agree.
+    """Raise if a DCP storage writer would lose parts of ragged tensors. No communication, the same result on all ranks.
 
     Args:
         writer: the ``storage_writer`` to be passed to ``dcp.save``.
-        state: the state to be saved; nested mappings are searched.
+        state: the state to be saved; tensors in nested mappings are checked, too.
 
     Raises:
-        CheckpointError: if the writer is torch's safetensors writer, and some rank has several boxes of a tensor or
-            all ranks would write the same file.
+        CheckpointError: if the writer is torch's safetensors writer, and a rank has several boxes of a tensor, or all
+            ranks would write the same file.
 
     Examples:
         >>> from torch.distributed.checkpoint import FileSystemWriter
@@ -106,13 +106,13 @@ def check_storage_writer(writer: object, state: Mapping[str, Any]) -> None:
 
 
 def _writer_in_use() -> StorageWriter | None:
-    """The storage writer of the ``dcp.save`` on the call stack, if any."""
-    # DCP passes only a name and a tensor to the hook (torch 2.11-2.13), and a plan that is sent to the coordinator has
-    # only torch's classes. So the callers' frames are the last place to find the writer while it can still be refused.
+    """Return the storage writer of the ``dcp.save`` on the call stack, or None."""
+    # DCP passes only a name and a tensor to the hook (torch 2.11-2.13), and the plan that the coordinator gets contains
+    # torch's classes only. So before a file is written, the writer can only be found in the callers' frames.
     frame = inspect.currentframe()
     while frame is not None:
         for value in frame.f_locals.values():
-            # isinstance would load lazy objects among the callers' variables.
+            # `issubclass` of the type, because isinstance would load lazy objects among the callers' variables.
             if issubclass(type(value), StorageWriter):
                 return value  # type: ignore[no-any-return]
         frame = frame.f_back
@@ -120,12 +120,13 @@ def _writer_in_use() -> StorageWriter | None:
 
 
 def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:
-    # vars, not an attribute access: other writers have no such attribute.
+    """Raise CheckpointError if ``writer`` would lose parts of the tensor ``name``."""
+    # `vars(..).get`, because other writers have no such attribute.
     if writer is None or vars(writer).get("serialization_format") is not SerializationFormat.SAFETENSORS:
         return
     _, placement = ragged_axis(spec.placements)
     inner = inner_box(spec).sizes
-    # The most boxes of any rank, so that all ranks refuse the save.
+    # The largest number of boxes on any rank, not on this rank, so that all ranks raise.
     most = max(len(boxes_of_range(inner, *placement.piece(inner, r))) for r in range(placement.num_shards))
     if most > 1:
         raise CheckpointError(
@@ -135,6 +136,7 @@ def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:
             where=name,
             todo="save .distcp files or with vescale_fsdp.checkpoint, and convert with vescale-convert",
         )
+    # `is False`, because only one of the safetensors writers has this attribute.
     if vars(writer).get("save_distributed") is False and placement.num_shards > 1:
         raise CheckpointError(
             "torch's safetensors writer lets all ranks write the same file, and only the last rank's part remains.",

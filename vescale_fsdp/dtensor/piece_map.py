@@ -1,14 +1,14 @@
 """PieceMap: the flat range of a parameter that each rank of its mesh owns, for any kind of tensor.
 
-Optimizers with block state need to know which rank owns which elements of a parameter:
+Optimizers with state per block need to know which rank owns which elements of a parameter:
 
     parameter                                    pieces
-    plain tensor, DTensor all Replicate          one shard, the whole tensor, no mesh axis
+    plain tensor, DTensor all Replicate          one piece, the whole tensor; no mesh axis
     RaggedDTensor                                the pieces of its RaggedShard
     FSDP2's DTensor, Shard(0)                    torch's chunks of rows, contiguous and in rank order
-    anything else (Shard(1), TP with FSDP)       None: no contiguous pieces; the caller decides
+    anything else (Shard(1), TP with FSDP)       None, because a rank owns no contiguous range
 
-Replicate on every other mesh axis is allowed (HSDP): those ranks are *replicas*.
+All other mesh axes must be Replicate, as in HSDP: ranks along them are *replicas*.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from vescale_fsdp.torch_private import local_of
 class PieceMap:
     """The pieces of one parameter: contiguous flat ranges, in the order of the ranks.
 
+    A *shard rank* is a rank's number along the mesh axis that shards the parameter.
+
     Args:
         shape: global shape.
-        numels: elements of each shard rank's piece.
-        shard_rank: this rank's number among the shards.
-        cut_over: the mesh, and the number of the mesh axis that shards the parameter; None if none does.
+        numels: number of elements of each shard rank's piece.
+        shard_rank: this rank's shard rank.
+        cut_over: the mesh, and the number of the mesh axis that shards the parameter; None if no axis does.
     """
 
     shape: tuple[int, ...]
@@ -46,43 +48,44 @@ class PieceMap:
 
     @property
     def numel(self) -> int:
-        """Elements of the full tensor."""
+        """Number of elements of the full tensor."""
         return self.numels.total
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks that share the tensor."""
+        """Number of pieces, including empty ones."""
         return len(self.numels)
 
     def piece(self, shard_rank: int) -> FlatRange:
-        """The range of a shard rank."""
+        """Return the flat range that a shard rank owns."""
         return FlatRange(self.numels.start(shard_rank), self.numels.start(shard_rank + 1))
 
     @property
     def own_piece(self) -> FlatRange:
-        """The range of this rank."""
+        """The flat range that this rank owns."""
         return self.piece(self.shard_rank)
 
     def holder_of(self, flat_range: FlatRange) -> int | None:
-        """The shard rank that owns all of a non-empty range; None if several ranks own parts of the range."""
+        """Return the shard rank that owns all of a non-empty range, or None if several ranks own parts of it."""
         holders = self.holders_of(flat_range)
         first = next(holders)
         return first if next(holders, None) is None else None
 
     def holders_of(self, flat_range: FlatRange) -> Iterator[int]:
-        """The shard ranks that own any element of a range, in order."""
+        """Yield the shard ranks that own at least one element of a range, in order."""
         return self.numels.holders(*flat_range)
 
     def count_in_blocks(self, period: int, count: Callable[[FlatRange], int]) -> RunLengths:
-        """Number of per-block values, such as scales, that belong to each piece.
+        """Return the number of per-block values, such as scales, that belong to each piece.
 
         Args:
             period: number of elements after which the pattern of block ends repeats in the flat tensor.
-            count: the number of values for a piece; it raises for pieces that cut a block.
+            count: returns the number of values for a piece, and raises for a piece that cuts a block.
         """
         runs, first = [], 0
         for num_ranks, numel in self.numels.runs:
-            # Pieces that are a multiple of the period apart have equal counts, so one piece represents them.
+            # To be fast on many ranks, count only one of the pieces with equal counts: equal pieces that are a multiple
+            # of the period long.
             distinct = 1 if numel % period == 0 else num_ranks
             counts = [count(self.piece(rank)) for rank in range(first, first + distinct)]
             runs += [(num_ranks // distinct, number) for number in counts]
@@ -91,7 +94,7 @@ class PieceMap:
 
 
 def pieces_of(tensor: torch.Tensor) -> PieceMap | None:
-    """The pieces of a parameter; None if ranks do not own contiguous flat ranges of it."""
+    """Return the pieces of a parameter, or None if a rank's elements are not one contiguous flat range."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor) or all(p.is_replicate() for p in tensor.placements):
         return PieceMap(shape, RunLengths.of([numel_of(shape)]))
@@ -100,9 +103,10 @@ def pieces_of(tensor: torch.Tensor) -> PieceMap | None:
     if len(sharded) != 1:
         return None
     axis, placement = sharded[0], tensor.placements[sharded[0]]
-    if type(placement) is RaggedShard:  # a StridedRaggedShard has one run per chunk
+    # Exact classes: under a StridedRaggedShard or torch's _StridedShard a rank owns several runs.
+    if type(placement) is RaggedShard:
         numels = placement.piece_lengths(shape)
-    elif type(placement) is Shard and placement.dim == 0:  # strided shards own several runs
+    elif type(placement) is Shard and placement.dim == 0:
         numels = _chunks(shape[0], mesh.size(axis)).map(lambda rows: rows * numel_of(shape[1:]))
     else:
         return None
@@ -110,26 +114,26 @@ def pieces_of(tensor: torch.Tensor) -> PieceMap | None:
 
 
 def _chunks(size: int, num_chunks: int) -> RunLengths:
-    """Sizes of torch's chunks of a dim: full chunks, at most one shorter chunk, empty chunks."""
+    """Return the sizes of torch's chunks of a dim: full chunks, at most one shorter chunk, then empty chunks."""
     chunk = chunk_of(size, num_chunks, 0).numel
-    num_full, rest = divmod(size, chunk) if chunk else (0, 0)  # no chunk: an empty dim
+    num_full, rest = divmod(size, chunk) if chunk else (0, 0)  # chunk is 0 for an empty dim
     num_rest = int(rest > 0)
     return RunLengths(((num_full, chunk), (num_rest, rest), (num_chunks - num_full - num_rest, 0)))
 
 
 def contiguous_pieces_of(param: torch.Tensor, otherwise: str) -> PieceMap:
-    """The pieces of a parameter whose ranks must own contiguous runs.
+    """Return the pieces of a parameter.
 
     Args:
         param: the parameter.
-        otherwise: the alternative that the error names.
+        otherwise: an alternative for the user, which the error names.
 
     Raises:
-        LayoutError: if ranks own other parts than contiguous runs.
+        LayoutError: if a rank's elements are not one contiguous flat range.
     """
     pieces = pieces_of(param)
     if pieces is None:
-        assert isinstance(param, DTensor)
+        assert isinstance(param, DTensor)  # a plain tensor always has a piece
         raise LayoutError(
             "Block state needs parameters that are cut into one contiguous run per rank.",
             expected="plain tensors, RaggedShard, Shard(0) or Replicate",
@@ -147,13 +151,15 @@ def zeros_sharded_with(
     piece_numels: RunLengths,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Zeros of another shape than a parameter, sharded with it: scales, factors, ...
+    """Return zeros for state, such as scales or factors, whose shape differs from the parameter's.
+
+    Each rank gets the elements that belong to its piece of the parameter.
 
     Args:
         param: the parameter.
-        pieces: its pieces.
+        pieces: the pieces of the parameter.
         shape: global shape of the new tensor.
-        piece_numels: elements of the new tensor that belong to each shard's piece of the parameter.
+        piece_numels: number of elements of the new tensor on each shard rank.
         dtype: dtype of the new tensor.
 
     Returns:
@@ -165,26 +171,30 @@ def zeros_sharded_with(
     mesh = param.device_mesh
     placements: list[Placement] = [Replicate()] * mesh.ndim
     if pieces.cut_over is None:
-        # No check: it would broadcast zeros that all ranks have.
+        # run_check would broadcast the zeros, which all ranks have.
         return DTensor.from_local(local.view(shape), mesh, placements, run_check=False)
     placements[pieces.cut_over[1]] = RaggedShard.from_piece_numels(shape, piece_numels)
     return RaggedDTensor.from_local(local, mesh, placements, shape=shape)
 
 
 def local_part_of(full: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a tensor that all ranks have in full, sharded as ``like``. No communication."""
+    """Return this rank's part, under the placements of ``like``, of a tensor that all ranks have in full.
+
+    No communication.
+    """
     mesh = like.device_mesh
+    # run_check would broadcast the tensor.
     replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return local_of(redistribute(replicated, like.placements))
 
 
 def local_tensor(tensor: torch.Tensor, what: str = "parameter") -> torch.Tensor:
-    """This rank's elements of a parameter or state tensor: a writable 1-D view.
+    """Return this rank's elements of a parameter or state tensor as a writable 1-D view.
 
     Raises:
         LayoutError: if the elements are not contiguous in memory.
     """
-    local = local_of(tensor).detach()  # written without autograd
+    local = local_of(tensor).detach()  # so that autograd does not record writes to the view
     if not local.is_contiguous():
         raise LayoutError(
             f"A {what} is not contiguous in memory.",
@@ -196,7 +206,7 @@ def local_tensor(tensor: torch.Tensor, what: str = "parameter") -> torch.Tensor:
 
 
 def local_grad(param: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a parameter's gradient, 1-D, sharded as the parameter.
+    """Return this rank's elements of a parameter's gradient, 1-D, under the parameter's placements.
 
     Raises:
         LayoutError: for sparse or complex gradients, which no optimizer here supports.
@@ -212,13 +222,15 @@ def local_grad(param: torch.Tensor) -> torch.Tensor:
             todo="use torch.optim.SparseAdam for sparse embeddings, or sparse=False",
         )
     if not isinstance(grad, DTensor):
-        return grad.detach().reshape(-1)  # autograd may give other strides than the parameter's
+        # `reshape`, not `view`: the gradient's strides may differ from the parameter's.
+        return grad.detach().reshape(-1)
     if isinstance(param, DTensor) and grad.placements != param.placements:
         grad = redistribute(grad, param.placements)
     return local_of(grad).reshape(-1)
 
 
 def move_to(tensor: RaggedDTensor, other: RaggedDTensor, local: torch.Tensor) -> None:
-    """Give ``tensor`` the spec and the layout of ``other``, and ``local`` as its local tensor, in place."""
+    """Change ``tensor`` in place: the spec and layout of ``other``, and ``local`` as the local tensor."""
+    # The global shape and dtype of a tensor cannot change in place.
     assert other._spec.tensor_meta == tensor._spec.tensor_meta
     tensor._local_tensor, tensor._spec, tensor.layout_ref = local, other._spec, other.layout_ref

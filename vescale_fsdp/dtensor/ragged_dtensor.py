@@ -1,11 +1,11 @@
 """RaggedDTensor: a DTensor whose ranks own flat pieces of any length.
 
-Stock DTensor dispatch does not know `RaggedShard`: it would try to redistribute to Replicate and fail. So a ragged
+Stock DTensor dispatch does not support `RaggedShard`: it would try to redistribute to Replicate and fail. So a ragged
 tensor is a subclass with its own ``__torch_dispatch__``. It keeps DTensor's interface: ``.shape`` is global, and
 ``.to_local()``, ``.full_tensor()``, ``.redistribute()``, ``.device_mesh`` and ``.placements`` work.
 
-`operators.dispatch_table` decides what each operator does on the pieces (see dtensor/operators/OPERATORS.md). An
-operator without a rule raises, and does not return a wrong value.
+`operators.dispatch_table` selects a rule for each operator, which runs the operator on the pieces (see
+dtensor/operators/OPERATORS.md). An operator without a rule raises instead of returning a wrong value.
 """
 
 from __future__ import annotations
@@ -62,13 +62,14 @@ from vescale_fsdp.torch_private import (
 
 Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
-# The modules of rules import this module, because rules create tensors of this class; they register with `set_rules`.
-# Importing any module of `vescale_fsdp.dtensor` imports the rules (see the package's ``__init__``).
+# Rules create tensors of this class, so the modules of rules import this module, and this module cannot import them.
+# Instead, `dispatch_table` registers the rules with `set_rules`. The package's ``__init__`` imports that module, so the
+# rules are set whenever a module of `vescale_fsdp.dtensor` is imported.
 _rule_of: Callable[[torch._ops.OpOverload], Rule]
 
 
 def set_rules(rule_of: Callable[[torch._ops.OpOverload], Rule]) -> None:
-    """Set the function that selects the rule of an operator on ragged tensors."""
+    """Set the function that returns the rule of an operator on ragged tensors."""
     global _rule_of
     _rule_of = rule_of
 
@@ -80,10 +81,10 @@ class RaggedDTensor(DTensor):
     Create one with `distribute_tensor`, `RaggedDTensor.from_local` or `fully_shard`, not with the constructor.
 
     Attributes:
-        layout_ref: the layout of the tensor's group and the tensor's name in it, for tensors that a planner laid out.
-            Elementwise results inherit it, so optimizer state has a layout too.
-        shown_to_torchao: for a parameter with all-gather hooks of its own, this rank's piece as a tensor of the user's
-            class.
+        layout_ref: the layout of the tensor's group and the tensor's name in this layout; None for a tensor that the
+            planner did not lay out. Elementwise results inherit it, so optimizer state has a layout, too.
+        shown_to_torchao: this rank's piece as a tensor of the user's class, for a parameter whose class has all-gather
+            hooks; None for all other tensors.
 
     Examples:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -105,8 +106,9 @@ class RaggedDTensor(DTensor):
         layout_ref: tuple[GroupLayout, str] | None = None,
         requires_grad: bool = False,
     ) -> RaggedDTensor:
-        """A ragged tensor over ``local`` (shared, not copied), described by ``spec``."""
-        # Skip DTensor's __init__, which does nothing but is slow: an optimizer wraps hundreds of tensors per step.
+        """Return a ragged tensor with spec ``spec`` that shares the memory of ``local``."""
+        # `__new__` skips DTensor's __init__, which does nothing but takes time: an optimizer wraps hundreds of tensors
+        # per step.
         tensor: Any = RaggedDTensor.__new__(RaggedDTensor, local, spec, requires_grad=requires_grad)
         if layout_ref is not None:
             tensor.layout_ref = layout_ref
@@ -120,10 +122,10 @@ class RaggedDTensor(DTensor):
         *,
         shape: Sequence[int],
     ) -> RaggedDTensor:
-        """A ragged tensor from this rank's piece. No communication; differentiable.
+        """Return a ragged tensor that shares the memory of this rank's piece. No communication; differentiable.
 
         Args:
-            local_tensor: the piece, contiguous, with the number of elements that the placement assigns to this rank.
+            local_tensor: the piece: contiguous, and as many elements as the placement assigns to this rank.
             device_mesh: the mesh.
             placements: one per mesh axis, exactly one of them a RaggedShard.
             shape: global shape.
@@ -146,13 +148,17 @@ class RaggedDTensor(DTensor):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh."""
-        # torch's set_*_state_dict reads this attribute first, on all ranks, so it is refused here.
+        # torch's set_*_state_dict functions would write wrong ranges into ragged tensors. The functions read this
+        # attribute first, and on all ranks, so they are refused here.
         refuse_set_state_dict(f"a tensor of shape {tuple(self.shape)}")
         return self._spec.mesh
 
     @property
     def piece(self) -> FlatRange:
-        """This rank's half-open range of the flattened tensor (of its inner box, see `spec`)."""
+        """This rank's half-open range of the flattened tensor.
+
+        If other mesh axes cut the tensor, too, the range is of the flattened inner box (see the module `spec`).
+        """
         return piece_of(self._spec)
 
     @property
@@ -161,11 +167,12 @@ class RaggedDTensor(DTensor):
         return boxes_of(self._spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's piece, 1-D (shares memory). Differentiable.
+        """Return this rank's piece, 1-D, in shared memory. Differentiable.
 
         Args:
             grad_placements: placements of the incoming gradient; None: the tensor's placements.
         """
+        # Without autograd no new tensor is needed.
         if not torch.is_grad_enabled() or not self.requires_grad:
             return self._local_tensor
         placements = self.placements if grad_placements is None else grad_placements
@@ -180,11 +187,11 @@ class RaggedDTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor under other placements of the same mesh. Differentiable.
+        """Return the tensor under other placements of its mesh. Differentiable.
 
         Raises:
-            PlacementError: for another mesh, or placements that cannot be reached.
-            UnsupportedOpError: for options that only stock DTensor has.
+            PlacementError: for another mesh, for placements that do not fit the tensor, and for a new Partial.
+            UnsupportedOpError: for options that only stock DTensor supports.
         """
         if async_op or forward_dtype is not None or backward_dtype is not None:
             raise UnsupportedOpError(
@@ -206,12 +213,15 @@ class RaggedDTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The same memory without autograd, as in torch. An assigned tensor must be sharded like this one."""
+        """The tensor without autograd, in shared memory, as in torch.
+
+        A tensor that is assigned must be sharded like this tensor, or replicated.
+        """
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # torch's own setter would change the wrapper's metadata and silently leave the piece as it was.
+        # torch's setter would change this wrapper's metadata and silently keep the old piece.
         if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
             value = redistribute(value, self.placements)
         if not isinstance(value, RaggedDTensor) or (
@@ -224,11 +234,11 @@ class RaggedDTensor(DTensor):
                 got=f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype} on {value.device}",
                 todo="shard the full tensor with vescale_fsdp.distribute_tensor, and copy_ it into the tensor",
             )
-        self._local_tensor = value._local_tensor.detach()
+        self._local_tensor = value._local_tensor.detach()  # `.data` has no autograd history
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
-        """The dtype of gradients, as in torch. It is always the tensor's dtype; setting another one raises."""
+        """The dtype of gradients, as in torch. It is always the tensor's dtype; assigning another dtype raises."""
         return grad_dtype_of(self)
 
     @grad_dtype.setter
@@ -236,30 +246,33 @@ class RaggedDTensor(DTensor):
         check_grad_dtype(wanted, self.dtype, f"a tensor of shape {tuple(self.shape)}")
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor on every rank (a collective; new memory). Differentiable.
+        """Gather the whole tensor on every rank, in new memory. A collective; differentiable.
 
         Args:
-            grad_placements: placements of the incoming gradient; Replicate if None. With ``[Partial()]``, a
-                reduce-scatter sums the gradient over the ranks.
+            grad_placements: placements of the incoming gradient; None: Replicate. With ``[Partial()]``, the backward
+                sums the gradient over the ranks by a reduce-scatter.
         """
         replicated = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return replicated.to_local(grad_placements=grad_placements)
 
     def data_ptr(self) -> int:
-        """The address of this rank's piece (0 if it is empty), which other libraries use as a tensor's identity."""
+        """Return the address of this rank's piece, which other libraries use as a tensor's identity; 0 if empty."""
+        # Some callers would use the address as that of the wrapper's own storage, which does not exist.
         if takes_address_for_memory():
             return 0
         local = piece_in(self)
         if (local.numel() and not local.is_meta) or not is_asked_by("accelerate"):
             return local.data_ptr()
-        return id(self)  # accelerate (1.15) identifies parameters by address, and an empty piece has none
+        # accelerate (1.15) identifies parameters by address. An empty piece, or one on the meta device, has none.
+        return id(self)
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        # torchao (0.18) recognizes its weights by their class.
+        # torchao (0.18) recognizes its weights by their class, so it gets the tensor of the user's class.
         if self.shown_to_torchao is not None and is_asked_by("torchao"):
             return self.shown_to_torchao
-        # accelerate (1.15) identifies parameters by address. An empty piece has none, so accelerate gets this tensor.
+        # accelerate (1.15) identifies parameters by address. A piece that is empty or on the meta device has none, so
+        # accelerate gets this tensor, whose `data_ptr` is unique.
         local = piece_in(self)
         return local if (local.numel() and not local.is_meta) or not is_asked_by("accelerate") else self
 
@@ -268,8 +281,9 @@ class RaggedDTensor(DTensor):
         local_slot.__set__(self, local)
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether the tensor of the global shape is contiguous, as in torch."""
-        # FSDP2 and other wrappers call this method before they shard a parameter.
+        """Return whether the tensor of the global shape is contiguous, as in torch."""
+        # FSDP2 and other wrappers call this method before they shard a parameter. They are refused here, because a
+        # ragged parameter is already sharded.
         refuse_takers(f"a ragged parameter of shape {tuple(self.shape)}")
         return super().is_contiguous(*args, **kwargs)
 
@@ -284,7 +298,8 @@ class RaggedDTensor(DTensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Only torch.save pickles with this protocol; pickle, multiprocessing and DCP's process writer use a later one.
+        # The protocol identifies the caller: only torch.save uses this one, while pickle, multiprocessing and DCP's
+        # process writer use a later one.
         if protocol == torch.serialization.DEFAULT_PROTOCOL:
             raise UnsupportedOpError(
                 "torch.save cannot store a ragged tensor in a way that loads anywhere else.",
@@ -308,18 +323,19 @@ class RaggedDTensor(DTensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # torch's method (2.11-2.13) also copies the mesh and the layout; here the copy shares both.
+        # torch's method (2.11-2.13) would also copy the mesh and the layout, which the copy shares here.
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            return super().__deepcopy__(memo)  # raises
+            return super().__deepcopy__(memo)  # raises torch's own error for a tensor that is not a leaf
         is_parameter = isinstance(self, torch.nn.Parameter)
         local = self._local_tensor.detach().clone()
         clone = memo[id(self)] = _rebuild(
             local, self._spec, self.layout_ref, self.requires_grad, is_parameter
         )
-        # `shown_to_torchao` is not copied: it is a view of this tensor's memory.
+        # Attributes of the user are copied, but not `shown_to_torchao`: it is a view of this tensor's memory.
         for name in vars(self).keys() - {"shown_to_torchao"}:
+            # setdefault keeps what `_rebuild` has set.
             vars(clone).setdefault(name, copy.deepcopy(vars(self)[name], memo))
         if self.grad is not None:
             clone.grad = copy.deepcopy(self.grad, memo)
@@ -329,6 +345,7 @@ class RaggedDTensor(DTensor):
     def __tensor_unflatten__(
         inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> RaggedDTensor:
+        # torch 2.13 has `shard_order` between these items; it has no meaning for a ragged placement.
         placements, meta, requires_grad = flatten_spec[0], flatten_spec[1], flatten_spec[-1]
         spec = make_spec(inner_tensors["device_mesh"], placements, torch.Size(outer_size), meta.dtype)
         return RaggedDTensor.wrap(inner_tensors["_local_tensor"], spec, requires_grad=requires_grad)
@@ -343,8 +360,9 @@ class RaggedDTensor(DTensor):
     ) -> Any:
         return _rule_of(func)(func, args, kwargs or {})
 
-    # DCP's hooks (torch/distributed/_checkpointable.py): rank-local arithmetic, nothing for an empty piece. They are
-    # methods of the class, because hooks set on an instance are lost when DCP copies it.
+    # DCP's hooks (torch/distributed/_checkpointable.py). They compute without communication, and return nothing for an
+    # empty piece (see `dcp_hooks`). They are methods of the class, because DCP copies tensors, and a copy would lose
+    # hooks that are set on an instance.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         return write_items(fqn, self._local_tensor, self.boxes, self._spec)
@@ -356,8 +374,8 @@ class RaggedDTensor(DTensor):
         return tensor_shard(self._local_tensor, self.boxes, index)
 
 
-register_foreach_type(RaggedDTensor)
-dispatch_to_subclass(RaggedDTensor)
+register_foreach_type(RaggedDTensor)  # torch's optimizers use foreach and fused steps for known types only
+dispatch_to_subclass(RaggedDTensor)  # torch 2.11 would not call the subclass's `__torch_dispatch__`
 
 
 @set_module("vescale_fsdp.dtensor")
@@ -368,20 +386,25 @@ def _rebuild(
     requires_grad: bool,
     is_parameter: bool,
 ) -> torch.Tensor:
+    """Return an unpickled or copied tensor. Pickles contain this function's name."""
     tensor = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
 def _shape_of_piece(spec: DTensorSpec) -> tuple[int, ...]:
+    """Return the shape of this rank's local tensor."""
     axis, placement = ragged_axis(spec.placements)
     return local_shape(placement, inner_box(spec).sizes, spec.mesh.get_local_rank(axis))
 
 
 def wrap_like(local: torch.Tensor, spec: DTensorSpec, like: DTensor | None = None) -> DTensor:
-    """A ragged DTensor if ``spec`` has a ragged placement, else a stock DTensor."""
+    """Return ``local`` as a ragged DTensor if ``spec`` has a ragged placement, else as a stock DTensor.
+
+    A ragged result gets the layout of ``like`` if both have the same placements.
+    """
     if not is_ragged_spec(spec.placements):
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
-    # The layout describes these placements only.
+    # A layout describes one set of placements, so a tensor with other placements has none.
     ref = like.layout_ref if isinstance(like, RaggedDTensor) and like.placements == spec.placements else None
     return RaggedDTensor.wrap(local, spec, layout_ref=ref)
 
@@ -396,17 +419,18 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = None,
 ) -> RaggedDTensor:
-    """Shard a tensor raggedly.
+    """Return this rank's part of a tensor, sharded by a `RaggedShard`.
 
     Args:
         tensor: the full tensor. Its shape and dtype must be the same on all ranks.
         device_mesh: the mesh.
         placements: one per mesh axis, exactly one of them a RaggedShard.
-        src_data_rank: None if all ranks have the same values: each copies its piece, without communication. Otherwise
-            the group rank, on every mesh axis, of the rank that sends every other rank its piece (see `spec`).
+        src_data_rank: None if all ranks have the same values: each rank copies its piece, without communication.
+            Otherwise the rank with this group rank on every mesh axis sends every other rank its piece. A group rank is
+            the rank's number in the process group of a mesh axis.
 
     Returns:
-        A leaf that requires gradients if ``tensor`` does.
+        A leaf tensor that requires gradients if ``tensor`` does.
 
     Examples:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -420,23 +444,27 @@ def distribute_tensor(
         raise PlacementError(
             "A tensor cannot be made Partial.", expected="Replicate or Shard", got=spec.placements
         )
-    full = tensor.detach()
+    full = tensor.detach()  # the result is a leaf
     if src_data_rank is not None:
-        # Broadcast along every axis except the ragged one, only between ranks whose group ranks on the later axes and
-        # on the ragged axis are the source's. `exchange` then sends the pieces along the ragged axis.
-        full = full.clone(memory_format=torch.contiguous_format)  # broadcasts write to it
+        # Broadcast along every axis except the ragged axis, one after the other. A rank takes part only if its group
+        # ranks on the later axes and on the ragged axis are those of the source: then the process group has a rank with
+        # the values. `exchange` then sends the pieces along the ragged axis. The tensor is cloned, because broadcasts
+        # write to it, and need it contiguous.
+        full = full.clone(memory_format=torch.contiguous_format)
         group_ranks = group_ranks_in(device_mesh)
         others = [other for other in range(device_mesh.ndim) if other != axis]
         for index, other in enumerate(others):
             if all(group_ranks[later] == src_data_rank for later in (*others[index + 1 :], axis)):
                 wait_for(broadcast_in_place(full, device_mesh.get_group(other), src_data_rank))
     inner = inner_box(spec)
-    part = full[inner.slices()].contiguous()  # a box cut in later dims is strided
+    # A box that is cut in a later dim is strided, and pieces are flat.
+    part = full[inner.slices()].contiguous()
     if src_data_rank is None:
         start, stop = placement.piece(inner.sizes, device_mesh.get_local_rank(axis))
-        # A copy: a view would keep the full tensor in memory.
+        # Cloned, because a view would keep the full tensor in memory.
         local = part.view(-1)[start:stop].clone().view(_shape_of_piece(spec))
     else:
+        # The source owns everything. All other ranks of the ragged axis own nothing, and so pass no elements.
         owner = tuple(int(rank == src_data_rank) for rank in range(placement.num_shards))
         steps = exchange(
             part.view(-1)[: part.numel() * owner[device_mesh.get_local_rank(axis)]],
@@ -462,18 +490,19 @@ def redistribute(
 def redistribute(
     tensor: DTensor, placements: Sequence[Placement], *, async_op: bool = False
 ) -> DTensor | PendingTensor:
-    """A DTensor, ragged or stock, under other placements of its mesh, ragged or stock. Differentiable.
+    """Return a DTensor under other placements of its mesh. Differentiable.
 
-    torch's ``DTensor.redistribute`` does not support ragged placements; this function supports both kinds.
+    Both the tensor and the placements may be ragged or stock, while torch's ``DTensor.redistribute`` does not support
+    ragged placements.
 
     Args:
         tensor: a DTensor. With ``async_op``, it must not be written before the wait.
         placements: one per mesh axis, at most one of them a RaggedShard.
-        async_op: return a `PendingTensor` at once; not differentiable. All ranks must start and wait in the same
-            order. If the cut of several mesh axes changes, only the first collective overlaps with computation.
+        async_op: return a `PendingTensor` at once. The result is not differentiable, and all ranks must start and wait
+            in the same order. If several mesh axes change, only the first collective overlaps with computation.
 
     Raises:
-        PlacementError: if the placements do not fit the mesh, or contain a Partial that the tensor does not have.
+        PlacementError: if the placements do not fit the mesh, or have a Partial where the tensor has none.
 
     Examples:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -513,7 +542,7 @@ class PendingTensor:
         self._move = start_redistribution(local_of(tensor), tensor._spec, self._target)
 
     def wait(self) -> DTensor:
-        """The tensor under its new placements."""
+        """Wait for the redistribution and return the tensor under its new placements."""
         return wrap_like(self._move.wait(), self._target, like=self._source)
 
 
@@ -524,7 +553,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
         ctx.spec = spec
-        # A fresh tensor on the same memory, as in torch's from_local.
+        # A new tensor on the same memory, as in torch's from_local.
         return RaggedDTensor.wrap(local.view_as(local), spec, requires_grad=local.requires_grad)
 
     @staticmethod
@@ -536,12 +565,12 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: RaggedDTensor, grad_spec: DTensorSpec) -> torch.Tensor:
         ctx.spec = grad_spec
-        # A fresh tensor on the same memory, as in torch's to_local.
+        # A new tensor on the same memory, as in torch's to_local.
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:  # type: ignore[override]
-        # Pieces must be contiguous.
+        # autograd may pass a strided gradient, but pieces are contiguous.
         return wrap_like(grad.contiguous(), spec_with(ctx.spec, dtype=grad.dtype)), None
 
 
@@ -550,13 +579,14 @@ class _Redistribute(torch.autograd.Function):
     def forward(ctx: Any, tensor: DTensor, target: DTensorSpec) -> DTensor:
         ctx.spec = tensor._spec
         if tensor._spec.placements == target.placements:
-            # A view, because autograd treats a returned input specially.
+            # A view, because autograd treats an input that is returned unchanged specially.
             return wrap_like(local_of(tensor).view_as(local_of(tensor)), target, like=tensor)
         return wrap_like(redistribute_local(local_of(tensor), tensor._spec, target), target, like=tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
-        # The gradient of an unreduced sum equals the gradient of each summand: it is the same on every rank.
+        # Each rank has one summand of a Partial tensor. The gradient of every summand equals the gradient of the sum,
+        # so the gradient is Replicate.
         placements = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
         target = spec_with(ctx.spec, placements=placements, dtype=grad.dtype)
         return wrap_like(redistribute_local(local_of(grad), grad._spec, target), target), None
@@ -566,7 +596,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 def check_grad_dtype(wanted: torch.dtype | None, dtype: torch.dtype, where: str) -> None:
-    """Check that gradients have the tensor's own dtype.
+    """Check that the ``grad_dtype`` that a user assigns is the tensor's dtype.
 
     Raises:
         UnsupportedOpError: for another ``grad_dtype``.
@@ -588,9 +618,9 @@ _REPLACEMENTS: dict[type[torch.optim.Optimizer], str] = {
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse optimizers of torch that need whole matrices, before their step changes anything.
+    """Raise UnsupportedOpError for an optimizer of torch that needs whole matrices but has ragged parameters.
 
-    Without this hook an operator would raise in mid-step, after momenta and step counts have changed.
+    Without this hook an operator would raise in the middle of a step, after momenta and step counts have changed.
     """
     todo = next((text for kind, text in _REPLACEMENTS.items() if isinstance(optimizer, kind)), None)
     if todo is None:

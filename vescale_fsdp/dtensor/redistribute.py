@@ -1,6 +1,6 @@
-r"""Move a tensor between placements: the data sent over one mesh axis, and the order of the axes.
+r"""Redistribute a tensor between placements: the data sent over one mesh axis, and the order of the axes.
 
-One axis (`_move_axis`), n ranks, P elements in the largest piece, N in the tensor:
+One axis (`_move_axis`) of n ranks, for a tensor of N elements whose largest piece has P elements:
 
     from \ to     RaggedShard                         Replicate                Shard(d)
     RaggedShard   all-to-all of moved elements        all-gather (n * P), or   all-to-all of moved
@@ -10,15 +10,15 @@ One axis (`_move_axis`), n ranks, P elements in the largest piece, N in the tens
     Partial       reduce-scatter (n * P), or one      torch's own              torch's own
                   reduce per owner
 
-Padding to the largest piece is cheap while pieces have similar sizes. Where it would more than double the traffic (few
-ranks own the tensor), broadcasts or reductions per owner send N elements and no padding.
+Padding to the largest piece is cheap if pieces have similar sizes. If padding would more than double the traffic,
+because few ranks own the tensor, one broadcast or reduction per owner sends N elements without padding.
 
-Several axes (`_move`), each step on the least data:
+Several axes (`_move`), in an order in which each step handles the least data:
 
-    1. the ragged axis gives up its pieces, if its target is not ragged or the cut of the other axes changes
+    1. the ragged axis is gathered, or moved to its Shard, if its target is not ragged or the other axes' cut changes
     2. torch's own redistribution changes the cut of the other axes
-    3. the ragged axis takes its new pieces (by a reduce-scatter, if it was Partial)
-    4. other axes that go from Partial to Replicate are reduced, piece by piece
+    3. the ragged axis is cut into its new pieces (by a reduce-scatter, if it was Partial)
+    4. other axes that change from Partial to Replicate are all-reduced, on pieces
 
 The functions take and return local tensors; `vescale_fsdp.dtensor.ragged_dtensor` wraps the tensors and adds autograd.
 """
@@ -55,12 +55,13 @@ from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of, whole_bo
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import DTensorSpec, local_of
 
-# The steps of a move yield each collective that must complete before the next step, and return the new local tensor.
+# A redistribution as a generator: it yields each collective that the caller must wait for, and returns the new local
+# tensor.
 _Steps = Generator[Work | None, None, torch.Tensor]
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,  # divided afterwards: gloo's reduce and all-reduce have no AVG
+    "avg": dist.ReduceOp.SUM,  # `_divide_average` divides, because gloo's reduce and all-reduce have no AVG
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
@@ -68,13 +69,13 @@ _REDUCE_OPS = {
 
 
 class Redistribution:
-    """A redistribution in flight: the constructor starts its first collective, `wait` does the other steps.
+    """A redistribution in progress. The constructor starts the first collective, and `wait` does all other steps.
 
-    A move over one mesh axis has one collective, so all of it overlaps with other work. All ranks must start and wait
-    for their moves in the same order.
+    A redistribution over one mesh axis has one collective, which overlaps with other work. All ranks must start their
+    redistributions in the same order, and wait for them in the same order.
 
     Args:
-        steps: yields each collective that must complete before the next step, and returns the new local tensor.
+        steps: yields each collective that must complete before the next step; returns the new local tensor.
     """
 
     def __init__(self, steps: _Steps) -> None:
@@ -84,24 +85,29 @@ class Redistribution:
         self._advance()
 
     def wait(self) -> torch.Tensor:
-        """The local tensor under the target placements; the same tensor on every call."""
+        """Wait for all steps and return the local tensor under the target placements, the same one on every call."""
         while self._result is None:
             wait_for(self._work)
             self._advance()
         return self._result
 
     def _advance(self) -> None:
+        """Run the next step, up to the collective that it starts or to the result."""
         try:
             self._work = next(self._steps)
-        except StopIteration as end:
+        except StopIteration as end:  # contains the value that the generator returns
             self._result = end.value
 
 
 def start_redistribution(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> Redistribution:
-    """Start `redistribute_local`. ``local`` must not be written before `Redistribution.wait`.
+    """Start to redistribute a tensor from ``source`` to ``target``.
+
+    Args:
+        local: this rank's part of the tensor under ``source``. It must not be written before `Redistribution.wait`.
+        source, target: specs with the same mesh and the same global shape.
 
     Raises:
-        PlacementError: if the meshes or shapes differ, or ``target`` has a Partial that ``source`` does not have.
+        PlacementError: if the meshes or shapes differ, or if ``target`` has a Partial where ``source`` has none.
     """
     if source.mesh != target.mesh or source.shape != target.shape:
         raise PlacementError(
@@ -118,35 +124,36 @@ def start_redistribution(local: torch.Tensor, source: DTensorSpec, target: DTens
                 got=want,
                 where=f"mesh axis {axis} of {target.placements}",
             )
-    return Redistribution(_move(local.detach(), source, target))
+    return Redistribution(_move(local.detach(), source, target))  # autograd is in `ragged_dtensor`
 
 
 def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
-    """Move a tensor from ``source`` to ``target``; returns its local tensor under ``target``.
+    """Redistribute a tensor from ``source`` to ``target``.
 
     Args:
         local: this rank's part of the tensor under ``source``.
         source, target: specs with the same mesh and the same global shape.
 
     Returns:
-        A tensor that shares no memory with ``local``, unless nothing changes.
+        The local tensor under ``target``. It shares no memory with ``local``, unless nothing changes.
 
     Raises:
-        PlacementError: as `start_redistribution`.
+        PlacementError: as for `start_redistribution`.
     """
     return start_redistribution(local, source, target).wait()
 
 
 def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Steps:
-    """All steps from one spec to the other, in the order of the module docstring."""
-    now = source
+    """Redistribute from ``source`` to ``target`` in the four steps of the module docstring."""
+    now = source  # the spec of `local` between steps
     if is_ragged_spec(now.placements) and now.placements != target.placements:
         axis, _ = ragged_axis(now.placements)
         if not isinstance(target.placements[axis], RaggedShard) or not _same_cut(now, target, axis):
-            # Before a gather: a piece is less data to reduce.
+            # Reduce before the gather, because a piece is less data than the tensor.
             local, now = yield from _reduce_others(local, now, target)
-            # The ragged axis goes to its target if one move reaches it, else to Replicate. One move does not reach a
-            # Shard of a dim that another axis shards too: torch cuts such a dim in the order of mesh axes.
+            # One exchange leads from pieces to a Shard if the cut of the other axes stays, and if none of them shards
+            # the same dim: torch cuts such a dim in the order of mesh axes, but the ragged axis is cut last. Otherwise
+            # the ragged axis is gathered.
             want = target.placements[axis]
             others = [p for other, p in enumerate(target.placements) if other != axis]
             one_move = type(want) is Shard and not any(p.is_shard(want.dim) for p in others)
@@ -158,11 +165,11 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Ste
         if step.placements != now.placements:
             meta = now.tensor_meta
             assert meta is not None
-            # run_check=False: the check would broadcast the tensor.
+            # run_check would broadcast the tensor.
             stock = DTensor.from_local(
                 local, now.mesh, now.placements, run_check=False, shape=meta.shape, stride=meta.stride
             )
-            # Torch may return a strided view, and pieces are flat.
+            # torch may return a strided view, but pieces are flat.
             local = local_of(stock.redistribute(placements=step.placements)).contiguous()
         now = step
     if now.placements != target.placements:
@@ -174,11 +181,12 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Ste
 
 
 def _with(spec: DTensorSpec, axis: int, placement: Placement) -> DTensorSpec:
+    """Return the spec with another placement on one mesh axis."""
     return spec_with(spec, placements=replaced(spec.placements, axis, placement))
 
 
 def _same_cut(source: DTensorSpec, target: DTensorSpec, axis: int) -> bool:
-    """Whether the axes other than ``axis`` leave every rank the same box under both specs."""
+    """Return whether the axes other than ``axis`` give every rank the same box under both specs."""
     pairs = zip(source.placements, target.placements, strict=True)
     return all(
         other == axis
@@ -189,20 +197,22 @@ def _same_cut(source: DTensorSpec, target: DTensorSpec, axis: int) -> bool:
 
 
 def _before_pieces(source: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
-    """The last spec before the ragged axis takes its pieces; it has no ragged placement.
+    """Return the spec of step 2: ``target``, except for the ragged axis, which is not ragged yet.
 
-    One move over the ragged axis leads from this spec to ``target``. If ``target`` is not ragged, this is ``target``.
+    From this spec, one move over the ragged axis and the reductions of step 4 lead to ``target``. If ``target`` is not
+    ragged, this is ``target``.
     """
     if not is_ragged_spec(target.placements):
         return target
     axis, _ = ragged_axis(target.placements)
     placements = [
-        # A Partial that becomes Replicate is reduced later: a piece is less data than the tensor.
+        # A Partial that becomes Replicate is reduced in step 4, because a piece is less data than the tensor.
         have if have.is_partial() and want.is_replicate() else want
         for have, want in zip(source.placements, target.placements, strict=True)
     ]
     have = source.placements[axis]
-    # If two axes shard a dim, torch cuts it in the order of mesh axes, but the ragged axis always cuts last.
+    # If two axes shard one dim, torch cuts it in the order of mesh axes, but the ragged axis is always cut last. So no
+    # single exchange leads from this Shard to pieces, and torch gathers the axis instead.
     shares_dim = type(have) is Shard and any(
         p.is_shard(have.dim)
         for spec in (source, target)
@@ -215,14 +225,14 @@ def _before_pieces(source: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
 
 
 def _is_reducible(placement: Placement) -> bool:
-    """Whether plain collectives reduce this Partial (torch's norms need more)."""
+    """Return whether a plain collective reduces this Partial. torch's NormPartial, a subclass, needs more."""
     return type(placement) is Partial and placement.reduce_op in _REDUCE_OPS
 
 
 def _reduce_others(
     local: torch.Tensor, source: DTensorSpec, target: DTensorSpec
 ) -> Generator[Work | None, None, tuple[torch.Tensor, DTensorSpec]]:
-    """All-reduce the pieces over axes that are Partial in ``source`` only; returns the pieces and their spec."""
+    """All-reduce the pieces over axes that are Partial in ``source`` only, and return the pieces and their spec."""
     now = source
     for axis, (have, want) in enumerate(zip(source.placements, target.placements, strict=True)):
         if have.is_partial() and not want.is_partial():
@@ -233,7 +243,7 @@ def _reduce_others(
                     got=have,
                     where=f"mesh axis {axis} of {source.placements}",
                 )
-            local = local.clone()  # the all-reduce is in place, and the caller keeps its tensor
+            local = local.clone()  # the all-reduce is in place, and must not change the caller's tensor
             yield all_reduce_in_place(local, _op_of(have), source.mesh.get_group(axis))
             _divide_average(local, have, source.mesh.size(axis))
             now = _with(now, axis, Replicate())
@@ -241,11 +251,13 @@ def _reduce_others(
 
 
 def _op_of(partial: Placement) -> dist.ReduceOp.RedOpType:
+    """Return the operation that reduces a Partial; the caller divides an average by `_divide_average`."""
     assert isinstance(partial, Partial)
     return _REDUCE_OPS[partial.reduce_op]
 
 
 def _divide_average(tensor: torch.Tensor, partial: Placement, num_ranks: int) -> None:
+    """Divide a sum in place if the Partial is an average; `_REDUCE_OPS` maps averages to SUM."""
     if isinstance(partial, Partial) and partial.reduce_op == "avg":
         tensor.div_(num_ranks)
 
@@ -254,7 +266,7 @@ def _divide_average(tensor: torch.Tensor, partial: Placement, num_ranks: int) ->
 
 
 def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, axis: int) -> _Steps:
-    """Steps between two specs that differ on one mesh axis, on which at least one of them is ragged."""
+    """Redistribute over one mesh axis, the only one on which the specs differ; at least one of the specs is ragged."""
     have, want = source.placements[axis], target.placements[axis]
     if have == want:
         return local
@@ -264,7 +276,7 @@ def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, ax
         return (yield from _gather(local, have.piece_numels(inner), group)).view(inner)
     if isinstance(want, RaggedShard) and have.is_replicate():
         start, stop = want.piece(inner, rank)
-        # A copy: a view would keep the whole tensor in memory.
+        # Cloned, because a view would keep the whole tensor in memory.
         return local.reshape(-1)[start:stop].clone().view(local_shape(want, inner, rank))
     if isinstance(want, RaggedShard) and have.is_partial():
         piece = yield from _reduce_scatter(local, have, want.piece_numels(inner), group)
@@ -273,20 +285,20 @@ def _move_axis(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, ax
 
 
 def _is_worth_padding(piece_numels: Sequence[int]) -> bool:
-    # At most twice the traffic: see the module's docstring.
+    """Return whether a collective of pieces padded to the largest one sends at most twice the tensor's elements."""
     return len(piece_numels) * max(piece_numels) <= 2 * sum(piece_numels)
 
 
 def _gather(local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.ProcessGroup) -> _Steps:
-    """The pieces of all ranks, 1-D, in rank order."""
+    """Gather the pieces of all ranks, 1-D, in rank order."""
     rank, flat = dist.get_rank(group), local.reshape(-1)
-    if sum(piece_numels) == 0:  # on all ranks, so none starts a collective
+    if sum(piece_numels) == 0:  # true on all ranks or on none, so no rank starts a collective alone
         return flat.new_empty(0)
     if not _is_worth_padding(piece_numels):
         full = flat.new_empty(sum(piece_numels))
         slices = full.split(list(piece_numels))
         slices[rank].copy_(flat)
-        # The list starts all broadcasts before the first wait.
+        # A list, not a generator, so that all broadcasts start before the caller waits for the first.
         yield from [
             broadcast_in_place(part, group, owner) for owner, part in enumerate(slices) if part.numel()
         ]
@@ -298,26 +310,28 @@ def _gather(local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.Proc
     yield all_gather_into(padded, own, group)
     if min(piece_numels) == longest:  # no padding to remove
         return padded
+    # Drops the padding of each rank.
     return torch.cat([row[:numel] for row, numel in zip(padded.view(-1, longest), piece_numels, strict=True)])
 
 
 def _reduce_scatter(
     local: torch.Tensor, have: Placement, piece_numels: tuple[int, ...], group: dist.ProcessGroup
 ) -> _Steps:
-    """This rank's piece of the reduced tensor, 1-D."""
+    """Reduce the tensors of all ranks, and return this rank's piece of the result, 1-D."""
     rank = dist.get_rank(group)
     slices = local.reshape(-1).split(list(piece_numels))
-    # `reduce_scatter_into` computes sums and averages only
+    # `reduce_scatter_into` computes sums and averages only. (An average is a sum here, divided below.)
     if _is_worth_padding(piece_numels) and _op_of(have) == dist.ReduceOp.SUM:
         longest = max(piece_numels)
-        padded = local.new_zeros(len(piece_numels), longest)
+        padded = local.new_zeros(len(piece_numels), longest)  # zeros, because the padding is reduced, too
         for row, part in zip(padded, slices, strict=True):
             row[: part.numel()].copy_(part)
         shard = local.new_empty(longest)
         yield reduce_scatter_into(shard, padded.view(-1), dist.ReduceOp.SUM, group)
         piece = shard[: piece_numels[rank]].clone()  # a view would keep the padding in memory
     else:
-        copies = [part.clone() for part in slices]  # reduced in place, and the caller keeps its tensor
+        # Reductions are in place, and must not change the caller's tensor.
+        copies = [part.clone() for part in slices]
         yield from [
             reduce_in_place(copy, _op_of(have), group, owner)
             for owner, copy in enumerate(copies)
@@ -334,15 +348,15 @@ def _reduce_scatter(
 def exchange(
     local: torch.Tensor, have: Placement, want: Placement, shape: tuple[int, ...], group: dist.ProcessGroup
 ) -> _Steps:
-    """One all-to-all between two cuts: each rank sends every other rank exactly the elements that change owner.
+    """Redistribute by one all-to-all, in which each rank sends every other rank the elements that change owner.
 
-    Rank s sends rank r the intersections of s's old boxes with r's new ones, in an order that both sides compute.
-    Elements that stay on their rank are copied and never enter the collective.
+    Rank s sends to rank r the intersections of s's old boxes with r's new boxes, in an order that both ranks compute.
+    Elements that stay on their rank are copied and are not sent.
 
     Args:
         local: this rank's elements under ``have``.
-        have, want: RaggedShard or Shard, each over all ranks of ``group``.
-        shape: shape of the tensor that they cut.
+        have, want: the old and the new placement: RaggedShard or Shard, each over all ranks of ``group``.
+        shape: shape of the tensor that both placements cut.
         group: the ranks.
 
     Returns:
@@ -350,10 +364,11 @@ def exchange(
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     both_ragged = isinstance(have, RaggedShard) and isinstance(want, RaggedShard)
-    # Two ragged cuts are both runs of the flat tensor: one box per rank instead of several.
+    # Pieces of two ragged placements are runs of the flat tensor: one 1-D box per rank replaces several n-d boxes.
     box_shape = (numel_of(shape),) if both_ragged else shape
 
     def owned(placement: Placement, r: int) -> tuple[Box, ...]:
+        """Return the boxes of rank ``r``, in the order of its elements."""
         if isinstance(placement, RaggedShard):
             return boxes_of_range(box_shape, *placement.piece(shape, r))
         box = _shard_box(placement, shape, num_ranks, r)
@@ -384,11 +399,13 @@ def exchange(
 
 
 def _shard_box(placement: Placement, shape: Sequence[int], num_ranks: int, rank: int) -> Box:
+    """Return the box of ``rank`` under a Shard."""
     assert type(placement) is Shard
     return whole_box(shape).chunk(placement.dim, num_ranks, rank)
 
 
 def _intersections(left: Sequence[Box], right: Sequence[Box]) -> Iterator[tuple[int, int, Box]]:
+    """Yield (index in left, index in right, intersection) for each pair of boxes that intersect."""
     for i, a in enumerate(left):
         for j, b in enumerate(right):
             box = a.intersect(b)
@@ -397,6 +414,6 @@ def _intersections(left: Sequence[Box], right: Sequence[Box]) -> Iterator[tuple[
 
 
 def _box_views(flat: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
-    """The boxes of a local tensor as n-d views of it."""
+    """Return an n-d view for each box of a flat local tensor, whose elements are those of the boxes in order."""
     parts = flat.split([box.numel for box in boxes])
     return [part.view(box.sizes) for part, box in zip(parts, boxes, strict=True)]

@@ -1,9 +1,9 @@
-"""The spec of a ragged tensor: which mesh axis is cut raggedly, and what part of the tensor a rank owns.
+"""The spec of a ragged tensor: which mesh axis has the `RaggedShard`, and which elements each rank owns.
 
 A `RaggedShard` is applied after the placements of all other mesh axes, whatever their order, because tensor and expert
-parallelism are applied to the module before it is sharded. So a rank's part follows in two steps: the other axes
-leave it a box of the tensor, the *inner* box; the ragged placement cuts the flattened inner box, and the rank's *piece*
-is a flat range of it::
+parallelism are applied to the module before it is sharded. So a rank's elements follow in two steps. The placements of
+the other axes give the rank a box of the tensor, the *inner* box. The ragged placement cuts the flattened inner box,
+and the rank's *piece* is a flat range of the inner box::
 
     shape (6, 4) on a (2, 2) mesh, placements (RaggedShard((0,), (1, 2)), Shard(0))
         mesh coordinate (0, 0): inner rows [0, 3), piece [0, 4)  = row 0
@@ -14,14 +14,15 @@ is a flat range of it::
 In the flat order of the full tensor, rank 0 of the ragged axis then owns two runs, not one. `make_spec` records this by
 replacing the placement with a `StridedRaggedShard`, whose ``split_factor`` is the number of runs.
 
-Ranks out of order. torch (2.11-2.15) makes the process groups of a mesh from ranks in ascending order. On a mesh that
-lists ranks in another order, a rank's coordinate differs from its *group rank*, and collectives use the group rank::
+Ranks out of order. torch (2.11-2.15) makes the process groups of a mesh from ranks in ascending order. If a mesh lists
+its ranks in another order, a rank's coordinate differs from its *group rank*, its number in the process group of an
+axis. Collectives use the group rank::
 
     DeviceMesh("cpu", [1, 0])     rank 0: listed second, coordinate 1     first of its group, group rank 0
 
-FSDP2 distributes and gathers shards by group rank, as this library does. torch's ``redistribute`` cuts a ``Shard`` by
-coordinate, but ``full_tensor`` gathers it by group rank and DCP takes offsets from coordinates, so chunks come back
-swapped (torch 2.13, FSDP2's checkpoints too). A stock ``Shard`` on such an axis is refused.
+FSDP2 and this library distribute and gather shards by group rank. torch's ``redistribute`` cuts a ``Shard`` by
+coordinate, but ``full_tensor`` gathers it by group rank, and DCP takes offsets from coordinates. So chunks come back
+swapped, also from FSDP2's checkpoints (torch 2.13). This library refuses a stock ``Shard`` on such an axis.
 """
 
 from __future__ import annotations
@@ -43,33 +44,33 @@ from vescale_fsdp.torch_private import DTensorSpec, TensorMeta, printoptions
 
 
 def ranks_in(mesh: DeviceMesh) -> list[Any]:
-    """The global ranks of a mesh by coordinate: a list, nested once per axis."""
-    with outside_fake_mode():  # the mesh's ranks are values, also under a fake mode
+    """Return the global ranks of a mesh by coordinate: a list that is nested once per axis."""
+    with outside_fake_mode():  # under a fake mode, tensors have no values to read
         return mesh.mesh.tolist()
 
 
 def ascends(mesh: DeviceMesh, axis: int) -> bool:
-    """Whether ranks are listed in ascending order along an axis, so that coordinates are group ranks."""
-    with outside_fake_mode():  # the ranks are values
+    """Return whether ranks are in ascending order along an axis, so that coordinates equal group ranks."""
+    with outside_fake_mode():  # under a fake mode, tensors have no values to read
         return bool((mesh.mesh.diff(dim=axis) > 0).all())
 
 
 def group_ranks_in(mesh: DeviceMesh) -> tuple[int, ...]:
-    """This rank's number in the process group of each mesh axis."""
+    """Return this rank's number in the process group of each mesh axis."""
     return tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
 
 
 def ranks_by_group_rank(mesh: DeviceMesh) -> torch.Tensor:
-    """The global ranks of a mesh, indexed by group rank instead of by coordinate.
+    """Return the global ranks of a mesh, indexed by group rank instead of by coordinate.
 
     Raises:
-        PlacementError: if lines of one axis list their ranks in different orders. Ranks with equal shards would then
+        PlacementError: if lines along one axis list their ranks in different orders. Then ranks with equal shards would
             not form a process group.
     """
-    with outside_fake_mode():  # the ranks are values
+    with outside_fake_mode():  # under a fake mode, tensors have no values to read
         ranks = mesh.mesh
         for axis in range(mesh.ndim):
-            # The ranks' order along the axis: one column per line.
+            # For each line along the axis, the order that sorts its ranks: one column per line.
             order = ranks.argsort(dim=axis).movedim(axis, 0).reshape(ranks.shape[axis], -1)
             if not torch.equal(order, order[:, :1].expand_as(order)):
                 raise PlacementError(
@@ -89,7 +90,7 @@ def ranks_by_group_rank(mesh: DeviceMesh) -> torch.Tensor:
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    """The spec of a row-major tensor of this global shape; ragged placements become canonical.
+    """Return the spec of a row-major tensor. A ragged placement gets its split factor, and dims become non-negative.
 
     Raises:
         PlacementError: if the placements do not fit the mesh, the shape or each other.
@@ -111,9 +112,10 @@ def spec_with(
     placements: Sequence[Placement] | None = None,
     dtype: torch.dtype | None = None,
 ) -> DTensorSpec:
-    """The same spec with other placements or another dtype."""
+    """Return the spec with other placements or another dtype, or ``spec`` itself if nothing changes."""
     meta = spec.tensor_meta
     assert meta is not None
+    # The same object lets operators compare specs by identity, which is fast.
     if placements is None and (dtype is None or dtype == meta.dtype):
         return spec
     return make_spec(
@@ -122,17 +124,17 @@ def spec_with(
 
 
 def replaced(placements: Sequence[Placement], axis: int, placement: Placement) -> list[Placement]:
-    """The placements, with ``placement`` on mesh axis ``axis``."""
+    """Return the placements with ``placement`` in place of the one on mesh axis ``axis``."""
     return [*placements[:axis], placement, *placements[axis + 1 :]]
 
 
 def is_ragged_spec(placements: Sequence[Placement]) -> bool:
-    """Whether a mesh axis is cut raggedly."""
+    """Return whether one of the placements is a RaggedShard."""
     return any(isinstance(placement, RaggedShard) for placement in placements)
 
 
 def ragged_axis(placements: Sequence[Placement]) -> tuple[int, RaggedShard]:
-    """The mesh axis that is cut raggedly, and its placement.
+    """Return the mesh axis that has the RaggedShard, and this placement.
 
     Raises:
         PlacementError: unless exactly one placement is a RaggedShard.
@@ -150,7 +152,7 @@ def ragged_axis(placements: Sequence[Placement]) -> tuple[int, RaggedShard]:
 def _canonical(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
 ) -> tuple[Placement, ...]:
-    """Placements with non-negative dims and the split factor filled in.
+    """Return the placements with non-negative dims, and with the split factor of the ragged placement.
 
     Raises:
         PlacementError: if the placements do not fit the mesh, the shape or each other.
@@ -173,7 +175,7 @@ def _canonical(
     for other, p in enumerate(placements):
         if other == axis or p.is_replicate() or p.is_partial():
             continue
-        # The exact class: torch's strided shard does not leave one box.
+        # The exact class is required, because under torch's _StridedShard a rank's part is not one box.
         if type(p) is not Shard or not -len(shape) <= p.dim < len(shape):
             raise PlacementError(
                 "This placement cannot be combined with a RaggedShard.",
@@ -191,7 +193,7 @@ def _canonical(
                 where=f"mesh axis {other} of {placements}",
                 todo="list the ranks in ascending order: init_device_mesh does",
             )
-        canonical[other] = Shard(p.dim % len(shape))  # dims may be negative
+        canonical[other] = Shard(p.dim % len(shape))  # users may pass a negative dim
         if p.dim % len(shape) == 0:
             split_factor *= mesh.size(other)
     if isinstance(placement, StridedRaggedShard) and placement.split_factor != split_factor:
@@ -202,9 +204,9 @@ def _canonical(
             where=str(placements),
             todo="pass RaggedShard; the split factor is filled in",
         )
-    # Without a split factor, which depends on the other axes only.
+    # The split factor depends on the other axes only, so one that the caller passed is dropped here.
     canonical[axis] = RaggedShard.of_runs(placement.dims, placement.units)
-    if split_factor > 1:  # other axes cut dim 0 first
+    if split_factor > 1:  # other axes cut dim 0 before the ragged placement
         canonical[axis] = StridedRaggedShard(placement.dims, placement.units, split_factor)  # type: ignore[arg-type]
     return tuple(canonical)
 
@@ -213,7 +215,7 @@ def _canonical(
 
 
 def inner_box(spec: DTensorSpec) -> Box:
-    """The box that the placements of all other axes leave this rank; the ragged placement cuts this box."""
+    """Return this rank's box under the placements of all other axes; the ragged placement cuts this box."""
     box = whole_box(spec.shape)
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Shard):
@@ -222,13 +224,13 @@ def inner_box(spec: DTensorSpec) -> Box:
 
 
 def piece_of(spec: DTensorSpec) -> FlatRange:
-    """This rank's range of the flattened inner box, which is the whole tensor if no other axis cuts it."""
+    """Return this rank's range of the flattened inner box, which is the whole tensor if no other axis cuts it."""
     axis, placement = ragged_axis(spec.placements)
     return placement.piece(inner_box(spec).sizes, spec.mesh.get_local_rank(axis))
 
 
 def boxes_of(spec: DTensorSpec) -> tuple[Box, ...]:
-    """This rank's boxes of the global tensor, in the order of its local elements; none if it owns nothing."""
+    """Return this rank's boxes of the global tensor, in the order of its local elements; () if it owns no element."""
     inner = inner_box(spec)
     return tuple(
         Box(tuple(a + b for a, b in zip(box.offsets, inner.offsets, strict=True)), box.sizes)
@@ -237,7 +239,7 @@ def boxes_of(spec: DTensorSpec) -> tuple[Box, ...]:
 
 
 def local_shape(placement: RaggedShard, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Shape of a rank's local tensor: 1-D, but with ``dims=()`` the owner's local tensor keeps the shape."""
+    """Return the shape of a rank's local tensor: 1-D, except that under ``dims=()`` the owner keeps ``shape``."""
     numel = placement.piece(shape, rank).numel
     return tuple(shape) if not placement.dims and placement.units[rank] else (numel,)
 
@@ -246,12 +248,12 @@ def local_shape(placement: RaggedShard, shape: Sequence[int], rank: int) -> tupl
 
 
 def axis_text(axis: str, num_ranks: int, placement: Placement) -> str:
-    """A placement over a mesh axis, for ``repr``."""
+    """Return a placement over a mesh axis in words, for ``repr``."""
     over = f"over the {num_ranks} ranks of mesh axis {axis}"
     if not isinstance(placement, RaggedShard):
         return f"{'the same' if placement.is_replicate() else placement} {over}"
     units = placement.units
-    # There may be thousands of ranks.
+    # Of more than 8 ranks only the first and last are printed: there may be thousands.
     ratio = ":".join(map(str, units if len(units) <= 8 else (*units[:4], "..", *units[-3:])))
     dims = f"dim {placement.dims[0]}" if len(placement.dims) == 1 else f"dims {placement.dims} as one"
     chunks = ""
@@ -261,8 +263,8 @@ def axis_text(axis: str, num_ranks: int, placement: Placement) -> str:
 
 
 def piece_text(spec: DTensorSpec, local: torch.Tensor) -> str:
-    """This rank's piece and some of its values, for ``repr``."""
-    if spec.mesh.get_coordinate() is None:
+    """Return this rank's piece and some of its values in words, for ``repr``."""
+    if spec.mesh.get_coordinate() is None:  # this rank is not in the mesh
         return f"not on this rank: mesh {spec.mesh}"
     ranks = group_ranks_in(spec.mesh)
     where = f"rank {ranks[0] if len(ranks) == 1 else ranks} of {spec.mesh.shape}"
@@ -274,5 +276,5 @@ def piece_text(spec: DTensorSpec, local: torch.Tensor) -> str:
         dims = zip(box.offsets, box.sizes, strict=True)
         boxes.append("[" + ", ".join(f"{o}" if n == 1 else f"{o}:{o + n}" for o, n in dims) + "]")
     with printoptions(threshold=6, edgeitems=3):
-        values = " ".join(str(local.detach()).split())  # on one line
+        values = " ".join(str(local.detach()).split())  # puts torch's lines on one line
     return f"{where} holds elements [{start}:{stop}) = {', '.join(boxes)},\n  local={values}"

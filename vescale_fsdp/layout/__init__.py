@@ -1,8 +1,9 @@
-"""Which rank owns which element: integers and names only."""
+"""Layouts: which rank owns which elements of each tensor. Layouts contain integers and names only, no tensors."""
 
 from vescale_fsdp.lazy import lazily_export
 
-# Public names are in __init__.pyi. The names below are results of methods, and classes that pickles look up here.
+# Public names are in __init__.pyi. The classes below are not constructed by users, but methods return their instances
+# and pickles look them up in this package.
 lazily_export(
     __name__,
     unlisted={

@@ -1,13 +1,13 @@
-"""One table of all element types that plans, checkpoints and conversions support; no torch import.
+"""One table of all element types that plans, checkpoints and conversions support. Does not import torch.
 
-The tables of other libraries each lack some types (torch's safetensors map lacks the sub-byte and unsigned kinds;
-safetensors' torch map lacks two types that its core reads), so conversions would depend on the library that reads the
-file. Here each type is one row: its safetensors code (None if that format lacks the type), its torch name (None if
-torch lacks it) and its width. The names in other formats follow from the row.
+The tables of other libraries each lack some types: torch's safetensors map lacks the sub-byte and unsigned types, and
+safetensors' torch map lacks two types that its core reads. With these tables, a conversion would depend on the library
+that reads the file. Here each type is one row: its safetensors code (None if safetensors lacks the type), its torch
+name (None if torch lacks the type) and its width. The names in other formats are computed from the row.
 
 Sub-byte types are *packed*: in memory, in DCP and in torch their last dim counts bytes, while a safetensors header
 counts elements (``float4_e2m1fn_x2`` of shape (4, 8) is 32 bytes, and (4, 16) in the header). This package uses the
-byte-counting shape everywhere; `to_header_shape` and `from_header_shape` translate when headers are written and read.
+byte-counting shape everywhere; `DType.to_header_shape` and `DType.from_header_shape` convert it for headers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class DType:
     """One element type.
 
     Args:
-        code: its name in a safetensors header, or None.
-        torch_name: its name in torch without the ``torch.`` prefix, or None.
-        bits: bits per element, in elements of a safetensors header.
-        kind: ``"float"`` (may be cast), ``"quantized"`` (a float of 8 bits or fewer), ``"int"``, ``"bool"``
-            or ``"complex"`` (never cast).
+        code: its name in a safetensors header; None if safetensors lacks the type.
+        torch_name: its name in torch without the ``torch.`` prefix; None if torch lacks the type.
+        bits: bits per element, where an element is what a safetensors header counts.
+        kind: ``"float"``, ``"quantized"`` (a float of 8 bits or fewer), ``"int"``, ``"bool"`` or ``"complex"``. Only
+            ``"float"`` may be cast.
         is_numpy: whether numpy, and so zarr, has the type under torch's name.
     """
 
@@ -43,7 +43,8 @@ class DType:
     kind: str
     is_numpy: bool = False
 
-    def __hash__(self) -> int:  # cheaper than hashing all fields: table keys contain a DType per tensor
+    def __hash__(self) -> int:
+        # Cheaper than hashing all fields: conversions hash a DType per tensor.
         return hash(self.torch_name or self.code)
 
     @property
@@ -53,12 +54,12 @@ class DType:
 
     @cached_property
     def itemsize(self) -> int:
-        """Bytes per item of a byte-counting shape (1 for packed types)."""
+        """Bytes per item of the shapes that this package uses; 1 for packed types, whose last dim counts bytes."""
         return max(1, self.bits // 8)
 
     @property
     def required_torch_name(self) -> str:
-        """The name in torch, which must exist.
+        """The name in torch.
 
         Raises:
             ConversionError: if torch has no such type.
@@ -74,38 +75,38 @@ class DType:
 
     @property
     def is_packed(self) -> bool:
-        """Whether one byte contains several elements or parts of them."""
+        """Whether elements are smaller than a byte, so that a byte contains several elements or parts of elements."""
         return self.bits < 8
 
     @property
     def zarr_name(self) -> str:
-        """The zarr type in which its bytes are stored: the type itself, or an unsigned integer of its width."""
+        """The zarr type that stores this type's bytes: the type itself, or an unsigned integer of the same width."""
         return self.name if self.is_numpy else f"uint{8 * self.itemsize}"
 
     @property
     def carrier(self) -> tuple[str, int]:
-        """The safetensors code that stores this type in rank files, and the number of stored items per element.
+        """The safetensors code that rank files use for this type, and the number of stored items per element.
 
-        Only codes that old safetensors readers know are used, so that every reader can open the file; the manifest has
-        the type's own name. The carrier of a type must never change, because files of version 1 of the native format
-        must still be read.
+        Rank files only use codes that old safetensors readers support, so that every reader can open the files; the
+        manifest contains the type's own name. The carrier of a type must never change, because files of version 1 of
+        the native format must remain readable.
         """
         if self.code is not None and self.code not in _NEWER_CODES:
             return self.code, 1
         if self.kind == "complex" and self.name not in _NEWER_PAIRS:
-            return f"F{self.bits // 2}", 2
+            return f"F{self.bits // 2}", 2  # as pairs of floats
         return f"U{8 * self.itemsize}", 1
 
     @property
     def raw(self) -> np.dtype[Any]:
-        """The numpy type in which its bytes are copied; copying never interprets values."""
+        """The numpy type for copying this type's bytes: unsigned integers, so that no value is interpreted."""
         import numpy as np
 
-        # Numpy has no integers of more than 8 bytes, which complex128 would need.
+        # V is numpy's untyped bytes: complex128 would need an integer of 16 bytes, which numpy lacks.
         return np.dtype(f"u{self.itemsize}") if self.itemsize <= 8 else np.dtype(f"V{self.itemsize}")
 
     def to_header_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in a safetensors header of a tensor of this (byte-counting) shape.
+        """Return the safetensors header's shape for a tensor of this shape, whose last dim counts bytes if packed.
 
         Raises:
             ConversionError: if the bytes of a row are not whole elements.
@@ -117,7 +118,7 @@ class DType:
         return (*shape[:-1], shape[-1] * 8 // self.bits)
 
     def from_header_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The inverse of `to_header_shape`.
+        """Return this package's shape, whose last dim counts bytes if packed, for a shape in a safetensors header.
 
         Raises:
             ConversionError: if the elements of a row are not whole bytes.
@@ -129,7 +130,7 @@ class DType:
         return (*shape[:-1], shape[-1] * self.bits // 8)
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes of a tensor of this (byte-counting) shape."""
+        """Return the bytes of a tensor of this shape, whose last dim counts bytes if the type is packed."""
         return math.prod(shape) * self.itemsize
 
 
@@ -142,8 +143,8 @@ def _odd_shape(dtype: DType, shape: Sequence[int], expected: str) -> ConversionE
     )
 
 
-# In the order of the safetensors enum, narrow types first. The reference writer sorts data in the reverse order, so
-# that every tensor is naturally aligned after a header padded to 8 bytes.
+# The rows are in the order of the safetensors enum, narrow types first. The reference writer sorts tensors in the
+# reverse order, so that each one is naturally aligned after a header that is padded to 8 bytes.
 DTYPES: tuple[DType, ...] = (
     DType("BOOL", "bool", 8, "bool", is_numpy=True),
     DType("F4", "float4_e2m1fn_x2", 4, "quantized"),
@@ -170,24 +171,25 @@ DTYPES: tuple[DType, ...] = (
     DType(None, "complex32", 32, "complex"),
     DType(None, "complex128", 128, "complex", is_numpy=True),
     DType(None, "bcomplex32", 32, "complex"),  # pairs of bfloat16, since torch 2.15
-    # Names that torch reserves for extensions: a byte or two per element, whatever the number in the name.
+    # Types that torch defines for extensions. They take one byte or two per element, whatever the number in the name.
     *(DType(None, f"{sign}int{bits}", 8, "int") for sign in ("", "u") for bits in range(1, 8)),
     *(DType(None, name, 8, "int") for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")),
     DType(None, "bits16", 16, "int"),
 )
-# Not in safetensors when version 1 of the native format was defined.
+# Codes and complex types that did not exist when version 1 of the native format was defined. Readers of that time do
+# not support the codes, so `DType.carrier` avoids them.
 _NEWER_CODES = {"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 _NEWER_PAIRS = {"bcomplex32"}
 _BY_CODE = {dtype.code: dtype for dtype in DTYPES if dtype.code}
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
-# torch has several names for some types; pickles may contain any of them.
+# torch has several names for some types. Pickles may contain any of these names.
 _ALIASES = "float=float32 double=float64 half=float16 int=int32 long=int64 short=int16"
 _ALIASES += " chalf=complex32 cfloat=complex64 cdouble=complex128"
 _BY_NAME |= {alias: _BY_NAME[name] for alias, name in (pair.split("=") for pair in _ALIASES.split())}
 
 
 def known_dtype(name: str) -> DType | None:
-    """The type of this name, with or without the ``torch.`` prefix; None if it is not in the table.
+    """Return the type of this name, with or without the ``torch.`` prefix, or None if it is not in the table.
 
     >>> dtype = known_dtype("torch.bfloat16")
     >>> dtype.code, dtype.itemsize, dtype.zarr_name
@@ -197,7 +199,7 @@ def known_dtype(name: str) -> DType | None:
 
 
 def itemsize_of(name: str) -> int:
-    """Bytes per element of a dtype name, such as ``"bfloat16"`` or ``"float8_e4m3fn"``.
+    """Return the bytes per element of the dtype of this name, such as ``"bfloat16"`` or ``"float8_e4m3fn"``.
 
     Raises:
         LayoutError: for a name that is not in the table.
@@ -206,17 +208,17 @@ def itemsize_of(name: str) -> int:
     if dtype is None:
         raise LayoutError(
             "This dtype is not known.",
-            expected="a dtype of torch by its name, such as 'bfloat16'",
+            expected="the name of a torch dtype, such as 'bfloat16'",
             got=name,
         )
     return dtype.itemsize
 
 
 def dtype_from_code(code: str) -> DType:
-    """The type of a safetensors code.
+    """Return the type of a safetensors code.
 
     Raises:
-        ConversionError: for a code that is not in the format.
+        ConversionError: if the safetensors format has no such code.
     """
     if code not in _BY_CODE:
         raise ConversionError(
@@ -228,17 +230,17 @@ def dtype_from_code(code: str) -> DType:
     return _BY_CODE[code]
 
 
-# Numpy's codes: first letter of the kind, then bytes.
+# Numpy's codes, such as f4: the first letter of the kind of number, then the bytes per element.
 _OF_NUMPY = {f"{dtype.name[0]}{dtype.itemsize}": dtype for dtype in DTYPES if dtype.is_numpy}
 
 
 def dtype_from_numpy(code: str) -> DType | None:
-    """The type of a numpy code such as ``f4``, ``u2`` or ``b1``; None if it is not numeric."""
+    """Return the type of a numpy code such as ``f4``, ``u2`` or ``b1``, or None if the type is not numeric."""
     return _OF_NUMPY.get(code)
 
 
 def dtype_from_torch(name: str) -> DType:
-    """As `known_dtype`, but raises for unknown names.
+    """Return the type of this name, with or without the ``torch.`` prefix.
 
     Raises:
         ConversionError: for a name that is not in the table.

@@ -1,8 +1,8 @@
 """Flat ranges of a row-major tensor, boxes, intersections, and numbers per rank. Integers only.
 
 A rank's *piece* of a tensor is one half-open range of its flattened elements. Everything outside this library (DCP,
-safetensors slices, zarr chunks) uses n-d *boxes*. This module translates: a flat range of an n-d tensor is at most
-``2 * n - 1`` boxes, in flat order, each one contiguous in the range.
+safetensors slices, zarr chunks) uses n-d *boxes*. This module converts ranges to boxes: a flat range of an n-d tensor
+is at most ``2 * n - 1`` boxes, in flat order, and each box is contiguous in the range.
 
 Example, shape (4, 5), range [3, 17)::
 
@@ -13,7 +13,8 @@ Example, shape (4, 5), range [3, 17)::
     3   C  C  .  .  .      C: offsets (3, 0) sizes (1, 2)   tail
 
 Numbers per rank, such as the elements of a tensor on each rank, are stored as runs of equal numbers (`RunLengths`), so
-that memory and work do not grow with the ranks. A tensor in one range of a buffer gives at most five runs::
+that memory and work do not grow with the number of ranks. A tensor that is one range of a buffer gives at most five
+runs. For 11 ranks::
 
     0 0 0 5 8 8 8 8 2 0 0        runs (count, value): (3, 0) (1, 5) (4, 8) (1, 2) (2, 0)
                                  indices: 0  1  2 | 3 | 4  5  6  7 | 8 | 9 10
@@ -43,12 +44,12 @@ class FlatRange(NamedTuple):
         return max(0, self.stop - self.start)
 
     def intersect(self, other: FlatRange) -> FlatRange:
-        """The intersection; if empty, ``start == stop``."""
+        """Return the intersection of both ranges; if it is empty, its ``start == stop``."""
         start = max(self.start, other.start)
         return FlatRange(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, by_numel: int) -> FlatRange:
-        """The same range, moved by ``by_numel`` elements."""
+        """Return this range, moved by ``by_numel`` elements."""
         return FlatRange(self.start + by_numel, self.stop + by_numel)
 
 
@@ -65,7 +66,7 @@ class Box:
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """The intersection; None if it is empty."""
+        """Return the intersection of both boxes, or None if it is empty."""
         offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         stops = tuple(
             min(a + n, b + m)
@@ -76,20 +77,20 @@ class Box:
         return Box(offsets, tuple(s - o for o, s in zip(offsets, stops, strict=True)))
 
     def with_range(self, dim: int, start: int, size: int) -> Box:
-        """This box with another range in one dim."""
+        """Return this box with [start, start + size) in place of its range in ``dim``."""
         return Box(
             (*self.offsets[:dim], start, *self.offsets[dim + 1 :]),
             (*self.sizes[:dim], size, *self.sizes[dim + 1 :]),
         )
 
     def chunk(self, dim: int, num_chunks: int, index: int) -> Box:
-        """The part of this box on rank ``index`` under ``Shard(dim)`` over ``num_chunks`` ranks; it may be empty."""
-        dim %= len(self.sizes)  # dims may be negative
+        """Return the part of this box on rank ``index`` under ``Shard(dim)`` over ``num_chunks`` ranks, maybe empty."""
+        dim %= len(self.sizes)  # like torch's Shard, accept a negative dim
         chunk = chunk_of(self.sizes[dim], num_chunks, index)
         return self.with_range(dim, self.offsets[dim] + chunk.start, chunk.numel)
 
     def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
-        """The index of this box in the full tensor, or in a tensor whose first element is at ``origin``."""
+        """Return slices that select this box from the full tensor, or from a part of it that begins at ``origin``."""
         corner = origin if origin is not None else (0,) * len(self.offsets)
         return tuple(
             slice(o - c, o - c + n) for o, n, c in zip(self.offsets, self.sizes, corner, strict=True)
@@ -97,30 +98,30 @@ class Box:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is a whole tensor."""
+    """Return the box that covers a whole tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def numel_of(shape: Sequence[int]) -> int:
-    """Number of elements of a tensor of this shape (1 for a 0-d tensor)."""
+    """Return the number of elements of a tensor of this shape (1 for a 0-d tensor)."""
     return math.prod(shape)
 
 
 def round_up(number: int, step: int) -> int:
-    """The smallest multiple of ``step`` that is at least ``number``.
+    """Return the smallest multiple of ``step`` that is at least ``number``.
 
     >>> round_up(13, 4), round_up(12, 4)
     (16, 12)
     """
-    return number + -number % step
+    return number + -number % step  # Python's % is never negative
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides in elements; ``strides[d]`` is the numel of everything right of dim ``d``."""
+    """Return row-major strides in elements: stride ``d`` is the product of the sizes of all dims after ``d``."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-# DCP and checkpoints ask several times for the boxes of each piece.
+# Cached, because DCP and checkpoints compute the boxes of each piece several times.
 @lru_cache(maxsize=4096)
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
     """Cut the flat range [start, stop) of a tensor into boxes, in flat order.
@@ -142,13 +143,19 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, 
     numel = numel_of(shape)
     if not 0 <= start <= stop <= numel:
         raise ValueError(f"range [{start}, {stop}) is not inside shape {shape} of {numel} elements")
-    if start == stop:
+    if start == stop:  # `_boxes_under` needs a non-empty range
         return ()
     return tuple(_boxes_under((), shape, start, stop))
 
 
 def _boxes_under(prefix: tuple[int, ...], rest: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Boxes of the non-empty range [start, stop) of the subtensor of shape ``rest`` at leading indices ``prefix``."""
+    """Yield the boxes of a non-empty range of the subtensor at leading indices ``prefix``.
+
+    Args:
+        prefix: indices of the leading dims, which select the subtensor.
+        rest: shape of the subtensor.
+        start, stop: flat range inside the subtensor.
+    """
     ones = (1,) * len(prefix)
     if not rest:
         yield Box(prefix, ones)
@@ -168,15 +175,15 @@ def _boxes_under(prefix: tuple[int, ...], rest: tuple[int, ...], start: int, sto
 
 
 def run_start(shape: Sequence[int], box: Box) -> int | None:
-    """Flat index of the first element if the box is one run of a row-major tensor, else None.
+    """Return the flat index of the box's first element, or None if the box is not one run of a row-major tensor.
 
     >>> run_start((4, 5), Box((1, 0), (2, 5))), run_start((4, 5), Box((0, 0), (2, 4)))
     (5, None)
     """
     start, stride = 0, 1
-    whole = True  # dims right of the current one are complete
+    whole = True  # whether the box has the full size in all dims after the current one
     for full, offset, size in zip(reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True):
-        if not whole and size != 1:
+        if not whole and size != 1:  # several indices of this dim, but not all elements between them
             return None
         whole = whole and size == full
         start += offset * stride
@@ -185,12 +192,14 @@ def run_start(shape: Sequence[int], box: Box) -> int | None:
 
 
 def chunk_of(numel: int, num_chunks: int, index: int) -> FlatRange:
-    """Chunk ``index`` of ``numel`` items, cut as by ``Shard`` and ``torch.chunk``: the last chunks are short or empty.
+    """Return the range of chunk ``index`` of ``numel`` items, cut as ``Shard`` and ``torch.chunk`` do.
+
+    The last chunks may be short or empty.
 
     >>> [chunk_of(5, 3, index) for index in range(3)]
     [FlatRange(start=0, stop=2), FlatRange(start=2, stop=4), FlatRange(start=4, stop=5)]
     """
-    size = -(-numel // num_chunks)
+    size = -(-numel // num_chunks)  # rounded up
     start = min(size * index, numel)
     return FlatRange(start, min(start + size, numel))
 
@@ -200,7 +209,7 @@ class RunLengths(Sequence[int]):
     """A sequence of non-negative ints, compared and hashed by content.
 
     Args:
-        runs: (count, value) in order. Adjacent runs of one value are joined and empty runs dropped.
+        runs: pairs (count, value), in order. Adjacent runs of equal value are joined, and empty runs are dropped.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -216,19 +225,19 @@ class RunLengths(Sequence[int]):
 
     @classmethod
     def of(cls, values: Iterable[int]) -> RunLengths:
-        """The runs of any ints; returns RunLengths unchanged."""
+        """Return the runs of ``values``, or ``values`` itself if it is a RunLengths."""
         if isinstance(values, RunLengths):
             return values
         return cls(tuple((sum(1 for _ in equal), value) for value, equal in groupby(values)))
 
     @cached_property
     def _firsts(self) -> tuple[int, ...]:
-        """Index of each run's first value, then the number of values."""
+        """Index of each run's first value, followed by the number of all values."""
         return (0, *accumulate(count for count, _ in self.runs))
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
-        """Sum of the values before each run, then of all values."""
+        """Sum of the values before each run, followed by the sum of all values."""
         return (0, *accumulate(count * value for count, value in self.runs))
 
     def __len__(self) -> int:
@@ -243,7 +252,7 @@ class RunLengths(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> RunLengths: ...
     def __getitem__(self, index: int | slice) -> int | RunLengths:
-        indices = range(len(self))[index]
+        indices = range(len(self))[index]  # range handles negative indices, slices and bounds
         if isinstance(indices, range):
             return RunLengths.of(map(self.__getitem__, indices))
         return self.runs[bisect_right(self._firsts, indices) - 1][1]
@@ -259,47 +268,52 @@ class RunLengths(Sequence[int]):
         return self._starts[-1]
 
     def start(self, index: int) -> int:
-        """Sum of the values before an index; ``index == len(self)`` gives the total."""
+        """Return the sum of the values before ``index``; for ``index == len(self)`` this is the total."""
         run = bisect_right(self._firsts, index) - 1  # the last run that begins at or before the index
-        if run == len(self.runs):
+        if run == len(self.runs):  # index == len(self): no run begins there
             return self.total
         return self._starts[run] + (index - self._firsts[run]) * self.runs[run][1]
 
     def holders(self, start: int, stop: int) -> Iterator[int]:
-        """Indices that own any of the elements [start, stop), where index i owns [start(i), start(i + 1)).
+        """Yield the indices that own at least one of the elements [start, stop).
+
+        Index i owns the elements [self.start(i), self.start(i + 1)).
 
         >>> list(RunLengths.of([4, 0, 4, 4]).holders(3, 8))
         [0, 2]
         """
-        run = bisect_right(self._starts, start) - 1
+        run = bisect_right(self._starts, start) - 1  # the last run that begins at or before element `start`
         while start < stop and run < len(self.runs) and self._starts[run] < stop:
             (_, value), origin = self.runs[run], self._starts[run]
-            if value:
+            if value:  # a run of zeros owns nothing
                 first = (max(start, origin) - origin) // value
-                # - 1: the owner of the last element; the end may belong to the next index
+                # - 1, because `stop` is exclusive: the last owned element is the one before it.
                 last = (min(stop, self._starts[run + 1]) - 1 - origin) // value
                 yield from range(self._firsts[run] + first, self._firsts[run] + last + 1)
             run += 1
 
     def within(self, start: int, stop: int) -> RunLengths:
-        """How many of the elements [start, stop) each index owns, where index i owns [start(i), start(i + 1)).
+        """Return how many of the elements [start, stop) each index owns.
+
+        Index i owns the elements [self.start(i), self.start(i + 1)).
 
         >>> tuple(RunLengths.of([4, 0, 4, 4]).within(3, 8))
         (1, 0, 4, 0)
         """
         runs = []
-        # strict=False: `_starts` also has the end.
+        # strict=False, because `_starts` has one more item: the total.
         for (count, value), origin in zip(self.runs, self._starts, strict=False):
-            # An edge cuts at most one index of a run; the marks are both sides of this index. All indices between two
-            # marks own equally many of the elements.
+            # `start` and `stop` are each inside the range of at most one index of this run. The run is cut before and
+            # after both of these indices (`marks`), so that all indices between two marks own equally many elements.
             at = [(edge - origin) // value for edge in (start, stop)] if value else []
             marks = sorted({0, count, *(min(max(index, 0), count) for i in at for index in (i, i + 1))})
             for first, last in pairwise(marks):
                 begin = origin + first * value
+                # The overlap with index `first`, which is the same for all indices up to `last`.
                 overlap = min(stop, begin + value) - max(start, begin)
                 runs.append((last - first, max(0, overlap)))
         return RunLengths(tuple(runs))
 
     def map(self, function: Callable[[int], int]) -> RunLengths:
-        """The function applied to each value; it is called once per run."""
+        """Return the runs with ``function`` applied to each value; the function is called once per run."""
         return RunLengths(tuple((count, function(value)) for count, value in self.runs))

@@ -12,13 +12,13 @@ never larger than the tensor: ``Rows(128)`` on a tensor of 100 rows keeps it who
     Whole()            240                              240
     Whole(per="matrix")  40     (one (4, 10) matrix)    240
 
-A *row* is always a run of the last dim. In a stack of expert matrices (E, m, k) rows are those of the inner matrices,
-so an expert can be cut between rows, and a stack needs no more padding than its matrices.
+A *row* is always a run of the last dim. In a stack of expert matrices (E, m, k), a row has k elements, so an expert
+can be cut between rows, and a stack needs no more padding than its matrices.
 
-The planner only calls `Granularity.block_numel`. A new block type also needs a text in `parse_granularity`. Two other
-files distinguish the types, because their state has one scale per block: `quantize/codec.py` (`grid_of` accepts `Flat`
-and `Tiles`) and `optim/adamw8bit.py` (stores the block as text). `optim/shampoo_blocks.py` and `optim/muon.py` choose
-among the types.
+The planner only calls `Granularity.block_numel`. A new granularity class also needs a text in `parse_granularity`. Two
+other files distinguish the classes, because their state has one scale per block: `quantize/codec.py` (`grid_of` accepts
+`Flat` and `Tiles`) and `optim/adamw8bit.py` (stores the block as text). `optim/shampoo_blocks.py` and `optim/muon.py`
+select a class for each parameter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from vescale_fsdp.lazy import set_module
 
 @set_module("vescale_fsdp")
 class Granularity(ABC):
-    """The rule for what must stay whole. Subclasses are frozen values, compared by content.
+    """The rule for which elements of a tensor must stay on one rank. Subclasses are frozen values, compared by content.
 
     Examples:
         >>> Rows(32).block_numel((100, 30)), Whole().block_numel((100, 30))
@@ -48,16 +48,19 @@ class Granularity(ABC):
 
     @abstractmethod
     def raw_block_numel(self, shape: tuple[int, ...]) -> int:
-        """Elements per block, not limited by the size of the tensor."""
+        """Return the number of elements per block, which may exceed the size of the tensor."""
 
     def block_numel(self, shape: tuple[int, ...]) -> int:
-        """Elements per block of a tensor of this shape: at least 1, at most its numel (1 if empty)."""
+        """Return the number of elements per block of a tensor of this shape.
+
+        The number is at most the tensor's numel, but at least 1, so that callers can divide by it.
+        """
         return max(1, min(self.raw_block_numel(shape), numel_of(shape)))
 
 
 def _positive(owner: Granularity, **fields: int) -> None:
     for name, value in fields.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:  # True is an int in Python
             raise LayoutError(
                 f"{type(owner).__name__}: {name} cannot be {value!r}.",
                 expected=f"a whole number {name} >= 1",
@@ -70,7 +73,7 @@ def _positive(owner: Granularity, **fields: int) -> None:
 @set_module("vescale_fsdp")
 @dataclass(frozen=True, slots=True)
 class Element(Granularity):
-    """Any cut between two elements is allowed. The default, with practically no padding.
+    """A rank boundary may be between any two elements. This is the default; it needs practically no padding.
 
     Examples:
         >>> Element().block_numel((100, 30))
@@ -84,7 +87,7 @@ class Element(Granularity):
 @set_module("vescale_fsdp")
 @dataclass(frozen=True, slots=True)
 class Flat(Granularity):
-    """Runs of ``numel`` flat elements stay whole (flat quantization blocks).
+    """Runs of ``numel`` elements of the flattened tensor stay whole, for quantizers with flat blocks.
 
     Examples:
         >>> Flat(256).block_numel((100, 30))
@@ -124,8 +127,8 @@ class Rows(Granularity):
 class Tiles(Granularity):
     """Tiles of ``rows`` x ``cols`` elements stay whole.
 
-    A tile is not contiguous in a row-major matrix, but ``rows`` full rows are: they are the block. So ``cols`` does not
-    change the layout; a quantizer needs it.
+    A tile is not contiguous in a row-major matrix, but ``rows`` full rows are contiguous, and they are the block. So
+    ``cols`` does not change the layout of a matrix; quantizers use it.
 
     Examples:
         >>> Tiles(128, 128).block_numel((512, 1024))
@@ -146,7 +149,7 @@ class Tiles(Granularity):
 @set_module("vescale_fsdp")
 @dataclass(frozen=True, slots=True)
 class Whole(Granularity):
-    """The tensor stays whole on one rank; with ``per="matrix"`` each matrix (last two dims) of a stack.
+    """The whole tensor stays on one rank. With ``per="matrix"``, each matrix (last two dims) of a stack does.
 
     Examples:
         >>> Whole().block_numel((8, 64, 32)), Whole(per="matrix").block_numel((8, 64, 32))
@@ -185,16 +188,17 @@ A text such as ``"rows:32"`` may replace any value (see `parse_granularity`)."""
 
 
 def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granularity:
-    """The granularity of one parameter under a user's rule; Element where no rule applies.
+    """Return the granularity of one parameter under a user's rule, or `Element` if no rule applies.
 
     Args:
-        rule: a value for all; a mapping from name pattern (fnmatch) to value, first match wins; or a
-            function of the parameter's name and the parameter (anything with ``.shape``). Values may be texts.
+        rule: a granularity for all parameters; a mapping from name pattern (fnmatch) to granularity, in which the first
+            match wins; or a function of the parameter's name and the parameter (anything with ``.shape``). A text may
+            replace each granularity.
         fqn: the parameter's fully qualified name.
         param: the parameter, passed to a function rule.
 
     Raises:
-        LayoutError: if the rule has another type, or gives anything but a Granularity or its text.
+        LayoutError: if the rule has another type, or returns anything but a Granularity or its text.
     """
     value: object = rule
     if rule is None:
@@ -202,24 +206,25 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
     elif isinstance(rule, Mapping):
         matches = (value for pattern, value in rule.items() if fnmatch.fnmatchcase(fqn, pattern))
         value = next(matches, Element())
-    # A class is callable, too, but was passed by mistake: `_granularity` raises for it.
+    # A class such as `Rows` is also callable, but the user meant a value of the class: `_granularity` raises for it.
     elif callable(rule) and not isinstance(rule, (Granularity, type)):
         value = rule(fqn, param)
     return _granularity(value, f"parameter {fqn!r}")
 
 
 def check_rule(rule: GranularityRule) -> None:
-    """Check a rule before there are parameters.
+    """Check a user's rule before the parameters are known.
 
     Args:
-        rule: as for `resolve_granularity`; a function cannot be checked yet.
+        rule: as for `resolve_granularity`. A function is not checked, because it needs a parameter.
 
     Raises:
-        LayoutError: if it contains anything but granularities and their texts.
+        LayoutError: if the rule contains anything but granularities and their texts.
     """
     if isinstance(rule, Mapping):
         for pattern, value in rule.items():
             _granularity(value, f"pattern {pattern!r}")
+    # A class such as `Rows` is also callable, but the user meant a value of the class: `_granularity` raises for it.
     elif rule is not None and (not callable(rule) or isinstance(rule, (Granularity, type))):
         _granularity(rule, "granularity=")
 
@@ -259,14 +264,14 @@ def check_patterns(rule: GranularityRule, fqns: Sequence[str]) -> None:
         fqns: names of all parameters that the rule applies to.
 
     Raises:
-        LayoutError: with each such pattern and the names closest to it.
+        LayoutError: if a pattern matches no name. The message has these patterns and the names closest to each.
     """
     if not isinstance(rule, Mapping):
         return
     unmatched = [p for p in rule if not any(fnmatch.fnmatchcase(fqn, p) for fqn in fqns)]
     if not unmatched:
         return
-    # Below difflib's default, because wildcards make a pattern unlike the name that it means.
+    # The cutoff is below difflib's default (0.6), because wildcards make a pattern unlike the intended name.
     near = {pattern: difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) for pattern in unmatched}
     raise LayoutError(
         "A pattern of the granularity mapping matches no parameter.",
@@ -278,7 +283,9 @@ def check_patterns(rule: GranularityRule, fqns: Sequence[str]) -> None:
 
 
 def parse_granularity(text: str) -> Granularity:
-    """Parse ``element``, ``flat:256``, ``rows:32``, ``tiles:128x128``, ``whole`` or ``whole:matrix``.
+    """Return the granularity that a text names.
+
+    The texts are ``element``, ``flat:256``, ``rows:32``, ``tiles:128x128``, ``whole`` and ``whole:matrix``.
 
     The command line and `fully_shard` accept these texts in place of values.
 
@@ -301,8 +308,9 @@ def parse_granularity(text: str) -> Granularity:
             return Tiles(int(rows), int(cols))
         if kind == "whole" and argument in ("", "tensor", "matrix"):
             return Whole("matrix" if argument == "matrix" else "tensor")
-    except ValueError as error:
-        if isinstance(error, LayoutError):  # a subclass of ValueError; it says more than the error below
+    except ValueError as error:  # from int(), and from the classes
+        # LayoutError is a subclass of ValueError. It names the invalid size, so it is raised unchanged.
+        if isinstance(error, LayoutError):
             raise
     raise LayoutError(
         "This text does not name a granularity.",
@@ -316,17 +324,18 @@ def parse_granularities(texts: Sequence[str]) -> dict[str, Granularity]:
     """Parse texts such as ``rows:32`` (for all tensors) and ``*.w1=tiles:128x128`` (for a name pattern).
 
     Returns:
-        A mapping for `resolve_granularity`: patterns in their order, the text for all tensors last.
+        A mapping for `resolve_granularity`, in the order of the texts, except that the text for all tensors is last.
 
     >>> parse_granularities(["rows:32", "*.w1=whole"])
     {'*.w1': Whole(per='tensor'), '*': Rows(rows=32)}
 
     Raises:
-        LayoutError: for a text without a granularity, or two that differ for the same pattern.
+        LayoutError: for a text without a granularity, or two different granularities for the same pattern.
     """
-    rules = [text.rpartition("=") for text in texts]  # a granularity contains no =, a pattern may
+    # Cut at the last =, because a pattern may contain one and a granularity never does.
+    rules = [text.rpartition("=") for text in texts]
     by_pattern: dict[str, Granularity] = {}
-    # The first match wins, so the text for all tensors, without a pattern, comes last.
+    # `resolve_granularity` takes the first match, so the text without a pattern, which matches all names, comes last.
     for pattern, _, rule in sorted(rules, key=lambda rule: not rule[0]):
         granularity = parse_granularity(rule)
         if (other := by_pattern.setdefault(pattern or "*", granularity)) != granularity:

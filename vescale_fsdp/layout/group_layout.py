@@ -7,23 +7,24 @@ Rank r owns elements [r*S, (r+1)*S) of the group's global buffer, S = ``shard_nu
     slots             [ w (7, 2) block 2       w ][ b ][ v (4, 4), block 4     v ]__
     offsets            0                      14  14  20                       36
 
-    w has 14 elements at offset 0: rank 0 owns w[0:12], rank 1 owns w[12:14] (12 % 2 == 0: no block is cut);
-    b has 5 at 14; v has 16 at 20 (24 - 20 = 4 is one block); one element of padding at 19.
+    w has 14 elements at offset 0: rank 0 owns w[0:12], rank 1 owns w[12:14] (12 % 2 == 0: no block is cut).
+    b has 5 elements at offset 14. Element 19 is padding.
+    v has 16 elements at offset 20: rank 1 owns v[0:4], which is one block, and rank 2 owns v[4:16].
 
-A *scattered* slot is not one run of the buffer: its pieces are wherever other tensors leave room. It still has one
-piece per rank, in rank order, of whole blocks, and is stored as a few runs of equal pieces::
+A *scattered* slot is not one run of the buffer: its pieces are in gaps between other tensors. It still has at most one
+piece per rank, in rank order and of whole blocks, and is stored as a few runs of equal pieces::
 
     S = 12, 5 ranks         rank 0       rank 1       rank 2       rank 3       rank 4
     a (5, 4), block 4     |aaaaaaaaaaaa|aaaaaaaa....|............|............|............|
     u (6, 5), block 5     |............|............|uuuuuuuuuu..|uuuuuuuuuu..|uuuuuuuuuu..|
 
-    a is one run at offset 0; u has runs ((2, 3, 10, 0),): from rank 2 on, 3 ranks own 10 elements each at
-    local offset 0. As one run of the buffer, after a, u would need S = 15.
+    a is one run at offset 0. u has runs ((2, 3, 10, 0),): from rank 2 on, 3 ranks own 10 elements each, at
+    local offset 0. If u were one run of the buffer, after a, S would have to be 15.
 
-Only the planner chooses these numbers, and no code rebuilds them from shapes: the runtime, the placements of
+Only the planner chooses these numbers, and no other code computes them from shapes: the runtime, the placements of
 parameters, checkpoints, reports and pictures all read the layout. A layout is an immutable value whose size does not
 grow with the number of ranks. The constructor of `GroupLayout` checks that no block is cut, that no tensors overlap,
-that all are inside the buffer, and that they start at multiples of `align_numel`.
+that all tensors are inside the buffer, and that tensors and pieces start at multiples of `align_numel`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the piece."""
+        """Number of elements of the piece."""
         return self.range.numel
 
 
@@ -82,18 +83,18 @@ class PieceRun(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of all pieces of the run."""
+        """Number of elements of all pieces of the run."""
         return self.num_ranks * self.piece_numel
 
     def overlaps(self, other: PieceRun) -> bool:
-        """Whether pieces of both runs share an element of the buffer."""
+        """Return whether a piece of this run and a piece of ``other`` share an element of the buffer."""
         return max(self.first_rank, other.first_rank) < min(self.ranks.stop, other.ranks.stop) and max(
             self.local_offset, other.local_offset
         ) < min(self.local_offset + self.piece_numel, other.local_offset + other.piece_numel)
 
 
 def runs_between(start: int, stop: int, shard_numel: int) -> Iterator[PieceRun]:
-    """The non-empty range [start, stop) of the buffer, cut at rank boundaries; whole shards are one run."""
+    """Yield the non-empty buffer range [start, stop), cut at rank boundaries; all whole shards in it are one run."""
     (first, head), (last, tail) = divmod(start, shard_numel), divmod(stop, shard_numel)
     if first == last:
         yield PieceRun(first, 1, tail - head, head)
@@ -108,7 +109,7 @@ def runs_between(start: int, stop: int, shard_numel: int) -> Iterator[PieceRun]:
 
 
 @set_module("vescale_fsdp.layout")
-@dataclass(frozen=True, slots=True)  # slots: a model has thousands
+@dataclass(frozen=True, slots=True)  # slots save memory: a model has thousands of tensors
 class TensorSlot:
     """The position of one tensor in the group's global buffer.
 
@@ -116,7 +117,7 @@ class TensorSlot:
         fqn: fully qualified name of the parameter.
         shape: its full shape.
         dtype: its dtype's name without the ``torch.`` prefix, such as ``"float32"``.
-        block_numel: elements per block; a rank boundary inside the tensor is between two blocks.
+        block_numel: elements per block; no rank boundary is inside a block.
         offset: index of the tensor's first element in the global buffer.
         runs: pieces of a scattered slot, in rank order; empty for a slot that is one run of the buffer.
 
@@ -146,17 +147,17 @@ class TensorSlot:
             )
         sizes |= {f"shape[{dim}]": size for dim, size in enumerate(self.shape)}
         _check_integers(sizes, f"slot {self.fqn!r}")
-        # The class is frozen, so a plain assignment would raise.
+        # Computed once: large models read it often. The class is frozen, so a plain assignment would raise.
         object.__setattr__(self, "numel", numel_of(self.shape))
 
     @property
     def is_scattered(self) -> bool:
-        """Whether the tensor is not one run of the buffer, and so must be copied out after a gather."""
+        """Whether the tensor is in several runs of the buffer, so that a gather has to copy it to one place."""
         return bool(self.runs)
 
     @property
     def span(self) -> FlatRange:
-        """The tensor's range of the global buffer.
+        """The range of the global buffer that contains the tensor.
 
         Raises:
             LayoutError: for a scattered slot.
@@ -167,7 +168,7 @@ class TensorSlot:
         return FlatRange(self.offset, self.offset + self.numel)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `from_json`; ``runs`` only for scattered slots."""
+        """Return JSON values for `from_json`; the key ``runs`` exists only for scattered slots."""
         data: dict[str, Any] = {
             "fqn": self.fqn,
             "shape": list(self.shape),
@@ -175,13 +176,14 @@ class TensorSlot:
             "block_numel": self.block_numel,
             "offset": self.offset,
         }
+        # A contiguous slot has no key ``runs``, so its JSON is the same as before scattered slots existed.
         if self.runs:
             data["runs"] = [list(run) for run in self.runs]
         return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TensorSlot:
-        """Inverse of `to_json`."""
+        """Return the slot that `to_json` described."""
         runs = tuple(PieceRun(*run) for run in data.get("runs", ()))
         shape = tuple(data["shape"])
         return cls(data["fqn"], shape, data["dtype"], data["block_numel"], data["offset"], runs)
@@ -190,7 +192,7 @@ class TensorSlot:
 @set_module("vescale_fsdp.layout")
 @dataclass(frozen=True)
 class GroupLayout:
-    """Slots of one group over ``num_shards`` equal shards of ``shard_numel`` elements.
+    """The slots of one group's tensors in a buffer of ``num_shards`` equal shards.
 
     Args:
         num_shards: ranks that share the buffer.
@@ -200,8 +202,8 @@ class GroupLayout:
             alignment, as in layouts stored before the field existed.
 
     Raises:
-        LayoutError: at construction, if a slot is malformed, misaligned, overlaps another, leaves the buffer, or has a
-            rank boundary inside a block.
+        LayoutError: at construction, if a slot is malformed or misaligned, overlaps another slot, ends after the
+            buffer, or has a rank boundary inside a block.
 
     Examples:
         >>> slots = (TensorSlot("w", (6, 4), "float32", 4, 0), TensorSlot("b", (6,), "float32", 1, 24))
@@ -242,10 +244,11 @@ class GroupLayout:
 
     @property
     def _aligned(self) -> str:
+        """The alignment in words, for messages."""
         return f"multiples of {self.align_numel} elements"
 
     def _check_slot(self, slot: TensorSlot, end_of_buffer: int) -> None:
-        """Check that a slot is aligned, inside the buffer, and not cut inside a block."""
+        """Raise LayoutError unless a slot is aligned, inside the buffer, and without a cut inside a block."""
         if slot.offset < 0 or slot.block_numel < 1 or (slot.shape and min(slot.shape) < 0):
             problem = "A slot has a negative size or offset, or an empty block."
             raise _invalid(slot.fqn, problem, "sizes >= 0, block_numel >= 1, offset >= 0", slot)
@@ -267,10 +270,12 @@ class GroupLayout:
             expected = f"end of slot <= {end_of_buffer} ({self.num_shards} shards x {size})"
             problem = "A slot does not fit into the group's buffer."
             raise _invalid(slot.fqn, problem, expected, f"[{start}, {stop})")
-        if start == stop:
+        if start == stop:  # an empty tensor contains no boundary
             return
+        # The first boundary after the start, because a boundary at the start cuts nothing.
         first_boundary = (start // size + 1) * size
-        # Boundaries are S elements apart, so a slot that crosses two or more also needs S to be whole blocks.
+        # Boundaries are S elements apart. So if the first boundary is between blocks and S is a whole number of blocks,
+        # all later boundaries are between blocks, too.
         if (first_boundary < stop and (first_boundary - start) % slot.block_numel) or (
             first_boundary + size < stop and size % slot.block_numel
         ):
@@ -278,9 +283,9 @@ class GroupLayout:
             raise _invalid(slot.fqn, "A rank boundary cuts a block.", expected, f"slot [{start}, {stop})")
 
     def _problem_of_runs(self, slot: TensorSlot) -> str:
-        """The reason why the pieces of a scattered slot are not valid; "" if they are valid.
+        """Return why the pieces of a scattered slot are not valid; "" if they are valid.
 
-        Valid pieces are in rank order, inside shards, of whole blocks, and contain every element once.
+        Valid pieces are in rank order, inside shards and of whole blocks, and contain every element once.
         """
         start, next_rank, problem = 0, 0, ""
         for run in slot.runs:
@@ -288,6 +293,7 @@ class GroupLayout:
                 problem = f"a piece starts inside a block, at element {start}"
             if run.first_rank < next_rank or min(run.num_ranks, run.piece_numel) < 1 or run.local_offset < 0:
                 problem = f"run {tuple(run)} is empty, negative or not after rank {next_rank - 1}"
+            # A run of one piece may end in the tensor's last, short block; the next run's start is checked above.
             if run.num_ranks > 1 and run.piece_numel % slot.block_numel:
                 problem = f"run {tuple(run)} cuts blocks of {slot.block_numel}"
             if run.local_offset + run.piece_numel > self.shard_numel:
@@ -303,7 +309,10 @@ class GroupLayout:
         return problem
 
     def _check_disjoint(self) -> None:
+        """Raise LayoutError if two slots share an element of the buffer."""
+        # Empty slots may share their start with other slots.
         filled = [slot for slot in self.slots if slot.numel]
+        # Sorted by offset, so that a slot can only overlap a later one if it overlaps the next.
         contiguous = sorted((slot for slot in filled if not slot.runs), key=attrgetter("offset"))
         for left, right in pairwise(contiguous):
             if left.offset + left.numel > right.offset:
@@ -312,8 +321,8 @@ class GroupLayout:
         starts = [slot.offset for slot in contiguous] if scattered else []  # used only for scattered slots
         for index, slot in enumerate(scattered):
             for run in slot.runs:
-                # Only slots that reach into the shards of these ranks can overlap the run. - 1, because the last slot
-                # that starts before these shards may end in them.
+                # To stay fast on long lists, compare only with slots that reach into the shards of the run's ranks.
+                # - 1, because the last slot that starts before these shards may end in them.
                 first = bisect_right(starts, run.first_rank * self.shard_numel) - 1
                 stop = bisect_left(starts, run.ranks.stop * self.shard_numel)
                 for other in (*contiguous[max(first, 0) : stop], *scattered[:index]):
@@ -326,12 +335,12 @@ class GroupLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the global buffer, padding included."""
+        """Number of elements of the global buffer, including padding."""
         return self.num_shards * self.shard_numel
 
     @cached_property
     def payload_numel(self) -> int:
-        """Elements of all tensors, without padding."""
+        """Number of elements of all tensors, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     @property
@@ -341,7 +350,7 @@ class GroupLayout:
 
     @property
     def copied_numel(self) -> int:
-        """Elements of scattered tensors, which must be copied after a gather."""
+        """Number of elements of scattered tensors, which every gather copies."""
         return sum(slot.numel for slot in self.slots if slot.runs)
 
     @property
@@ -350,7 +359,7 @@ class GroupLayout:
         return self.copied_numel / self.payload_numel if self.payload_numel else 0.0
 
     def slot(self, fqn: str) -> TensorSlot:
-        """The slot of one tensor.
+        """Return the slot of one tensor.
 
         Raises:
             LayoutError: if the group has no tensor of that name.
@@ -360,16 +369,16 @@ class GroupLayout:
         except KeyError:
             raise LayoutError(
                 "The group has no tensor of this name.",
-                expected=f"one of {sorted(self._by_fqn)[:8]}",
+                expected=f"one of {sorted(self._by_fqn)[:8]}",  # a group may have thousands of names
                 got=repr(fqn),
             ) from None
 
     def shard_range(self, rank: int) -> FlatRange:
-        """The range of the global buffer that a rank owns."""
+        """Return the range of the global buffer that ``rank`` owns."""
         return FlatRange(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def piece(self, slot: TensorSlot, rank: int) -> Piece:
-        """The piece of a tensor on ``rank``; an empty range (at offset 0) if there is none."""
+        """Return the piece of a tensor on ``rank``: an empty range at offset 0 if the rank owns none of the tensor."""
         start = 0
         for run in self.runs_of(slot):
             if rank in run.ranks:
@@ -379,61 +388,63 @@ class GroupLayout:
         return Piece(FlatRange(0, 0), 0)
 
     def pieces_of(self, rank: int) -> Iterator[tuple[TensorSlot, Piece]]:
-        """Non-empty pieces of a rank, in buffer order."""
+        """Yield the slots and pieces of all tensors of which ``rank`` owns elements, in buffer order."""
         pieces = [(slot, self.piece(slot, rank)) for slot in self.slots]
         yield from sorted((pair for pair in pieces if pair[1].numel), key=lambda pair: pair[1].local_offset)
 
     def piece_lengths(self, slot: TensorSlot) -> RunLengths:
-        """Elements of a tensor on each rank, in rank order, as runs. Sums to the tensor's numel."""
+        """Return the number of a tensor's elements on each rank, in rank order, as runs."""
         runs, next_rank = [], 0
         for run in self.runs_of(slot):
+            # The ranks before this run own nothing; if there are none, `RunLengths` drops the empty pair.
             runs += [(run.first_rank - next_rank, 0), (run.num_ranks, run.piece_numel)]
             next_rank = run.ranks.stop
         return RunLengths((*runs, (self.num_shards - next_rank, 0)))
 
     def piece_numels(self, slot: TensorSlot) -> tuple[int, ...]:
-        """Elements of a tensor on each rank, in rank order: one number per rank."""
+        """Return the number of a tensor's elements on each rank, in rank order, as one number per rank."""
         return tuple(self.piece_lengths(slot))
 
     def holders(self, slot: TensorSlot) -> Iterator[int]:
-        """Ranks that own at least one element of a tensor, in order."""
+        """Yield the ranks that own at least one element of a tensor, in order."""
         for run in self.runs_of(slot):
             yield from run.ranks
 
     def runs_of(self, slot: TensorSlot) -> tuple[PieceRun, ...]:
-        """The pieces of any slot as runs of equal pieces; at most three for a contiguous one."""
+        """Return the pieces of any slot as runs of equal pieces: at most three runs for a contiguous slot."""
         if slot.runs or not slot.numel:
-            return slot.runs  # of a scattered slot; () for an empty one
+            return slot.runs  # () for an empty slot: `runs_between` needs a non-empty range
         return tuple(runs_between(slot.offset, slot.offset + slot.numel, self.shard_numel))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `from_json`; ``align_numel`` only if it is not 1."""
+        """Return JSON values for `from_json`; the key ``align_numel`` exists only if the alignment is not 1."""
         data: dict[str, Any] = {
             "num_shards": self.num_shards,
             "shard_numel": self.shard_numel,
             "slots": [slot.to_json() for slot in self.slots],
         }
+        # A layout without alignment has no key ``align_numel``, so its JSON is the same as before the field existed.
         if self.align_numel > 1:
             data["align_numel"] = self.align_numel
         return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> GroupLayout:
-        """Inverse of `to_json`; checks the layout again."""
+        """Return the layout that `to_json` described. The constructor checks the layout, which may come from a file."""
         slots = tuple(TensorSlot.from_json(slot) for slot in data["slots"])
         return cls(data["num_shards"], data["shard_numel"], slots, data.get("align_numel", 1))
 
 
 def _check_integers(sizes: Mapping[str, object], where: str) -> None:
-    """Refuse sizes that JSON can contain but no layout can have: 1.5, 2.0, true, "3"."""
+    """Raise LayoutError for sizes that JSON can contain but no layout can have: 1.5, 2.0, true, "3"."""
     wrong = {
         name: size
         for name, size in sizes.items()
-        if not isinstance(size, int) or size is True or size is False
+        if not isinstance(size, int) or size is True or size is False  # bool is a subclass of int
     }
     if wrong:
         raise LayoutError(
-            "The sizes of a layout are integers.",
+            "A size of this layout is not an integer.",
             expected="integers",
             got=", ".join(f"{name}={size!r}" for name, size in wrong.items()),
             where=where,
@@ -477,12 +488,12 @@ class ModelLayout:
 
     @classmethod
     def of(cls, groups: Iterable[tuple[str, GroupLayout]]) -> ModelLayout:
-        """A model layout from pairs of group name and layout."""
+        """Return a model layout from pairs of group name and layout."""
         return cls(tuple(groups))
 
     @property
     def copied_numel(self) -> int:
-        """Elements of scattered tensors in all groups."""
+        """Number of elements of scattered tensors in all groups."""
         return sum(group.copied_numel for _, group in self.groups)
 
     @property
@@ -492,10 +503,10 @@ class ModelLayout:
         return sum(group.numel for _, group in self.groups) / payload - 1 if payload else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `from_json`."""
+        """Return JSON values for `from_json`."""
         return {"groups": [{"name": name, **group.to_json()} for name, group in self.groups]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelLayout:
-        """Inverse of `to_json`."""
+        """Return the model layout that `to_json` described."""
         return cls(tuple((group["name"], GroupLayout.from_json(group)) for group in data["groups"]))

@@ -2,12 +2,13 @@
 
 `layout_picture` draws two panels per buffer of one group:
 
-    shards    one lane per rank; bands are the rank's pieces, in buffer order; padding is hatched
-    tensors   one bar per tensor, colored by the ranks that own its parts; light ticks are ends of blocks, which shows
-              that every change of color is at a tick
+    shards    one lane per rank; each band is a piece of a tensor, in buffer order; padding is hatched
+    tensors   one bar per tensor; a part's color is the rank that owns the part. Ticks below the bar are ends of blocks:
+              colors change only at ticks
 
 Both panels have a readable size for any layout: they show the first and last ranks and the largest tensors, and state
-how many are omitted. Every band has a tooltip with the exact numbers. Lengths are pixels, y grows downwards.
+how many ranks and tensors are omitted. Every band has a tooltip with the exact numbers. Lengths are in pixels, and y
+grows downwards.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from typing import NamedTuple
 
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 
-PADDING = "padding"
+PADDING = "padding"  # a fill that is hatched instead of a color; also the id of the SVG pattern
 PAPER, HATCH_PAPER, HATCH_INK, INK = "#ffffff", "#f8f9fb", "#98a2b3", "#1d2433"
 
 
 class Canvas:
-    """The shapes of one picture, back to front.
+    """A picture under construction: later shapes cover earlier ones.
 
     Args:
         title: title of the SVG document.
-        width_px, height_px: size of the picture; the height may be set last.
+        width_px, height_px: size of the picture. The height may be assigned later, when it is known.
     """
 
     def __init__(self, title: str, width_px: float, height_px: float = 0) -> None:
         self.title = title
         self.width_px = width_px
         self.height_px = height_px
-        self._shapes: list[str] = []  # elements of SVG
+        self._shapes: list[str] = []  # SVG elements, back to front
 
     def rect(
         self, x: float, y: float, width: float, height: float, fill: str, *, stroke: str = "", tip: str = ""
     ) -> None:
-        """A filled rectangle; ``fill=PADDING`` hatches it. ``tip`` is a tooltip."""
+        """Draw a filled rectangle, hatched if ``fill`` is `PADDING`. ``tip`` is its tooltip."""
         fill = "url(#padding)" if fill == PADDING else fill
         edge = f" stroke='{stroke}' stroke-width='0.8'" if stroke else ""
         self._shapes.append(
-            # At least 0.6: a narrower band would be invisible.
+            # At least 0.6 pixels, because a narrower band would be invisible.
             f"<rect x='{x:.2f}' y='{y:.2f}' width='{max(width, 0.6):.2f}' height='{height:.2f}' "
             f"fill='{fill}'{edge}>{_title(tip)}</rect>"
         )
@@ -54,7 +55,7 @@ class Canvas:
     def line(
         self, points: Sequence[tuple[float, float]], color: str, *, width: float = 1.0, dashed: bool = False
     ) -> None:
-        """An open line through points."""
+        """Draw an open line through points (x, y)."""
         vertices = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
         dashes = " stroke-dasharray='5 4'" if dashed else ""
         self._shapes.append(
@@ -63,7 +64,7 @@ class Canvas:
         )
 
     def dot(self, x: float, y: float, radius: float, fill: str, *, tip: str = "") -> None:
-        """A filled circle."""
+        """Draw a filled circle. ``tip`` is its tooltip."""
         self._shapes.append(
             f"<circle cx='{x:.2f}' cy='{y:.2f}' r='{radius}' fill='{fill}'>{_title(tip)}</circle>"
         )
@@ -79,7 +80,7 @@ class Canvas:
         anchor: str = "start",
         bold: bool = False,
     ) -> None:
-        """A line of text; ``anchor`` is the part of the text that is at x: "start", "middle" or "end"."""
+        """Draw a line of text. ``anchor`` says which part of the text is at ``x``: "start", "middle" or "end"."""
         weight = " font-weight='600'" if bold else ""
         self._shapes.append(
             f"<text x='{x:.2f}' y='{y:.2f}' font-size='{size}' fill='{color}' "
@@ -87,7 +88,7 @@ class Canvas:
         )
 
     def svg(self) -> str:
-        """The picture as an SVG document."""
+        """Return the picture as an SVG document."""
         size = f"{self.width_px:.0f} {self.height_px:.0f}"
         width, height = size.split()
         hatch = (
@@ -104,12 +105,13 @@ class Canvas:
 
 
 def _title(tip: str) -> str:
+    """Return the SVG element of a tooltip; "" without a text."""
     return f"<title>{escape(tip)}</title>" if tip else ""
 
 
-MAX_LANES = 16  # ranks that are drawn before the middle ones are omitted
-MAX_TENSORS = 14  # tensors drawn in the tensor panel
-MAX_SEGMENTS = 90  # pieces drawn in one tensor bar; more would not be distinguishable
+MAX_LANES = 16  # with more ranks, those in the middle are omitted
+MAX_TENSORS = 14  # most tensors in the tensor panel
+MAX_SEGMENTS = 90  # most pieces in a tensor's bar; more pieces would be too narrow to distinguish
 LABEL_PX = 240  # width of the left column, which contains names
 BODY_PX = 900
 LANE_PX = 26
@@ -117,12 +119,12 @@ BAR_PX = 16
 GAP_PX = 6
 QUIET, RULE, MANY = "#667085", "#d0d5dd", "#dde3ec"
 CHART_LEFT_PX, CHART_TOP_PX, CHART_WIDTH_PX, CHART_HEIGHT_PX = 130, 80, 800, 340
-LOWEST_POWER = -2  # the chart's lowest line is 10^-2 percent
+LOWEST_POWER = -2  # the lowest line of the chart is at 10^-2 percent
 CURVE_COLORS = ("#2e6fdb", "#e07b1a", "#189a6a", "#b03a9f", "#8a6d1f", "#5b5bd6", "#c2373f", "#3a8fa3")
 
 
 def layout_svg(layout: GroupLayout, title: str = "layout") -> str:
-    """The picture of `layout_picture` as an SVG document."""
+    """Return the picture of one layout as an SVG document."""
     return layout_picture([layout], title).svg()
 
 
@@ -130,7 +132,7 @@ def layout_picture(layouts: Sequence[GroupLayout], title: str = "layout") -> Can
     """Draw one group, buffer by buffer: a lane per rank, then a bar per tensor.
 
     Args:
-        layouts: one layout per buffer of the group. Large layouts are drawn in part.
+        layouts: one layout per buffer of the group. Of a large layout, only some ranks and tensors are drawn.
         title: headline of the picture.
     """
     canvas = Canvas(title, LABEL_PX + BODY_PX + 40)
@@ -149,16 +151,17 @@ def layout_picture(layouts: Sequence[GroupLayout], title: str = "layout") -> Can
 
 
 def rank_color(rank: int, num_shards: int, *, shade: bool = False) -> str:
-    """The fill color of a rank, in one of two shades. At most 16 ranks have different hues; then the hues repeat."""
+    """Return the fill color of a rank, in one of two shades. Hues repeat after 16 ranks."""
     cycle = min(max(num_shards, 3), 16)
-    # Steps of the golden angle, about 3/8 of the circle, give adjacent ranks clearly different hues.
+    # Few ranks share the circle of hues equally. For more ranks, steps of the golden angle, about 3/8 of the circle,
+    # give adjacent ranks clearly different hues.
     hue = (0.58 + (rank % cycle) * (1 / cycle if cycle < 7 else 0.381966)) % 1.0
     red, green, blue = colorsys.hls_to_rgb(hue, 0.80 if shade else 0.72, 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
 def short_names(fqns: Sequence[str]) -> dict[str, str]:
-    """Names without their common leading parts."""
+    """Return each name's short form, without the leading parts that all names have in common."""
     parts = [fqn.split(".") for fqn in fqns]
     shared = 0
     while len(parts) > 1 and all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
@@ -167,6 +170,7 @@ def short_names(fqns: Sequence[str]) -> dict[str, str]:
 
 
 def _summary(layout: GroupLayout) -> str:
+    """Return one line of text with the numbers of a layout."""
     filled = [slot for slot in layout.slots if slot.numel]
     dtypes = ", ".join(sorted({slot.dtype for slot in filled})) or "nothing"
     copied = f", copied {_percent(layout.copied_ratio)}" if layout.copied_numel else ""
@@ -177,19 +181,21 @@ def _summary(layout: GroupLayout) -> str:
 
 
 def _percent(ratio: float) -> str:
+    """Return a ratio in percent. A ratio that would be rounded to 0.00 % is "< 0.01 %", unless it is zero."""
     if ratio == 0:
         return "0 %"
     return f"{ratio:.2%}".replace("%", " %") if ratio >= 0.0001 else "< 0.01 %"
 
 
 def _fit(label: str, width_px: float, size: float = 10.5) -> str:
-    """The label if it fits, its start and end if those fit, else nothing."""
+    """Return as much of a label as fits into a width: all, its start and end, or ""."""
     room = int((width_px - 6) / (size * 0.56))  # a character is about 0.56 of the font size wide
     if len(label) <= room:
         return label
-    if room < 9:
+    if room < 9:  # fewer characters would not identify a name
         return ""
-    tail = (room - 1) * 2 // 3  # names of one model differ most at their ends
+    # The end gets more characters, because names of one model differ most at their ends.
+    tail = (room - 1) * 2 // 3
     return f"{label[: room - 1 - tail]}…{label[-tail:]}"
 
 
@@ -203,7 +209,7 @@ def _draw_band(
     *,
     stroke: str = "",
 ) -> None:
-    """A rectangle with as much of its label as fits."""
+    """Draw a rectangle with as much of its label as fits."""
     (x, y), (width, height) = start, size
     canvas.rect(x, y, width, height, fill, tip=tip, stroke=stroke)
     label = _fit(label, width)
@@ -212,9 +218,12 @@ def _draw_band(
 
 
 def _draw_shards(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top: float) -> float:
+    """Draw the panel of ranks and return the y below it."""
     canvas.text(20, top, "Shards: the pieces of each rank", size=13, bold=True)
+    # max: the shards of a group without elements are empty.
     y, num_shards, scale = top + 12, layout.num_shards, BODY_PX / max(layout.shard_numel, 1)
     last_ranks = range(num_shards - 3, num_shards) if num_shards > MAX_LANES else range(0)
+    # 11 first and 3 last ranks, so that the line "more ranks" fits, too.
     num_first = MAX_LANES - 5 if last_ranks else num_shards
     for rank in (*range(num_first), *last_ranks):
         if last_ranks and rank == last_ranks.start:
@@ -222,10 +231,11 @@ def _draw_shards(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top
             y += LANE_PX - 4
         canvas.rect(20, y + 6, 12, 12, rank_color(rank, num_shards))
         canvas.text(40, y + 16, f"rank {rank:,}", size=11.5)
+        # The lane is hatched first: what the pieces do not cover is padding.
         canvas.rect(LABEL_PX, y, BODY_PX, LANE_PX, PADDING, stroke=RULE, tip=f"rank {rank}: padding")
         for index, (slot, piece) in enumerate(layout.pieces_of(rank)):
             start, width = (LABEL_PX + piece.local_offset * scale, y), piece.numel * scale
-            # Two alternating shades separate adjacent pieces where no label fits.
+            # Two alternating shades separate adjacent pieces even if no label fits.
             fill = rank_color(rank, num_shards, shade=index % 2 == 1)
             tip = (
                 f"{slot.fqn} {list(slot.shape)}: elements [{piece.range.start:,}, {piece.range.stop:,}) of "
@@ -238,6 +248,7 @@ def _draw_shards(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top
 
 
 def _draw_tensors(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top: float) -> float:
+    """Draw the panel of tensors and return the y below it."""
     canvas.text(20, top, "Tensors: the rank of each part", size=13, bold=True)
     filled = [slot for slot in layout.slots if slot.numel]
     largest = sorted(filled, key=lambda slot: -slot.numel)[:MAX_TENSORS]
@@ -258,8 +269,10 @@ def _draw_tensors(canvas: Canvas, layout: GroupLayout, names: dict[str, str], to
 
 
 def _draw_bar(canvas: Canvas, layout: GroupLayout, slot: TensorSlot, y: float) -> None:
+    """Draw the bar of one tensor: a band per piece, and a tick per block."""
     scale = BODY_PX / slot.numel
-    holders = list(islice(layout.holders(slot), MAX_SEGMENTS + 1))  # one more shows that there are too many
+    # One more than is drawn: enough to know that there are too many. All ranks could be thousands.
+    holders = list(islice(layout.holders(slot), MAX_SEGMENTS + 1))
     if len(holders) > MAX_SEGMENTS:
         runs = layout.runs_of(slot)
         count, last = sum(run.num_ranks for run in runs), runs[-1].first_rank + runs[-1].num_ranks - 1
@@ -272,7 +285,7 @@ def _draw_bar(canvas: Canvas, layout: GroupLayout, slot: TensorSlot, y: float) -
         tip = f"{slot.fqn}: rank {rank} holds [{piece.range.start:,}, {piece.range.stop:,})"
         _draw_band(canvas, start, size, rank_color(rank, layout.num_shards), f"rank {rank}", tip)
     block_px = slot.block_numel * scale
-    if block_px >= 4:  # closer ticks would merge
+    if block_px >= 4:  # ticks closer than 4 pixels would merge
         for tick in range(1, -(-slot.numel // slot.block_numel)):
             x = LABEL_PX + tick * block_px
             canvas.line([(x, y + BAR_PX), (x, y + BAR_PX + 4)], QUIET, width=0.8)
@@ -280,6 +293,7 @@ def _draw_bar(canvas: Canvas, layout: GroupLayout, slot: TensorSlot, y: float) -
 
 
 def _draw_legend(canvas: Canvas, num_shards: int, padded_numel: int, y: float) -> None:
+    """Draw the meaning of hatches, ticks and colors in one line."""
     canvas.rect(LABEL_PX, y, 22, 12, PADDING, stroke=RULE)
     canvas.text(LABEL_PX + 28, y + 10, f"padding, {padded_numel:,} elements", color=QUIET)
     canvas.line([(LABEL_PX + 230, y + 2), (LABEL_PX + 230, y + 12)], INK, width=0.8)
@@ -290,26 +304,27 @@ def _draw_legend(canvas: Canvas, num_shards: int, padded_numel: int, y: float) -
 
 
 class Curve(NamedTuple):
-    """Padding and copies of one unit over the number of shards, as fractions of its payload."""
+    """Padding and copies of one group over the number of shards, as fractions of the group's payload."""
 
     name: str
     points: tuple[tuple[int, float, float], ...]  # (shards, padding, copied)
 
 
 def padding_picture(curves: Sequence[Curve], title: str, *, limit: float | None = None) -> Canvas:
-    """Chart padding over the number of shards; copied elements are dashed.
+    """Draw a chart of padding over the number of shards. Dashed lines are copied elements.
 
     Args:
-        curves: all over the same numbers of shards.
+        curves: one per group, all with the same numbers of shards.
         title: headline of the picture.
-        limit: a padding, as a fraction, to be marked by a line.
+        limit: padding, as a fraction, that a horizontal line marks; None: no line.
     """
     canvas = Canvas(title, CHART_LEFT_PX + CHART_WIDTH_PX + 60)
     canvas.text(20, 32, title, size=18, bold=True)
     canvas.text(20, 52, "padding in % of the payload (dashed: copied after a gather)", size=12, color=QUIET)
     shards = [count for count, _, _ in curves[0].points] if curves else []
     highest = max((max(p, c) for curve in curves for _, p, c in curve.points), default=0.0)
-    top_power = max(1, math.ceil(math.log10(max(highest * 100, 1e-9))))  # 1e-9, because zero has no logarithm
+    # The highest line is a power of ten of percents, at least 10 %. 1e-9, because zero has no logarithm.
+    top_power = max(1, math.ceil(math.log10(max(highest * 100, 1e-9))))
     _draw_axes(canvas, shards, top_power)
     if limit:
         y = _chart_y(limit, top_power)
@@ -319,7 +334,7 @@ def padding_picture(curves: Sequence[Curve], title: str, *, limit: float | None 
         canvas.text(CHART_LEFT_PX + 4, y - 5, f"warned above {limit:.0%}", size=10, color="#b42318")
     y = CHART_TOP_PX + CHART_HEIGHT_PX + 64
     for index, curve in enumerate(curves):
-        color = CURVE_COLORS[index % len(CURVE_COLORS)]
+        color = CURVE_COLORS[index % len(CURVE_COLORS)]  # more curves than colors: colors repeat
         _draw_curve(canvas, curve, color, top_power)
         canvas.rect(CHART_LEFT_PX, y - 9, 12, 12, color)
         canvas.text(CHART_LEFT_PX + 20, y + 1, curve.name)
@@ -329,6 +344,7 @@ def padding_picture(curves: Sequence[Curve], title: str, *, limit: float | None 
 
 
 def _draw_axes(canvas: Canvas, shards: Sequence[int], top_power: int) -> None:
+    """Draw a horizontal line per power of ten, and a tick per number of shards."""
     right = CHART_LEFT_PX + CHART_WIDTH_PX
     for power in range(LOWEST_POWER, top_power + 1):
         y = _chart_y(10.0**power / 100, top_power)
@@ -345,6 +361,7 @@ def _draw_axes(canvas: Canvas, shards: Sequence[int], top_power: int) -> None:
 
 
 def _draw_curve(canvas: Canvas, curve: Curve, color: str, top_power: int) -> None:
+    """Draw the line and dots of a group's padding, and the dashed line of its copies if it has any."""
     xs = [_chart_x(index, len(curve.points)) for index in range(len(curve.points))]
     copied = [(x, _chart_y(c, top_power)) for x, (_, _, c) in zip(xs, curve.points, strict=True)]
     if any(c for _, _, c in curve.points):
@@ -356,10 +373,12 @@ def _draw_curve(canvas: Canvas, curve: Curve, color: str, top_power: int) -> Non
 
 
 def _chart_x(index: int, count: int) -> float:
+    """Return the x of point ``index`` of ``count``, at the middle of its part of the width."""
     return CHART_LEFT_PX + CHART_WIDTH_PX * (index + 0.5) / max(count, 1)
 
 
 def _chart_y(ratio: float, top_power: int) -> float:
-    """Logarithmic from 10^LOWEST_POWER percent up; lower values are on the lowest line."""
+    """Return the y of a ratio on a logarithmic scale. Ratios below 10^LOWEST_POWER percent are on the lowest line."""
+    # 1e-9, because zero has no logarithm.
     power = max(LOWEST_POWER, math.log10(max(ratio * 100, 1e-9)))
     return CHART_TOP_PX + CHART_HEIGHT_PX * (top_power - power) / (top_power - LOWEST_POWER)

@@ -1,16 +1,17 @@
 """RaggedShard: a DTensor placement that gives each rank any number of whole units, including none.
 
-The semantics are as published (volcengine/veScale, ``docs/texts/raggedshard.md``): the tensor dims in ``dims``, a
-prefix (0, .., i-1), are flattened and cut into ``sum(local_units)`` equal units; rank r of the mesh axis owns
-``local_units[r]`` of them, contiguous and in rank order. ``dims=()`` keeps the tensor whole on the one rank whose
-unit is not zero.
+The semantics follow the published ones (volcengine/veScale, ``docs/texts/raggedshard.md``). ``dims`` are the leading
+tensor dims (0, .., i-1). They are flattened and cut into ``sum(local_units)`` equal units; rank r of the mesh axis
+owns ``local_units[r]`` contiguous units, in rank order. ``dims=()`` keeps the tensor whole on the only rank whose
+unit count is not zero.
 
     RaggedShard((0,), (1, 2, 0, 1)) on shape (8, 3): 4 units of 2 rows
         rank 0: rows [0, 2)   rank 1: rows [2, 6)   rank 2: nothing   rank 3: rows [6, 8)
 
-A rank owns one flat range of the tensor (`RaggedShard.piece`). Its local tensor is 1-D and has these elements. A
-placement is a value: compared by content, hashable, picklable, deep-copyable. It stores the units as runs
-(`RunLengths`), whose size does not grow with the ranks; ``local_units`` is computed on demand.
+A rank owns one flat range of the tensor (`RaggedShard.piece`); its local tensor is 1-D and contains the elements of
+this range. A placement is a value: compared by content, hashable, picklable, deep-copyable. It stores the unit counts
+as runs of equal numbers (`RunLengths`), so its size does not grow with the number of ranks; ``local_units`` is computed
+on demand.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _INSTEAD = (
 
 
 @set_module("vescale_fsdp")
-# eq=False: `_key` compares runs; the generated __eq__ would write out a number per rank
+# eq=False: `__eq__` below compares runs; a generated one would expand `local_units` to one number per rank.
 @dataclass(frozen=True, eq=False)
 class RaggedShard(Placement):
     """Shard a tensor by whole units over one mesh axis.
@@ -54,10 +55,11 @@ class RaggedShard(Placement):
     local_units: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        # torch's Placement is a C++ class, whose methods crash the process without this call.
+        # torch's Placement is a C++ class. Without this call its methods crash the process.
         super().__init__()
         object.__setattr__(self, "dims", tuple(self.dims))
-        # Through __dict__, because the class is frozen. `units` is stored instead of the field, see `__getattr__`.
+        # Written through __dict__, because the class is frozen. `units` replaces the field `local_units`, which
+        # `__getattr__` computes: one number per rank would be large on thousands of ranks.
         self.__dict__["units"] = RunLengths.of(self.__dict__.pop("local_units"))
         if self.dims != tuple(range(len(self.dims))):
             raise PlacementError(
@@ -81,7 +83,7 @@ class RaggedShard(Placement):
     if not TYPE_CHECKING:  # type checkers see the dataclass field
 
         def __getattr__(self, name: str) -> Any:
-            """Compute ``local_units``, a field that is not stored."""
+            """Return ``local_units``, which is computed from ``units`` and not stored."""
             if name == "local_units":
                 return tuple(self.units)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -94,6 +96,7 @@ class RaggedShard(Placement):
 
     @property
     def _key(self) -> tuple[object, ...]:
+        # With the type, because a StridedRaggedShard of equal dims and units owns other elements.
         return type(self), self.dims, self.units
 
     def __eq__(self, other: object) -> bool:
@@ -103,26 +106,28 @@ class RaggedShard(Placement):
         return hash(self._key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RaggedShard, (self.dims, self.local_units)  # the published fields, which every version reads
+        # Pickles contain the published fields instead of runs, so that every version can read them.
+        return RaggedShard, (self.dims, self.local_units)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
         return self  # immutable
 
     def __format__(self, spec: str) -> str:
-        # torch's distribute_tensor formats an unknown placement into its error, and calls no other method of it. So
-        # only this method can tell the user what to call instead.
+        # torch's distribute_tensor formats an unknown placement into its error message and calls no other method of
+        # the placement. So only this method can tell the user which function to call instead.
         return format(str(self), spec) if spec else f"{self!s} of vescale_fsdp ({_INSTEAD})"
 
     def __str__(self) -> str:
         units = self.units
+        # There may be thousands of ranks.
         text = ", ".join(map(str, units)) if len(units) <= 8 else f"{units[0]}, .., {units[-1]}"
         return f"RaggedShard(dims={self.dims}, units=({text}))"
 
     @classmethod
     def from_piece_numels(cls, shape: Sequence[int], piece_numels: Sequence[int]) -> RaggedShard:
-        """The placement under which rank r holds ``piece_numels[r]`` elements of a tensor of this shape.
+        """Return the placement under which rank r owns ``piece_numels[r]`` elements of a tensor of this shape.
 
-        Units are as large, and dims as few, as the cuts allow.
+        The placement has the largest units, and the fewest dims, that allow these pieces.
 
         >>> RaggedShard.from_piece_numels((6, 4), [8, 16])
         RaggedShard(dims=(0,), local_units=(1, 2))
@@ -138,10 +143,12 @@ class RaggedShard(Placement):
                 got=f"{numels.total} in {tuple(piece_numels)}",
             )
         if numel == 0:
-            return cls.of_runs((0,), RunLengths(((1, 1), (len(numels) - 1, 0))))  # units may not all be 0
+            # An empty tensor: rank 0 gets one empty unit, because a RaggedShard needs a positive unit count.
+            return cls.of_runs((0,), RunLengths(((1, 1), (len(numels) - 1, 0))))
         unit_numel = math.gcd(*numels.distinct)
         depth = next(
-            # At least dim 0: dims=() means one owner.
+            # The fewest dims such that a unit contains all later dims whole. At least one dim, because dims=() would
+            # mean that one rank owns the whole tensor.
             d
             for d in range(min(1, len(shape)), len(shape) + 1)
             if unit_numel % numel_of(shape[d:]) == 0
@@ -150,8 +157,8 @@ class RaggedShard(Placement):
 
     @classmethod
     def of_runs(cls, dims: tuple[int, ...], units: RunLengths) -> RaggedShard:
-        """The placement with these units, stored as runs."""
-        return RaggedShard(dims, units)  # type: ignore[arg-type]  # instead of the tuple
+        """Return the placement with these units, without expanding the runs to one number per rank."""
+        return RaggedShard(dims, units)  # type: ignore[arg-type]  # `RunLengths.of` accepts runs instead of the tuple
 
     @property
     def num_shards(self) -> int:
@@ -159,13 +166,13 @@ class RaggedShard(Placement):
         return len(self.units)
 
     def unit_numel(self, shape: Sequence[int]) -> int:
-        """Elements per unit of a tensor of this shape.
+        """Return the number of elements per unit of a tensor of this shape.
 
         Raises:
-            PlacementError: if the shape has too few dims, or its cut dims do not divide into the units.
+            PlacementError: if the shape has too few dims, or if ``dims`` of the shape do not divide into equal units.
         """
         numel, units = numel_of(shape), self.units.total
-        # Elements over the dims that are never cut (0 if empty).
+        # Elements of the trailing dims, which a unit must contain whole (0 if one of these dims is empty).
         run_numel = numel_of(shape[len(self.dims) :])
         whole_runs = not self.dims or run_numel == 0 or (numel // units) % run_numel == 0
         if len(shape) >= len(self.dims) and numel % units == 0 and whole_runs:
@@ -179,41 +186,41 @@ class RaggedShard(Placement):
         )
 
     def piece(self, shape: Sequence[int], rank: int) -> FlatRange:
-        """Half-open range of the flattened tensor on ``rank`` of the mesh axis."""
+        """Return the half-open range of the flattened tensor that ``rank`` of the mesh axis owns."""
         unit = self.unit_numel(shape)
         return FlatRange(self.units.start(rank) * unit, self.units.start(rank + 1) * unit)
 
     def piece_lengths(self, shape: Sequence[int]) -> RunLengths:
-        """Elements on each rank, in rank order, as runs."""
+        """Return the number of elements on each rank, in rank order, as runs."""
         unit = self.unit_numel(shape)
         return self.units.map(lambda units: units * unit)
 
     def piece_numels(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Elements on each rank, in rank order: one number per rank."""
+        """Return the number of elements on each rank, in rank order, as one number per rank."""
         return tuple(self.piece_lengths(shape))
 
     def owners(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Ranks that own at least one element."""
+        """Return the ranks that own at least one element."""
         return tuple(self.piece_lengths(shape).holders(0, numel_of(shape)))
 
 
 @set_module("vescale_fsdp.layout")
 @dataclass(frozen=True, eq=False)
 class StridedRaggedShard(RaggedShard):
-    """A RaggedShard combined with ``Shard(0)`` on other mesh axes, which cut the tensor first.
+    """A RaggedShard on a tensor that ``Shard(0)`` on other mesh axes has already cut.
 
-    The other axes cut dim 0 into ``split_factor`` chunks; each chunk is then cut in the same ratio. So in the flat
-    order of the full tensor a rank of this axis owns ``split_factor`` runs, one per chunk, and concatenating the pieces
-    in rank order would permute the rows::
+    The other axes cut dim 0 into ``split_factor`` chunks; the ragged placement cuts each chunk in the same ratio. So in
+    the flat order of the full tensor a rank of this axis owns ``split_factor`` runs, one per chunk, and concatenating
+    the pieces in rank order would permute the rows::
 
         shape (6,), units (1, 2), split_factor 2:   chunk 0      chunk 1
             rank 0 owns elements 0 and 3            0 | 1 2      3 | 4 5
             rank 1 owns elements 1, 2 and 4, 5      r0  r1       r0  r1
 
-    `vescale_fsdp.dtensor.spec.make_spec` creates it where it is needed; users do not write it.
+    `vescale_fsdp.dtensor.spec.make_spec` creates this placement from a `RaggedShard`; users need not write it.
 
     Args:
-        dims, local_units: as for `RaggedShard`; they cut one chunk.
+        dims, local_units: as for `RaggedShard`, but for one chunk instead of the whole tensor.
         split_factor: number of chunks, at least 2.
 
     Raises:
@@ -247,7 +254,7 @@ class StridedRaggedShard(RaggedShard):
         return f"Strided{super().__str__()[:-1]}, split_factor={self.split_factor})"
 
     def runs(self, shape: Sequence[int], rank: int) -> tuple[FlatRange, ...]:
-        """Ranges of the flattened full tensor on ``rank``, over all chunks, in flat order.
+        """Return the ranges of the flattened full tensor that ``rank`` owns, one per chunk, in flat order.
 
         Raises:
             PlacementError: if dim 0 does not divide into the chunks.

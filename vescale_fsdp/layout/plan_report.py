@@ -1,7 +1,7 @@
-"""The plan report: the cost of layouts on any number of ranks, and remedies. Runs offline.
+"""The plan report: what a model's layouts cost on any number of ranks, and remedies for padding. Runs offline.
 
-`plan_report` plans every unit of a model for each number of shards and returns a `PlanReport`, a value that prints as
-tables and draws itself. It needs shapes only: no GPU, no process group and no weights.
+`plan_report` plans every unit of a model for each number of shards and returns a `PlanReport`, which can be printed as
+tables or drawn as pictures. It needs shapes only: no GPU, no process group and no weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vescale_fsdp.layout.pictures import Canvas, Curve, layout_picture, padding_
 from vescale_fsdp.layout.planner import TensorSpec, padding_ratio, plan_buffers
 from vescale_fsdp.lazy import set_module
 
-ROOT = "(root)"
+ROOT = "(root)"  # the printed name of the root unit, whose name is ""
 
 
 @set_module("vescale_fsdp.layout")
@@ -44,10 +44,11 @@ class PlannedGroup:
     """The parameters of a unit with one dtype, planned for several numbers of shards.
 
     Attributes:
-        units: names of all units with these parameters; the first one represents them.
-        dtype: dtype of the parameters.
-        params: the parameters, in definition order.
-        layouts: for each number of shards of the report, the layout of one buffer, or of two if two cost less.
+        units: names of all units with equal parameters of this dtype, such as the layers of a model. The group is named
+            after the first unit.
+        dtype: dtype of the parameters, with ", frozen" appended for frozen parameters.
+        params: the parameters, in definition order, with names relative to the unit.
+        layouts: for each number of shards of the report, one layout per buffer: one, or two if two cost less.
     """
 
     units: tuple[str, ...]
@@ -57,18 +58,21 @@ class PlannedGroup:
 
     @property
     def name(self) -> str:
-        """The first unit's name."""
+        """The first unit's name, or `ROOT`."""
         return self.units[0] or ROOT
 
 
 @set_module("vescale_fsdp.layout")
 @dataclass(frozen=True)
 class PlanRow:
-    """The numbers of one group over one number of shards; ratios are fractions of the payload.
+    """The numbers of one group over one number of shards. Ratios are fractions of the payload.
 
-    ``shard_bytes`` is a rank's share of the parameters of one unit, with padding. ``blocks_per_rank`` is a rank's share
-    of the payload in the group's largest blocks: below about 8, rounding to whole blocks dominates. ``apart`` names
-    the tensors of the second buffer, if there is one.
+    Attributes:
+        shard_bytes: a rank's share of the parameters of one unit, including padding.
+        blocks_per_rank: a rank's share of the payload, counted in the group's largest blocks. Below about 8, rounding
+            to whole blocks dominates the padding.
+        scattered: names of the scattered tensors.
+        apart: names of the tensors in the second buffer, if there is one.
     """
 
     group: str
@@ -104,13 +108,14 @@ class PlanReport:
 
     @cached_property
     def rows(self) -> tuple[PlanRow, ...]:
-        """One row per group and number of shards, groups in the order of wrapping."""
+        """One row per group and number of shards. Groups are in the order in which users wrap their units."""
         return tuple(_row(group, layouts) for group in self.groups for layouts in group.layouts)
 
     def total(self, num_shards: int) -> PlanRow:
-        """All units as one row (bytes and elements are summed over all units)."""
+        """Return one row for all units. Bytes and elements are summed; ratios are averaged by payload."""
         rows = [row for row in self.rows if row.num_shards == num_shards]
         payload = sum(row.payload_numel * row.num_units for row in rows)
+        # max: a model of empty tensors has no payload.
         weights = [(row, row.payload_numel * row.num_units / max(payload, 1)) for row in rows]
         return PlanRow(
             "all units",
@@ -121,13 +126,13 @@ class PlanReport:
             sum(row.shard_bytes * row.num_units for row in rows),
             sum(row.padding_ratio * weight for row, weight in weights),
             sum(row.copied_ratio * weight for row, weight in weights),
-            min((row.blocks_per_rank for row in rows), default=0.0),  # the worst group decides
+            min((row.blocks_per_rank for row in rows), default=0.0),  # of the group with the most rounding
             tuple(name for row in rows for name in row.scattered),
             tuple(name for row in rows for name in row.apart),
         )
 
     def layout(self, group: str, num_shards: int) -> GroupLayout:
-        """The layout of a group with one buffer; ``group`` is the name of any unit of the group.
+        """Return the layout of a group that has one buffer. ``group`` is the name of any unit of the group.
 
         Raises:
             LayoutError: if the report has no such unit or number of shards, or if there are two buffers.
@@ -144,7 +149,7 @@ class PlanReport:
         return layouts[0]
 
     def layouts(self, group: str, num_shards: int) -> tuple[GroupLayout, ...]:
-        """The layouts of a group, one per buffer; ``group`` is the name of any unit of the group.
+        """Return the layouts of a group, one per buffer. ``group`` is the name of any unit of the group.
 
         Raises:
             LayoutError: if the report has no such unit or number of shards.
@@ -159,23 +164,23 @@ class PlanReport:
         )
 
     def advice(self) -> Iterator[str]:
-        """Remedies for each group whose padding exceeds the policy's limit."""
+        """Yield lines of text with remedies for each group whose padding exceeds the policy's limit."""
         for group in self.groups:
             for layout in (layout for layouts in group.layouts for layout in layouts):
                 if layout.padding_ratio > self.policy.warn_above:
                     remedies = find_remedies(layout, self.policy.warn_above, self.policy.scatter)
-                    whole = len(layout.slots) == len(group.params)
+                    whole = len(layout.slots) == len(group.params)  # otherwise name the buffer, too
                     name = group.name if whole else f"{group.name}, the buffer of {layout.slots[0].fqn},"
                     yield f"{name} over {layout.num_shards:,} shards is padded by {layout.padding_ratio:.0%}:"
                     yield from (f"    {text}" for text in remedy_texts(remedies, layout))
 
     def to_json(self) -> dict[str, Any]:
-        """The rows and totals, as plain values."""
+        """Return the rows and totals as JSON values."""
         totals = [self.total(num_shards) for num_shards in self.shards]
         return {"scatter": self.policy.scatter, "rows": [asdict(row) for row in (*self.rows, *totals)]}
 
     def padding_picture(self) -> Canvas:
-        """A chart of padding and copies of every group over the number of shards."""
+        """Return a chart of the padding and copies of every group over the number of shards."""
         curves = []
         for group in self.groups:
             rows = [_row(group, layouts) for layouts in group.layouts]
@@ -184,7 +189,7 @@ class PlanReport:
         return padding_picture(curves, "Padding over shards", limit=self.policy.warn_above)
 
     def layout_picture(self, group: str, num_shards: int) -> Canvas:
-        """A picture of each rank's pieces of a group."""
+        """Return a picture of each rank's pieces of a group."""
         return layout_picture(self.layouts(group, num_shards), f"{group} over {num_shards:,} shards")
 
     def save(self, folder: Path | str) -> tuple[Path, ...]:
@@ -194,9 +199,10 @@ class PlanReport:
             The files written.
         """
         pictures = {"padding": self.padding_picture()}
+        # Groups of one unit differ in dtype only, so file names need it if there are several.
         one_dtype = len({group.dtype for group in self.groups}) == 1
         for group in self.groups:
-            # For a file name: (root) becomes root.
+            # Characters that file names may not contain are dropped: (root) becomes root.
             stem = re.sub(r"[^\w.-]", "", group.name) + ("" if one_dtype else f"-{group.dtype}")
             for num_shards, layouts in zip(self.shards, group.layouts, strict=True):
                 title = f"{group.name} over {num_shards:,} shards"
@@ -205,8 +211,10 @@ class PlanReport:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            part = folder / f".{name}.part"  # renamed when complete, so that no reader sees half a picture
+            # The file is renamed when it is complete, so that no reader sees an incomplete picture.
+            part = folder / f".{name}.part"
             try:
+                # Names from a mapping may contain unpaired surrogates, which UTF-8 cannot encode.
                 part.write_text(text, encoding="utf-8", errors="backslashreplace")
                 part.replace(folder / name)
             finally:
@@ -236,13 +244,13 @@ def plan_report(
             name)``, or a Hugging Face folder, of which only headers are read.
         shards: sizes of the sharding mesh axis.
         granularity: as for `fully_shard`; names are relative to each unit.
-        units: names of the modules to be wrapped (``"model.layers.*"``); None: members of repeated lists.
-            The root always gets the rest.
-        dtype: dtype of the shapes in a mapping that name none.
+        units: names or patterns of the modules to be wrapped (``"model.layers.*"``); None: the members of lists of
+            modules with equal parameters. All other parameters belong to the root.
+        dtype: dtype of a mapping's entries that have none.
         padding_policy: whether to scatter, and the padding above which `PlanReport.advice` names remedies.
 
     Raises:
-        LayoutError: for shapes, names, patterns or numbers that are not valid.
+        LayoutError: for shapes, names, patterns or numbers of shards that are not valid.
     """
     if not shards:
         raise LayoutError(
@@ -252,13 +260,14 @@ def plan_report(
         )
     params_of = units_of(shapes_of(model_or_shapes, dtype=dtype), units)
     check_patterns(granularity, [shape.fqn for shapes in params_of.values() for shape in shapes])
-    names_of: dict[tuple[str, tuple[PlannedParam, ...]], list[str]] = {}  # equal groups are planned once
+    # Units by their parameters, so that units with equal parameters are planned once.
+    names_of: dict[tuple[str, tuple[PlannedParam, ...]], list[str]] = {}
     for name, shapes in params_of.items():
         for kind, params in _groups(shapes, granularity).items():
             names_of.setdefault((kind, params), []).append(name)
     groups = []
     for (kind, params), names in names_of.items():
-        element_type = kind.partition(",")[0]  # without ", frozen"
+        element_type = kind.partition(",")[0]  # `_groups` appends ", frozen"
         specs = [TensorSpec(param.fqn, param.shape, element_type, param.block_numel) for param in params]
         layouts = tuple(plan_buffers(specs, count, scatter=padding_policy.scatter) for count in shards)
         groups.append(PlannedGroup(tuple(names), kind, params, layouts))
@@ -268,9 +277,10 @@ def plan_report(
 def _groups(
     shapes: Sequence[ParamShape], granularity: GranularityRule
 ) -> dict[str, tuple[PlannedParam, ...]]:
-    """Planned parameters by dtype; frozen parameters form groups of their own, as in `fully_shard`."""
+    """Return the planned parameters by dtype. Frozen parameters form separate groups, as in `fully_shard`."""
     groups: dict[str, list[PlannedParam]] = {}
     for shape in shapes:
+        # A function gets the parameter, as in `fully_shard`, or its shape if there is no module.
         rule = resolve_granularity(granularity, shape.fqn, shape.param if shape.param is not None else shape)
         planned = PlannedParam(shape.fqn, shape.shape, rule, rule.block_numel(shape.shape))
         groups.setdefault(shape.dtype if shape.requires_grad else f"{shape.dtype}, frozen", []).append(
@@ -280,6 +290,7 @@ def _groups(
 
 
 def _row(group: PlannedGroup, layouts: Sequence[GroupLayout]) -> PlanRow:
+    """Return the numbers of one group, whose ``layouts`` are for one number of shards."""
     payload = sum(layout.payload_numel for layout in layouts)
     return PlanRow(
         group.name,
@@ -302,6 +313,7 @@ def _row(group: PlannedGroup, layouts: Sequence[GroupLayout]) -> PlanRow:
 
 
 def _text(report: PlanReport) -> Iterator[str]:
+    """Yield the lines of the report: a table of all groups, a table per group, and remedies."""
     payload = sum(
         layout.payload_numel * len(group.units) for group in report.groups for layout in group.layouts[0]
     )
@@ -313,7 +325,7 @@ def _text(report: PlanReport) -> Iterator[str]:
     for num_shards in report.shards:
         rows = [row for row in report.rows if row.num_shards == num_shards]
         lines += [_cells(row) for row in rows]
-        if len(rows) > 1:
+        if len(rows) > 1:  # the total of one group would repeat its row
             lines.append(_cells(report.total(num_shards)))
     yield from _table(lines)
     yield "    MiB/rank: parameters of one unit, of all units in the last line; blocks/rank: largest blocks per rank"
@@ -328,6 +340,7 @@ def _text(report: PlanReport) -> Iterator[str]:
 
 
 def _cells(row: PlanRow) -> tuple[str, ...]:
+    """Return the cells of one line of the first table."""
     blocks = f"{row.blocks_per_rank:,.1f}" if row.blocks_per_rank < 10_000 else f"{row.blocks_per_rank:.1e}"
     return (
         f"{row.num_shards:,}",
@@ -343,12 +356,12 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
 
 
 def _param_cells(group: PlannedGroup) -> list[tuple[str, ...]]:
-    """One line per name, with * in place of numbers, so that the experts of a layer share a line."""
+    """Return one line of cells per name. Numbers in names become *, so that all experts of a layer share a line."""
     counts: Counter[tuple[str, tuple[int, ...], str, int]] = Counter(
         (
             re.sub(r"(?<=\.)\d+(?=\.)", "*", param.fqn),
             param.shape,
-            re.sub(r"\w+=", "", repr(param.granularity)),  # Rows(32) for Rows(rows=32)
+            re.sub(r"\w+=", "", repr(param.granularity)),  # prints Rows(rows=32) as Rows(32)
             param.block_numel,
         )
         for param in group.params
@@ -360,8 +373,9 @@ def _param_cells(group: PlannedGroup) -> list[tuple[str, ...]]:
 
 
 def _table(lines: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Lines with aligned columns; numbers are right-aligned."""
+    """Yield the lines as text with aligned columns. Columns of numbers are right-aligned."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    # A column is numeric if every cell below the head starts with a digit.
     right = [all(line[column][:1].isdigit() for line in lines[1:]) for column in range(len(widths))]
     for line in lines:
         cells = zip(line, widths, right, strict=True)

@@ -1,20 +1,21 @@
-"""Raw bits of floats: casts between float types, and the codes of quantized weights. Does not import torch by itself.
+"""Raw bits of floats: casts between float types, and the codes of quantized weights. Does not import torch.
 
-Casts (`cast_array`, `cast_into`) round bit for bit as torch's ``.to(dtype)``. The converter starts without torch, which
-takes a second and 200 MiB to import. If torch is already loaded, as next to live shards, torch casts, because it is
-several times as fast. bfloat16, which numpy lacks, is the upper half of a float32, computed by integer arithmetic.
+Casts (`cast_array`, `cast_into`) round bit for bit as torch's ``.to(dtype)``, except from float64 to float16, where
+torch rounds twice, first to float32. The converter runs without torch, whose import takes a second and 200 MiB. If
+other code has already imported torch, as in a training process, torch casts, because it is several times as fast.
+bfloat16, which numpy lacks, is the upper half of a float32, computed by integer arithmetic.
 
-Codes of quantized weights, by table of `code_table` and `nibble_table`:
+Codes of quantized weights are decoded by the tables of `code_table` and `nibble_table`:
 
     table        bytes                          value
-    e4m3, e5m2   8-bit floats                   itself
-    int8         -128 .. 127                    itself
+    e4m3, e5m2   8-bit floats                   the float
+    int8         -128 .. 127                    the integer
     e8m0         exponents of scales            2^(byte - 127)
     e2m1         two 4-bit floats, low first    0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
     nibbles(t)   two indices, high first        t[index], as bitsandbytes packs nf4 and fp4
 
-Encoding (`Fp8Encoding`, `Mxfp4Encoding`) is bit for bit that of transformers' reference for fp8 blocks, and of the
-OCP's microscaling formats for mxfp4 (scales rounded up, so that no value is clipped; values to nearest, ties to even).
+`Fp8Encoding` gives bit for bit the codes of transformers' reference for fp8 blocks. `Mxfp4Encoding` follows the OCP's
+microscaling formats; it rounds scales up, so that no value is clipped, and values to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -29,22 +30,23 @@ import numpy as np
 
 from vescale_fsdp.layout.dtypes import DType
 
-_E4M3_MAX = np.float32(448.0)
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E4M3_MAX = np.float32(448.0)  # the largest finite value
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of codes 0 to 7; bit 3 is the sign
 _E2M1_MAX = np.float32(6.0)
-# Midpoints between adjacent values; a value at a midpoint gets the code whose last bit is 0.
+# Midpoints between adjacent values of e2m1. A value at a midpoint gets the code whose last bit is 0 (ties to even).
 _E2M1_BOUNDS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=np.float32)
 _E8M0_BIAS = 127
 
 
 @cache
 def code_table(kind: str) -> np.ndarray:
-    """The values of each byte, float32 [256, values per byte], for e4m3, e5m2, int8, e8m0 or e2m1."""
+    """Return the values of each byte, float32 [256, values per byte], for e4m3, e5m2, int8, e8m0 or e2m1."""
     codes = np.arange(256)
     if kind == "int8":
         return codes.astype(np.uint8).view(np.int8).astype(np.float32)[:, None]
     if kind == "e8m0":
-        with np.errstate(over="ignore"):  # 255 is NaN, but loaders that compute the power get infinity
+        # 255 means NaN, but loaders that compute the power get infinity, and so does this table.
+        with np.errstate(over="ignore"):
             return np.ldexp(np.float32(1), codes - _E8M0_BIAS).astype(np.float32)[:, None]
     if kind == "e5m2":  # the upper half of a float16
         return (codes.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float32)[:, None]
@@ -53,7 +55,8 @@ def code_table(kind: str) -> np.ndarray:
         return values[np.stack([codes & 15, codes >> 4], axis=1)]
     assert kind == "e4m3", kind
     exponent, mantissa = (codes >> 3) & 15, codes & 7
-    # 10: the exponent's bias of 7, and 3 bits of mantissa. maximum: subnormals have the exponent of 1.
+    # - 10, because the exponent's bias is 7, and the mantissa has 3 bits. maximum, because subnormals have exponent 1.
+    # mantissa + 8, because normal numbers have an implicit leading 1.
     sizes = np.ldexp(
         np.where(exponent, mantissa + 8, mantissa).astype(np.float32), np.maximum(exponent, 1) - 10
     )
@@ -62,7 +65,7 @@ def code_table(kind: str) -> np.ndarray:
 
 
 def nibble_table(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """The two values of each byte, float32 [256, 2], for a table of 16 values; the byte's upper half comes first."""
+    """Return the two values of each byte, float32 [256, 2], for a table of 16 values. The upper half comes first."""
     codes = np.arange(256)
     return np.asarray(values, dtype=np.float32)[np.stack([codes >> 4, codes & 15], axis=1)]
 
@@ -78,23 +81,29 @@ class Fp8Encoding:
     scale_name = "float32"
 
     def scales(self, amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(factors to multiply values by, scales to store) for the largest magnitudes of blocks (float32)."""
-        is_plain = amax > 0  # False for blocks of zeros and of NaN
-        # Two roundings, because torch divides a number by a tensor as the number times the reciprocal.
+        """Return (factors that values are multiplied by, scales to store) for each block.
+
+        Args:
+            amax: largest magnitude in each block, float32.
+        """
+        is_plain = amax > 0  # False for blocks of zeros and for blocks with NaN
+        # Reciprocal, then product, because torch divides a number by a tensor so: the two roundings must be the same.
         inverse = np.float32(1) / np.where(is_plain, amax, np.float32(1))
         factors = np.where(is_plain, inverse * _E4M3_MAX, np.float32(1))
         return factors, np.float32(1) / factors
 
     def codes(self, scaled: np.ndarray) -> np.ndarray:
-        """uint8 codes of scaled values (float32), to nearest, ties to even."""
+        """Return uint8 codes of scaled values (float32), rounded to nearest, ties to even."""
         bits = np.clip(scaled, -_E4M3_MAX, _E4M3_MAX).view(np.uint32)
         sign = ((bits >> np.uint32(24)) & np.uint32(0x80)).astype(np.uint8)
         bits = bits & np.uint32(0x7FFFFFFF)
-        # Below 2^-6 the sum with 2^14 has the code in its last bits, rounded to nearest even by float addition.
+        # Below 2^-6, e4m3 is subnormal. Adding 2^14 puts the code into the last bits of the sum, and float addition
+        # rounds to nearest, ties to even.
         shift = np.float32(2**14)
         small = (bits.view(np.float32) + shift).view(np.uint32) - shift.view(np.uint32)
         odd = (bits >> np.uint32(20)) & np.uint32(1)
-        # The exponent's bias is 127 in float32, and 7 in e4m3.
+        # Above, 0x7FFFF + odd rounds the 20 bits that are dropped, ties to even. The exponent's bias changes from 127
+        # in float32 to 7 in e4m3.
         large = ((bits + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32((127 - 7) << 3)
         codes = np.where(bits < np.uint32((127 - 6) << 23), small, large).astype(np.uint8)
         return np.where(bits > np.uint32(0x7F800000), np.uint8(0x7F), codes) | sign  # NaN
@@ -111,7 +120,13 @@ class Mxfp4Encoding:
     scale_name = "uint8"
 
     def scales(self, amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `Fp8Encoding.scales`: the smallest power of two for which no value exceeds 6."""
+        """Return (factors that values are multiplied by, scales to store) for each block.
+
+        A scale is the smallest power of two for which no scaled value exceeds 6, the largest value of e2m1.
+
+        Args:
+            amax: largest magnitude in each block, float32.
+        """
         bits = (amax / _E2M1_MAX).astype(np.float32).view(np.uint32)
         # Adding 0x7FFFFF rounds the exponent up. 254 is the largest scale: 255 means NaN.
         biased = np.minimum((bits + np.uint32(0x7FFFFF)) >> np.uint32(23), np.uint32(254))
@@ -121,10 +136,10 @@ class Mxfp4Encoding:
         return factors, biased
 
     def codes(self, scaled: np.ndarray) -> np.ndarray:
-        """Bytes of two values each, adjacent in the last dim."""
+        """Return uint8 codes of scaled values (float32). A byte has two values that are adjacent in the last dim."""
         sizes = np.abs(scaled)
         index = np.searchsorted(_E2M1_BOUNDS, sizes, side="left").astype(np.uint8)
-        # There are 7 midpoints. Index 7 is past the last one, so it is compared with midpoint 6.
+        # A value above the last of 7 midpoints has index 7. `minimum` only keeps this index valid: it is never a tie.
         is_tie = sizes == _E2M1_BOUNDS[np.minimum(index, 6)]
         index = np.minimum(index + (is_tie & (index & 1 == 1)), 7).astype(np.uint8)
         nibbles = index | (np.signbit(scaled).astype(np.uint8) << np.uint8(3))
@@ -132,23 +147,24 @@ class Mxfp4Encoding:
 
 
 _NUMPY = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
-_BF16_NAN = 0x7FC0
+_BF16_NAN = 0x7FC0  # the NaN of torch's casts to bfloat16
+# The bits of positive infinity.
 _INFINITIES: dict[str, np.unsignedinteger[Any]] = {
     "float16": np.uint16(0x7C00),
     "bfloat16": np.uint16(0x7F80),
     "float32": np.uint32(0x7F800000),
     "float64": np.uint64(0x7FF0000000000000),
 }
-_NARROWER_THAN = {  # types that lack some finite values of the key
+_NARROWER_THAN = {  # types whose largest finite value is below that of the key, so that a cast may overflow
     "float64": ("float32", "bfloat16", "float16"),
     "float32": ("bfloat16", "float16"),
     "bfloat16": ("float16",),
 }
-_BLOCK_ITEMS = 1 << 15  # the intermediate values of a block stay in a core's cache
+_BLOCK_ITEMS = 1 << 15  # so small that the intermediate values of a block stay in a core's cache
 
 
 def cast_array(raw: np.ndarray, source: DType, target: DType) -> np.ndarray:
-    """Raw items of one float type as raw items of another, rounded to nearest, ties to even."""
+    """Return raw items of one float type as raw items of another, rounded to nearest, ties to even."""
     if source == target:
         return raw
     out = np.empty(raw.shape, dtype=target.raw)
@@ -157,14 +173,14 @@ def cast_array(raw: np.ndarray, source: DType, target: DType) -> np.ndarray:
 
 
 def cast_into(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> int:
-    """`cast_array` into ``out`` of the same shape; returns the number of finite items that became infinite."""
+    """Cast as `cast_array` does, into ``out``, and return the number of finite items that became infinite."""
     overflows = 0
-    # torch, if it is loaded, is faster, and has exactly the same bits for these two types; for float16 its NaNs differ.
+    # torch is faster, if it is loaded. For these two types its bits are the same; for float16 its NaNs differ.
     torch_casts = "torch" in sys.modules and {source.name, target.name} == {"bfloat16", "float32"}
     # torch.from_numpy warns about read-only arrays, so numpy casts them.
     cast = _by_torch if torch_casts and raw.flags.writeable else _by_numpy
     may_overflow = target.name in _NARROWER_THAN.get(source.name, ())
-    # Values too large for the target become infinity, as in torch: numpy must not warn.
+    # Values too large for the target become infinity, as in torch. numpy would warn.
     with np.errstate(over="ignore", invalid="ignore"):
         for items, into in _blocks(raw, out):
             cast(items, source, into, target)
@@ -174,13 +190,16 @@ def cast_into(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) ->
 
 
 def _is_infinite(raw: np.ndarray, dtype: DType) -> np.ndarray:
+    """Return a bool per item: whether it is an infinity of either sign."""
     infinity = _INFINITIES[dtype.name]
-    return (raw << infinity.dtype.type(1)) == infinity << infinity.dtype.type(1)  # the shift drops the sign
+    # The shifts drop the sign bit.
+    return (raw << infinity.dtype.type(1)) == infinity << infinity.dtype.type(1)
 
 
 def _by_numpy(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> None:
+    """Cast raw items into ``out`` by numpy and integer arithmetic."""
     if source.name == "bfloat16":
-        values = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        values = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)  # the upper half of a float32
     else:
         values = raw.view(_NUMPY[source.name])
     if target.name == "bfloat16":
@@ -192,17 +211,19 @@ def _by_numpy(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) ->
 
 
 def _by_torch(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> None:
+    """Cast raw items into ``out`` by torch, which must be loaded."""
     torch = sys.modules["torch"]
     values = torch.from_numpy(raw).view(getattr(torch, source.name))
     torch.from_numpy(out).view(getattr(torch, target.name)).copy_(values)
     if target.name == "bfloat16":
         is_nan = values.isnan()
-        if is_nan.any():  # torch's NaN bits depend on the position in its vectors
+        # The bits of torch's NaNs depend on an item's position in a vector register. Conversions must be reproducible.
+        if is_nan.any():
             out[is_nan.numpy()] = _BF16_NAN
 
 
 def _blocks(raw: np.ndarray, out: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Both arrays in small parts, if they are contiguous."""
+    """Yield both arrays in small flat parts if they are contiguous, else as they are."""
     if not (raw.flags.c_contiguous and out.flags.c_contiguous):
         yield raw, out
         return
@@ -212,34 +233,35 @@ def _blocks(raw: np.ndarray, out: np.ndarray) -> Iterator[tuple[np.ndarray, np.n
 
 
 def _to_bf16(values: np.ndarray) -> np.ndarray:
-    """The upper half of each float32, rounded to nearest even; every NaN becomes torch's."""
+    """Return the upper half of each float32, rounded to nearest even. Every NaN becomes torch's."""
     bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
-    # bits + 0x7FFF + the last bit that is kept: to nearest, ties to even.
+    # Computes (bits + 0x7FFF + the last bit that is kept) >> 16: to nearest, ties to even. In place, to save memory.
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
     rounded += bits
     rounded += np.uint32(0x7FFF)
     rounded >>= np.uint32(16)
     upper = rounded.astype(np.uint16)
-    upper[np.isnan(values)] = _BF16_NAN
+    upper[np.isnan(values)] = _BF16_NAN  # rounding may turn the bits of a NaN into an infinity or a number
     return upper
 
 
 def _to_f16(values: np.ndarray) -> np.ndarray:
-    """float16 bits, rounded as numpy does. Numpy itself is slow for tiny values: each raises a processor flag."""
+    """Return float16 bits, rounded as numpy does. numpy is slow for tiny values: each raises a processor flag."""
     bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
     size = bits & np.uint32(0x7FFFFFFF)
     half = size >> np.uint32(13)
     half &= np.uint32(1)
     half += size
-    half += np.uint32(0xC8000FFF)  # (15 - 127) << 23, the change of bias, plus almost half of the last place
+    # (15 - 127) << 23 changes the exponent's bias, and 0xFFF is just below half of the last place that is kept.
+    half += np.uint32(0xC8000FFF)
     half >>= np.uint32(13)
-    # Below 2^-14 the spacing is constant: that of a float32 next to 0.5, so adding 0.5 rounds.
+    # Below 2^-14, float16 is subnormal: its values have the spacing of float32 values at 0.5, so adding 0.5 rounds.
     small = size < 0x38800000
     half[small] = (size[small].view(np.float32) + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
     large = size >= 0x47800000  # 2^16 and more, infinity, NaN
     if large.any():
-        # At least 1, because a mantissa of 0 would be infinity.
+        # The mantissa of a NaN is at least 1, because with a mantissa of 0 it would be infinity.
         nans = (size > 0x7F800000) * np.maximum((size & np.uint32(0x7FFFFF)) >> np.uint32(13), 1)
         half[large] = (0x7C00 + nans)[large]
     half |= (bits >> np.uint32(16)) & np.uint32(0x8000)

@@ -1,7 +1,7 @@
-"""Maps that only move items: concatenation, slices, stacks, permutations, reshapes, interleaving and padding.
+"""Index maps: concatenation, slices, stacks, permutations, reshapes, interleaving and padding of tensors.
 
-A map computes which boxes of its inputs an output box needs, and where their items go; it reads no data. Each map has
-an inverse:
+An index map only moves items. For a box of its output it computes the boxes of its inputs to read, and the positions of
+their items in the output box. It reads no data. Each map has an inverse:
 
     Concat - Slice     Stack - Index     Permute - Permute     Reshape - Reshape
     Interleave - Interleave with ``back=True``                 Pad - Slice
@@ -23,12 +23,12 @@ class InputPiece(NamedTuple):
     """Items of an input that become items of an output box.
 
     Attributes:
-        input: number of the input.
+        input: index of the input.
         box: the part of the input to read.
-        offset: position of the first item in the row-major output box.
-        strides: distances of items in the output box, one number per dim of the box (or of ``shape``).
-        shape: the items of the box, row-major, are viewed in this shape; None: the shape of the box.
-        take: the used part of this view; None: the whole view.
+        offset: position of the piece's first item in the row-major output box.
+        strides: distances of the piece's items in the output box, one number per dim of ``shape``.
+        shape: the shape in which the items of the box, row-major, are viewed; None: the shape of the box.
+        take: the part of this view that is used; None: the whole view.
     """
 
     input: int
@@ -42,29 +42,31 @@ class InputPiece(NamedTuple):
 class IndexMap(ABC):
     """A tensor whose items are items of other tensors."""
 
-    problem: ClassVar[str]  # first sentence of the error for inputs that do not fit
-    has_gaps: ClassVar[bool] = False  # whether some output items are zeros that come from no input
+    problem: ClassVar[str]  # first sentence of the error for inputs of unsuitable shape
+    has_gaps: ClassVar[bool] = False  # whether some output items are zeros instead of items of an input
 
     @abstractmethod
     def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
-        """(number of an input that does not fit, the expected shape); None if all fit."""
+        """Return (index of an input of unsuitable shape, the expected shape in words); None if all are suitable."""
 
     @abstractmethod
     def shape(self, shapes: Sequence[Shape]) -> Shape:
-        """The shape of the result."""
+        """Return the shape of the result for inputs of these shapes."""
 
     @abstractmethod
     def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
-        """The pieces of an output box. Pieces of one input box are consecutive."""
+        """Yield the pieces of inputs that fill an output box. Pieces of one input box are consecutive."""
 
 
 def _replace(values: Shape, dim: int, *new: int) -> Shape:
+    """Return the values with ``new`` (none, one or several) in place of the value of ``dim``."""
     return (*values[:dim], *new, *values[dim + 1 :])
 
 
 def _misfit_in_dim(
     shape: Shape, dim: int, fits: Callable[[int], bool], expected: str
 ) -> tuple[int, str] | None:
+    """Return `IndexMap.misfit` of a single input, of which only the size of ``dim`` matters."""
     return None if dim < len(shape) and fits(shape[dim]) else (0, f"{expected} in dim {dim}")
 
 
@@ -78,7 +80,7 @@ class Concat(IndexMap):
     def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
         if self.dim >= len(shapes[0]):
             return 0, f"a dim {self.dim}"
-        first = _replace(shapes[0], self.dim, 0)
+        first = _replace(shapes[0], self.dim, 0)  # sizes of `dim` may differ, so they are not compared
         odd = (number for number, shape in enumerate(shapes) if _replace(shape, self.dim, 0) != first)
         return next(((number, f"{shapes[0]} but for dim {self.dim}") for number in odd), None)
 
@@ -90,7 +92,7 @@ class Concat(IndexMap):
         stop, base = start + box.sizes[self.dim], 0
         for number, shape in enumerate(shapes):
             low, high = max(start, base), min(stop, base + shape[self.dim])
-            if low < high:
+            if low < high:  # the output box has items of this input
                 part = box.with_range(self.dim, low - base, high - low)
                 yield InputPiece(number, part, (low - start) * strides[self.dim], strides)
             base += shape[self.dim]
@@ -143,7 +145,7 @@ class Stack(IndexMap):
 
 @dataclass(frozen=True)
 class Index(IndexMap):
-    """One index of a dim, which is removed."""
+    """The items at one index of a dim; the dim is removed."""
 
     dim: int
     index: int
@@ -160,7 +162,7 @@ class Index(IndexMap):
             return (*values[: self.dim], value, *values[self.dim :])
 
         part = Box(with_dim(box.offsets, self.index), with_dim(box.sizes, 1))
-        # A dim of one item: its stride is not used.
+        # The stride 0 is never used, because the dim has one item.
         yield InputPiece(0, part, 0, with_dim(contiguous_strides(box.sizes), 0))
 
 
@@ -215,11 +217,13 @@ class Reshape(IndexMap):
 
 @dataclass(frozen=True)
 class Interleave(IndexMap):
-    """Within each of ``groups`` equal groups of a dim, ``parts`` runs become interleaved items.
+    """Interleaved items. A dim is cut into ``groups`` equal groups, and each group into ``parts`` equal runs.
 
-        groups 1, parts 2:  a0 a1 a2 b0 b1 b2  ->  a0 b0 a1 b1 a2 b2      (``back``: the inverse)
+    Within each group, the items of the runs are interleaved; ``back=True`` is the inverse::
 
-    With one group per head this turns rotary halves into rotary pairs.
+        groups 1, parts 2:  a0 a1 a2 b0 b1 b2  ->  a0 b0 a1 b1 a2 b2
+
+    With one group per head, this changes rotary halves into rotary pairs.
     """
 
     dim: int
@@ -242,7 +246,7 @@ class Interleave(IndexMap):
         in_group = self._back_in_group if self.back else self._in_group
         while position < stop:
             inside = position % group
-            # The rest of a group that was entered, or as many whole groups as there are.
+            # All whole groups are one part. A group that the box contains only in part is a part of its own.
             size = group - inside if inside or stop - position < group else (stop - position) // group * group
             part = box.with_range(self.dim, position, min(size, stop - position))
             if part.sizes[self.dim] % group == 0:
@@ -254,8 +258,9 @@ class Interleave(IndexMap):
             position += part.sizes[self.dim]
 
     def _groups(self, box: Box, group: int, strides: Shape) -> Iterator[InputPiece]:
-        """Whole groups: the same items of the input, in another order."""
+        """Yield the piece of whole groups: the box of the input at the same place, with its items in another order."""
         dim, run = self.dim, group // self.parts
+        # The input's group is viewed in the shape ``runs``; ``apart`` are the distances of these items in the output.
         runs, apart = ((run, self.parts), (1, run)) if self.back else ((self.parts, run), (1, self.parts))
         shape = _replace(box.sizes, dim, box.sizes[dim] // group, *runs)
         yield InputPiece(
@@ -263,11 +268,14 @@ class Interleave(IndexMap):
         )
 
     def _in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[InputPiece]:
-        """Items from ``low`` of one group. Reads only these items, because a group may be the whole tensor."""
+        """Yield the pieces of a part of one group, which begins at item ``low`` of the group.
+
+        The pieces have only items of this part, because a group may be the whole tensor.
+        """
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
         for p in range(parts):
-            # Items of run p that go to [low, high).
+            # The items of run p whose output positions are in [low, high).
             first, last = -(-(low - p) // parts), -(-(high - p) // parts)
             if first < last:
                 inner = box.with_range(dim, base + p * run + first, last - first)
@@ -275,9 +283,11 @@ class Interleave(IndexMap):
                 yield InputPiece(0, inner, offset, _replace(strides, dim, parts * strides[dim]))
 
     def _back_in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[InputPiece]:
-        """The inverse of `_in_group`; reads at most ``parts`` times the items that it needs."""
+        """Yield the pieces for the inverse of `_in_group`. They read at most ``parts`` times the needed items."""
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
+        # The input is viewed as rows of ``parts`` items; column p is output run p. If all output items are in one run,
+        # only the rows of these items are read, otherwise all rows.
         within_one = low // run == (high - 1) // run
         first, last = (low % run, (high - 1) % run + 1) if within_one else (0, run)
         inner = box.with_range(dim, base + first * parts, (last - first) * parts)
@@ -306,7 +316,7 @@ class Pad(IndexMap):
         return _replace(shapes[0], self.dim, self.size)
 
     def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
-        # 0 or less: all padding
+        # Number of items that are not padding; 0 or less if the whole box is padding.
         filled = min(box.sizes[self.dim], shapes[0][self.dim] - box.offsets[self.dim])
         if filled > 0:
             part = box.with_range(self.dim, box.offsets[self.dim], filled)

@@ -1,8 +1,8 @@
-"""Conversion of an operator's arguments to this rank's pieces, and of its result to a tensor.
+"""Convert an operator's arguments to this rank's pieces, and the operator's result to a ragged tensor.
 
-All rules of `operators.dispatch_table` use these functions, so each check exists once: ragged arguments must be cut
-alike, replicated arguments are cut to match, plain tensors are refused unless they are 0-d, and an operator may write
-only to ragged tensors.
+All rules of `operators.dispatch_table` use these functions, so each check exists once: ragged arguments must have the
+same placements, replicated arguments are cut to match, plain tensors raise unless they are 0-d, and an operator may
+write only to ragged tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OUTSIDE_FORWARD = (
 def refuse(
     func: torch._ops.OpOverload, tensor: RaggedDTensor | None, why: str, todo: str | None = None
 ) -> UnsupportedOpError:
-    """The error for an operator that cannot be computed on this tensor; the caller raises it."""
+    """Return the error for an operator that cannot be computed on this tensor. The caller raises it."""
     where = "a ragged tensor"
     if tensor is not None:
         where = f"tensor of shape {tuple(tensor.shape)} placed ({', '.join(map(str, tensor.placements))})"
@@ -44,30 +44,30 @@ def refuse(
 
 
 def name_of(func: torch._ops.OpOverload) -> str:
-    """An operator's name without namespace and overload, such as ``add_``."""
+    """Return an operator's name without namespace and overload, such as ``add_``."""
     return func._schema.name.partition("::")[2]
 
 
 def bind(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The passed arguments by their names in the operator's schema."""
-    # Not strict: trailing arguments may be left out.
+    """Return the passed arguments by their names in the operator's schema."""
+    # strict=False, because callers may leave out trailing arguments.
     return {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
 
 
-@cache
+@cache  # `bind` calls this for every call of an operator
 def _argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
     return tuple(argument.name for argument in func._schema.arguments)
 
 
 @cache
 def written_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
-    """Names of the arguments that an operator writes to."""
+    """Return the names of the arguments that an operator writes to."""
     arguments = func._schema.arguments
     return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def first_ragged(values: Iterable[Any]) -> RaggedDTensor | None:
-    """The first ragged tensor among arguments and lists of arguments."""
+    """Return the first ragged tensor among arguments and lists of arguments, or None."""
     for value in values:
         if isinstance(value, RaggedDTensor):
             return value
@@ -78,26 +78,27 @@ def first_ragged(values: Iterable[Any]) -> RaggedDTensor | None:
     return None
 
 
-_placement_is_partial = methodcaller("is_partial")  # runs in C: it is called for every tensor of every step
+# A methodcaller runs in C, which matters because it is called for every tensor of every step.
+_placement_is_partial = methodcaller("is_partial")
 
 
 def is_partial(tensor: DTensor) -> bool:
-    """Whether sums over a mesh axis are pending."""
+    """Return whether the tensor is Partial on a mesh axis, so that a sum over ranks is pending."""
     return any(map(_placement_is_partial, tensor._spec.placements))
 
 
 def summed(value: Any) -> Any:
-    """A ragged tensor with pending sums all-reduced; any other value unchanged."""
+    """Return a ragged tensor after its pending sums are all-reduced; return any other value unchanged."""
     if not isinstance(value, RaggedDTensor) or not is_partial(value):
         return value
     return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
 
 
 def replicated(full: torch.Tensor, like: RaggedDTensor) -> DTensor:
-    """A stock DTensor of a tensor that is the same on all ranks of the mesh of ``like``."""
+    """Return a replicated stock DTensor of a tensor that is the same on all ranks of the mesh of ``like``."""
     mesh = like.device_mesh
     spec = make_spec(mesh, [Replicate()] * mesh.ndim, full.shape, full.dtype)
-    # Contiguous, as `make_spec` describes it.
+    # `make_spec` describes a contiguous tensor.
     return DTensor(full.contiguous(), spec, requires_grad=False)  # type: ignore[call-arg]
 
 
@@ -128,15 +129,15 @@ def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: Ragg
 
 @cache
 def has_out(func: torch._ops.OpOverload) -> bool:
-    """Whether an operator is an ``out=`` form."""
+    """Return whether an operator is an ``out=`` form."""
     return any(argument.is_out for argument in func._schema.arguments)
 
 
 def check_not_resized(func: torch._ops.OpOverload, named: dict[str, Any], like: RaggedDTensor) -> None:
-    """Check that the result of an ``out=`` form has the shape of the ragged tensor it is written to.
+    """Check that the result of an ``out=`` form has the shape of the ragged tensor that it is written to.
 
     Raises:
-        UnsupportedOpError: if not: torch would resize the tensor, while pieces would silently broadcast.
+        UnsupportedOpError: if the shapes differ. torch would resize the tensor, but pieces would silently broadcast.
     """
     if not has_out(func):
         return
@@ -153,11 +154,11 @@ def check_not_resized(func: torch._ops.OpOverload, named: dict[str, Any], like: 
 
 
 def localize(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> Any:
-    """An argument as this rank's piece, to be combined with the piece of ``like``.
+    """Return an argument as this rank's piece, to be combined with the piece of ``like``.
 
     Raises:
-        UnsupportedOpError: if its pieces do not correspond to the pieces of ``like``.
-        PlacementError: if it has the same shape, but is cut differently.
+        UnsupportedOpError: if the argument's elements do not correspond to those of ``like``.
+        PlacementError: if the argument is a ragged tensor of the same shape with other placements.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -165,6 +166,7 @@ def localize(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> An
         _check_same_cut(func, value, like)
         return local_of(value)
     if isinstance(value, DTensor):
+        # Pending sums are reduced first, because most operators on a sum are not the sum of operators on its parts.
         if value.ndim == 0 or is_partial(value):
             value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
         if not all(p.is_replicate() for p in value.placements):
@@ -187,8 +189,10 @@ def localize(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> An
 
 
 def _check_same_cut(func: torch._ops.OpOverload, tensor: RaggedDTensor, like: RaggedDTensor) -> None:
+    """Raise unless both tensors have the same shape, mesh and placements."""
     have, want = tensor._spec, like._spec
-    if have is want:  # the usual case: a gradient and optimizer state share the spec of their parameter
+    # The usual case is fast: gradients and optimizer state share the spec object of their parameter.
+    if have is want:
         return
     if have.shape != want.shape:
         raise refuse(func, like, f"it is combined with a ragged tensor of shape {tuple(have.shape)}")
@@ -202,9 +206,10 @@ def _check_same_cut(func: torch._ops.OpOverload, tensor: RaggedDTensor, like: Ra
 
 
 def _cut(func: torch._ops.OpOverload, full: torch.Tensor, like: RaggedDTensor) -> torch.Tensor:
-    """This rank's piece of a replicated tensor that broadcasts to the ragged tensor's shape."""
+    """Return this rank's piece of a replicated tensor, after it is broadcast to the shape of ``like``."""
     shape, local = like.shape, like._local_tensor
-    pairs = zip(reversed(full.shape), reversed(shape), strict=False)  # broadcasting aligns the last dims
+    # Broadcasting aligns dims from the last one.
+    pairs = zip(reversed(full.shape), reversed(shape), strict=False)
     if full.ndim > len(shape) or any(n not in (1, m) for n, m in pairs):
         raise refuse(func, like, f"shape {tuple(full.shape)} does not broadcast to it")
     expanded = full.expand(shape)
@@ -215,10 +220,10 @@ def _cut(func: torch._ops.OpOverload, full: torch.Tensor, like: RaggedDTensor) -
 
 
 def wrap_result(func: torch._ops.OpOverload, result: Any, like: RaggedDTensor) -> Any:
-    """The result of an operator on pieces, as ragged tensors cut like ``like``.
+    """Return the result of an operator on pieces as ragged tensors with the placements of ``like``.
 
     Raises:
-        UnsupportedOpError: if the result has another number of elements than the piece.
+        UnsupportedOpError: if a result has another shape than the piece.
     """
     if isinstance(result, (list, tuple)):
         return type(result)(wrap_result(func, value, like) for value in result)

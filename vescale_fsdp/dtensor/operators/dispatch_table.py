@@ -1,8 +1,8 @@
-"""The dispatch table: the rule of each operator on ragged tensors, and the document generated from it.
+"""The dispatch table: the rule of each operator on ragged tensors, and the document that is generated from the table.
 
-`rule_of` selects the rule of an operator; `FAMILIES` describes each rule. ``python tools/operators_table.py`` writes
-OPERATORS.md from `rule_of` itself, and tests/dtensor/test_operator_table.py compares the two, so the document cannot
-differ from the code.
+`rule_of` returns the rule of an operator; `FAMILIES` describes each rule. ``python tools/operators_table.py`` writes
+OPERATORS.md by calling `rule_of`, and tests/dtensor/test_operator_table.py compares the file with the table, so the
+document cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ def _unsupported(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
 
 
 def _decomposed(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Decompose a composite operator. torch does this before dispatch, except in inference mode."""
+    """Run a composite operator as other operators. torch does so before dispatch, except in inference mode."""
     return func.decompose(*args, **kwargs)
 
 
 def _on_local(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a query about storage on the piece."""
+    """Run a query about storage on this rank's piece, which has the storage."""
     return func(args[0]._local_tensor, *args[1:], **kwargs)
 
 
 class Family(NamedTuple):
-    """A rule's row in OPERATORS.md, and the operators that are listed for it, whatever their tags and schemas."""
+    """A rule's row in OPERATORS.md, and the names of operators that have this rule whatever their tags and schemas."""
 
     title: str
     support: str
-    names: str = ""  # separated by spaces
+    names: str = ""  # names of operators, separated by spaces
 
 
 FAMILIES: dict[Rule, Family] = {
     elementwise.elementwise: Family(
         "elementwise",
         "Runs on the pieces, with scalars, 0-d tensors, ragged tensors cut alike, replicated DTensors.",
-        # elementwise, though torch does not tag them as pointwise
+        # These are elementwise, but torch does not tag them as pointwise.
         "alias complex copy_ detach detach_ elu_backward fill_ floor_divide floor_divide_ hardsigmoid_backward "
         "hardswish hardswish_ hardswish_backward hardtanh_backward huber_loss_backward leaky_relu_backward lift_fresh "
         "log_sigmoid_backward mish_backward polar softplus_backward softshrink_backward zero_",
@@ -64,7 +64,7 @@ FAMILIES: dict[Rule, Family] = {
     ),
     elementwise.new_factory: Family(
         "new tensors of a given shape",
-        "Ragged for the tensor's own shape, replicated for others (new_empty: then zeros).",
+        "Ragged if the shape is the tensor's own, else replicated; `new_empty` then returns zeros.",
         "new_empty new_empty_strided new_full new_ones new_zeros",
     ),
     elementwise.flat_view: Family(
@@ -83,9 +83,9 @@ FAMILIES: dict[Rule, Family] = {
     ),
     reductions.reduction: Family(
         "reductions",
-        "Over all dims, or over dims that every piece contains whole (then ragged). Over others: sum, mean, norm by "
-        "one all-reduce, the rest gathered.",
-        # max and min have elementwise overloads: see `_BY_OVERLOAD`
+        "Over all dims; over dims that every piece contains whole (the result is ragged). Over other dims: sum, mean "
+        "and norm take one all-reduce, all other reductions gather.",
+        # max and min have elementwise overloads, too, so `_BY_OVERLOAD` lists the overloads that reduce.
         " ".join(reductions.TOTALS.keys() - {"max", "min"}),
     ),
     reductions.foreach_norm: Family(
@@ -100,16 +100,17 @@ FAMILIES: dict[Rule, Family] = {
     reductions.all_close: Family("closeness", "One result, the same on all ranks of the mesh.", "allclose"),
     whole_tensors.gathered: Family(
         "whole tensors",
-        "All others that return new tensors and draw no random numbers, such as `mm` and `cat`: gathered first, the "
-        "result replicated. Refused in combination with plain tensors.",
+        "All other operators that return new tensors and draw no random numbers, such as `mm` and `cat`: the tensors "
+        "are gathered, the result is replicated. Raises in combination with plain tensors.",
     ),
     whole_tensors.written_back: Family(
         "whole tensors in place",
-        "All others that write to their first argument only, such as `triu_`: gathered, then each rank keeps its part.",
+        "All other operators that write to their first argument only, such as `triu_`: the tensors are gathered, then "
+        "each rank keeps its piece.",
     ),
     _decomposed: Family(
         "composite",
-        "In inference mode, such as `chunk` and `linear`: decomposed into other operators.",
+        "Operators such as `chunk` and `linear` in inference mode: decomposed into other operators.",
     ),
     whole_tensors.eye: Family(
         "identity matrix", "`torch.eye(out=tensor)`, for a tensor of the matrix's shape."
@@ -128,18 +129,20 @@ FAMILIES: dict[Rule, Family] = {
     _on_local: Family("queries about storage", "Runs on this rank's piece.", "is_pinned record_stream"),
 }
 _BY_NAME = {name: rule for rule, family in FAMILIES.items() for name in family.names.split()}
-# Names that are elementwise with two tensors, and reductions with one.
+# Overloads whose rule differs from other overloads of the name: max and min are elementwise with two tensors, and
+# reductions with one; eye has a rule only for `out=`.
 _BY_OVERLOAD: dict[torch._ops.OpOverload, Rule] = dict.fromkeys(
     (aten.max.default, aten.max.dim, aten.min.default, aten.min.dim), reductions.reduction
 ) | dict.fromkeys((aten.eye.out, aten.eye.m_out), whole_tensors.eye)
-_REFUSED_OVERLOADS = (aten.bernoulli_.Tensor,)  # one probability per element; `_draw` takes one
-# Rules of operators that are not named above; the document does not list these hundreds.
+# This overload has one probability per element, but `_draw` takes a single one.
+_REFUSED_OVERLOADS = (aten.bernoulli_.Tensor,)
+# Rules of operators that no family names. The document does not list these operators, which are hundreds.
 _OPEN = (elementwise.flat_view, whole_tensors.gathered, whole_tensors.written_back, _decomposed)
-_FOREACH_OF_WHOLES = ("_foreach_mm", "_foreach_powsum")  # products and sums, not elementwise
+_FOREACH_OF_WHOLES = ("_foreach_mm", "_foreach_powsum")  # products and sums need whole tensors
 
 
 def _is_pointwise(func: torch._ops.OpOverload, name: str) -> bool:
-    """Whether torch tags an operator, or for an in-place operator its functional form, as pointwise."""
+    """Return whether torch tags an operator as pointwise, or the functional form of an in-place operator."""
     if torch.Tag.pointwise in func.tags:
         return True
     if not name.endswith("_") or name.endswith("__"):  # `__and__` is not an in-place form
@@ -151,19 +154,21 @@ def _is_pointwise(func: torch._ops.OpOverload, name: str) -> bool:
 
 @cache
 def rule_of(func: torch._ops.OpOverload) -> Rule:
-    """The function that runs an operator on ragged tensors; if no rule applies, a function that raises."""
+    """Return the function that runs an operator on ragged tensors; if no rule applies, a function that raises."""
     namespace, _, name = func._schema.name.partition("::")
-    if namespace != "aten" or func in _REFUSED_OVERLOADS:  # nothing is known of other libraries' operators
+    # An operator of another library raises, because its meaning is unknown.
+    if namespace != "aten" or func in _REFUSED_OVERLOADS:
         return _unsupported
     if func in _BY_OVERLOAD:
         return _BY_OVERLOAD[func]
     if name in _BY_NAME:
         rule = _BY_NAME[name]
-        elementwise_out = rule is elementwise.elementwise or not has_out(func)  # other rules ignore `out`
+        # Only the elementwise rule supports `out=`; all other rules would ignore it.
+        elementwise_out = rule is elementwise.elementwise or not has_out(func)
         return rule if elementwise_out else _unsupported
     if name.startswith("_foreach_") and name not in _FOREACH_OF_WHOLES and not has_out(func):
         return elementwise.foreach
-    # Operators without a row of their own: the rule follows from torch's tags and the schema.
+    # No family names this operator: its rule follows from torch's tags and from its schema.
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     if _is_pointwise(func, name) and not is_random:
         return elementwise.elementwise
@@ -171,16 +176,19 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
     if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd):
         return _decomposed
     if is_random:
-        return _unsupported  # it would draw from each rank's own generator
+        # Each rank would draw from its own generator, so results would differ between ranks.
+        return _unsupported
     if func.is_view:
+        # `flat_view` takes one tensor.
         single = sum("Tensor" in str(argument.type) for argument in arguments) == 1
         return elementwise.flat_view if single else _unsupported
     written = [argument for argument in arguments if argument.alias_info is not None]
     if not written:
-        # Batch norms write to these two arguments, but their schemas do not declare it.
+        # Batch norms write to these two arguments, but their schemas do not declare it. A gathered copy would lose the
+        # writes.
         writes_statistics = any(argument.name in ("running_mean", "running_var") for argument in arguments)
         return _unsupported if writes_statistics else whole_tensors.gathered
-    # inplace_view: these change the shape, as `squeeze_` does
+    # Operators with the tag inplace_view, such as `squeeze_`, change the shape in place; a ragged tensor cannot.
     writes_first = written == arguments[:1] and not has_out(func) and torch.Tag.inplace_view not in func.tags
     return whole_tensors.written_back if writes_first else _unsupported
 
@@ -189,9 +197,9 @@ set_rules(rule_of)
 
 
 def is_supported(func: torch._ops.OpOverload) -> bool:
-    """Whether an operator, such as ``torch.ops.aten.add.Tensor``, has a rule for ragged tensors.
+    """Return whether an operator, such as ``torch.ops.aten.add.Tensor``, has a rule for ragged tensors.
 
-    A rule may still refuse some arguments.
+    A rule may still raise for some arguments.
 
     Examples:
         >>> is_supported(torch.ops.aten.add.Tensor)
@@ -201,12 +209,12 @@ def is_supported(func: torch._ops.OpOverload) -> bool:
 
 
 def operator_table() -> str:
-    """OPERATORS.md: every family, what it supports, and its operators in this torch."""
+    """Return the text of OPERATORS.md: every family, what it supports, and its operators in the installed torch."""
     names: dict[Rule, set[str]] = {}
     for full_name in operator_names():
         namespace, _, rest = full_name.partition("::")
         name, _, overload = rest.partition(".")
-        if namespace != "aten":
+        if namespace != "aten":  # operators of other libraries have no rules
             continue
         func = getattr(getattr(aten, name), overload or "default")  # torch's name of an unnamed overload
         names.setdefault(rule_of(func), set()).add(name)

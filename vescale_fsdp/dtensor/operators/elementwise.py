@@ -1,17 +1,17 @@
 """Rules of operators that need no elements of other ranks: elementwise operators, lists of tensors, copies, views.
 
-They run on the flat pieces, and the result is cut like the input. Pending sums (Partial on another mesh axis) are
-reduced first, because most elementwise operators are not linear.
+These operators run on the flat pieces, and the result is cut like the input. Pending sums (Partial on another mesh
+axis) are reduced first, because most elementwise operators are not linear.
 
-A view that is one run of the tensor's flat order is cut where the tensor is cut, and shares the piece's memory: a write
-to the view is a write to the tensor::
+A view that is one run of the flattened tensor is cut where the tensor is cut, and shares the piece's memory: a write to
+the view is a write to the tensor::
 
     shape (4, 3), pieces [0, 5) [5, 12)     x.view(2, 6)   elements [0, 12)   pieces of 5, 7
                                             x[1]           elements [3, 6)    pieces of 2, 1
                                             x[2:4]         elements [6, 12)   pieces of 0, 6
 
-torch computes the run: the operator runs on a tensor without values, and the result's storage offset is the run's
-start. Other views, such as columns and transposes, are not one run of elements, and are refused.
+torch computes the run: the operator runs on a meta tensor, and the result's storage offset is the start of the run.
+Other views, such as columns and transposes, are not one run of elements, and raise.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ aten = torch.ops.aten
 
 
 def elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on the pieces; the result keeps the placement."""
+    """Run an elementwise operator on the pieces. The result has the placements of the first ragged argument."""
     like = first_ragged((*args, *kwargs.values()))
-    assert like is not None
-    if func._schema.is_mutable:  # in-place and ``out=`` forms return what they wrote
+    assert like is not None  # torch calls a rule only if an argument is ragged
+    if func._schema.is_mutable:  # in-place and ``out=`` forms, which return the tensors that they wrote to
         named = bind(func, args, kwargs)
         check_written(func, named, like)
         check_not_resized(func, named, like)
@@ -71,6 +71,7 @@ def elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 def _on_pieces(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], like: RaggedDTensor
 ) -> Any:
+    """Run an operator with each tensor replaced by this rank's piece, and return its plain result."""
     return func(
         *(localize(func, arg, like) for arg in args),
         **{name: localize(func, value, like) for name, value in kwargs.items()},
@@ -78,15 +79,15 @@ def _on_pieces(
 
 
 def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run copies and the family of zeros_like: the result's piece has the same size, and is contiguous."""
+    """Run copies and the family of zeros_like. The result is cut like the input, and its piece is contiguous."""
     tensor: RaggedDTensor = args[0]
-    # channels_last needs 4 dims, and a piece has one
+    # A format such as channels_last needs 4 dims, and a piece has one.
     kwargs = {**kwargs, "memory_format": torch.contiguous_format} if "memory_format" in kwargs else kwargs
     return wrap_result(func, func(tensor._local_tensor, *args[1:], **kwargs), tensor)
 
 
 def new_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run new_zeros and its family: the result is ragged for the tensor's own shape, else replicated."""
+    """Run new_zeros and its family. The result is ragged if it has the tensor's shape, else replicated."""
     tensor: RaggedDTensor = args[0]
     shape, local = torch.Size(args[1]), tensor._local_tensor
     if func is aten.new_empty_strided.default:  # drop the strides, which have no meaning for a flat piece
@@ -99,7 +100,7 @@ def new_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
 
 def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``x[mask] = value`` with one value, and a mask of x's own shape and cut."""
+    """Run ``x[mask] = value`` with a single value, and a mask of the shape and placements of x."""
     named = bind(func, args, kwargs)
     tensor, indices, value = named["self"], named["indices"], named["values"]
     mask = indices[0] if len(indices) == 1 else None
@@ -110,9 +111,9 @@ def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 
 def flat_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Create a view, or several as ``split`` does; each must be one run of the tensor's flat order."""
+    """Return a view, or several views for operators such as ``split``. Each must be one run of the flattened tensor."""
     tensor: RaggedDTensor = args[0]
-    # Without values: only the view's offset, shape and strides are used.
+    # On the meta device, because only the views' offsets, shapes and strides are used.
     views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
     if isinstance(views, (list, tuple)):
         return type(views)(_view_of(func, tensor, view) for view in views)
@@ -120,15 +121,19 @@ def flat_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Tensor) -> RaggedDTensor:
-    """The ragged counterpart of ``view``, a view without values of a contiguous tensor of the global shape.
+    """Return a ragged view of ``tensor``.
+
+    Args:
+        view: the same view of a contiguous meta tensor of the global shape.
 
     Raises:
         UnsupportedOpError: if the view is not one run of the tensor's elements.
     """
     if view.is_conj() or view.is_neg() or view.dtype != tensor.dtype:
-        raise refuse(func, tensor, "the values of such a view differ from the stored values")
+        raise refuse(func, tensor, "the values of this view differ from the stored values")
     if view.shape == tensor.shape and view.is_contiguous():
         local = tensor._local_tensor
+        # Allowed under any placements, because the piece stays the same.
         return wrap_result(func, local.view_as(local), tensor)  # type: ignore[no-any-return]
     why = todo = None
     if not view.ndim:
@@ -144,7 +149,7 @@ def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Ten
     axis, placement = ragged_axis(tensor.placements)
     cut = RaggedShard.from_piece_numels(view.shape, placement.piece_lengths(tensor.shape).within(start, stop))
     own = piece_of(tensor._spec)
-    # The view may begin or end in other ranks' pieces.
+    # The view may begin or end on another rank, so its edges are moved into this rank's piece.
     first, last = (min(max(edge, own.start), own.stop) - own.start for edge in (start, stop))
     return RaggedDTensor.wrap(
         tensor._local_tensor.view(-1)[first:last],
@@ -154,7 +159,7 @@ def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Ten
 
 # -- lists ----------------------------------------------------------------------------------------------
 
-# Evaluated for every tensor of every call in an optimizer's step: running in C takes a tenth of the time.
+# These run in C, in a tenth of the time: they are called for every tensor of every call in an optimizer's step.
 _RAGGED = {RaggedDTensor}
 _spec, _placements, _is_partial = (
     attrgetter("_spec"),
@@ -164,7 +169,7 @@ _spec, _placements, _is_partial = (
 
 
 def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a foreach or fused optimizer operator on lists of pieces; lists may mix ragged and other tensors."""
+    """Run a foreach or fused optimizer operator on lists of pieces. Lists may contain ragged and other tensors."""
     named = bind(func, args, kwargs)
     lists = [
         v for v in named.values() if isinstance(v, (list, tuple)) and v and isinstance(v[0], torch.Tensor)
@@ -172,9 +177,11 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     length = len(lists[0])
 
     def column(index: int) -> Iterator[Any]:
+        """Return the items at one index of all lists of the call's length."""
         return (values[index] for values in lists if len(values) == length)
 
-    # For each index in the lists, a ragged tensor at this index or None. Usually all tensors of the first list are.
+    # For each index in the lists, a ragged tensor at this index, or None. In the usual case all tensors of the first
+    # list are ragged, and no other list has to be searched.
     likes: list[RaggedDTensor | None]
     if set(map(type, lists[0])) == _RAGGED:
         likes = list(lists[0])
@@ -191,6 +198,7 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     some_ragged = first_ragged(likes)
 
     def local(value: Any) -> Any:
+        """Return an argument with its ragged tensors replaced by pieces."""
         if isinstance(value, (list, tuple)) and len(value) == length:
             return _local_list(func, value, likes)
         if isinstance(value, RaggedDTensor):
@@ -200,7 +208,7 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
         return value
 
     result = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
-    if not isinstance(result, (list, tuple)):
+    if not isinstance(result, (list, tuple)):  # in-place operators return None
         return result
     return [
         value if like is None else wrap_result(func, value, like)
@@ -211,10 +219,16 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
 def _separate_calls(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], stock: set[int], length: int
 ) -> Any:
-    """Split a call whose lists contain torch's own DTensors: torch runs these, and a second call runs the rest."""
+    """Run a call whose lists contain stock DTensors as two calls: torch runs the stock DTensors, then the rest runs.
+
+    Args:
+        stock: indices in the lists with a stock DTensor and no ragged tensor.
+        length: length of the lists.
+    """
 
     def call_on(indices: list[int]) -> Any:
         def some(value: Any) -> Any:
+            """Return the items of a list at ``indices``; return another argument unchanged."""
             is_list = isinstance(value, (list, tuple)) and len(value) == length
             return [value[index] for index in indices] if is_list else value
 
@@ -222,16 +236,18 @@ def _separate_calls(
 
     order = [*sorted(stock), *(index for index in range(length) if index not in stock)]
     results = [call_on(order[: len(stock)]), call_on(order[len(stock) :])]
-    if not all(isinstance(result, (list, tuple)) for result in results):
+    if not all(isinstance(result, (list, tuple)) for result in results):  # in-place operators return None
         return results[0]
     by_index = dict(zip(order, [*results[0], *results[1]], strict=True))
     return [by_index[index] for index in range(length)]
 
 
 def _local_list(func: torch._ops.OpOverload, values: Any, likes: list[RaggedDTensor | None]) -> list[Any]:
+    """Return a list's tensors as pieces, each to be combined with the piece of the ragged tensor in ``likes``."""
     if values and not isinstance(values[0], torch.Tensor):  # one scalar per tensor
         return values  # type: ignore[no-any-return]
-    # The usual case: gradients and states share the spec objects of their parameters.
+    # The usual case is fast: gradients and states share the spec objects of their parameters, so comparing identities
+    # is enough.
     all_ragged = set(map(type, values)) == _RAGGED == set(map(type, likes))
     if all_ragged and all(map(operator.is_, map(_spec, values), map(_spec, likes))):
         return list(map(piece_in, values))
@@ -243,7 +259,7 @@ def _local_list(func: torch._ops.OpOverload, values: Any, likes: list[RaggedDTen
 def _check_lists_written(
     func: torch._ops.OpOverload, named: dict[str, Any], likes: list[RaggedDTensor | None]
 ) -> None:
-    """Refuse lists in which a ragged value would be written to a tensor that is not ragged."""
+    """Raise for pending sums, and for lists in which a ragged value would be written to a tensor that is not ragged."""
     ragged = [like for like in likes if like is not None]
     if any(map(_is_partial, chain.from_iterable(map(_placements, ragged)))):
         raise refuse(func, next(filter(is_partial, ragged)), "a tensor of the list has pending sums")
@@ -251,24 +267,25 @@ def _check_lists_written(
         written = named.get(name)
         if not isinstance(written, (list, tuple)) or len(written) != len(likes):
             continue
-        if all(map(operator.is_, written, likes)):
+        if all(map(operator.is_, written, likes)):  # fast, and the usual case: every written tensor is ragged
             continue
         for item, like in zip(written, likes, strict=True):
-            # Step counters are plain 0-d tensors that each rank updates itself.
+            # Step counters are plain 0-d tensors, which every rank updates in the same way.
             is_counter = isinstance(item, torch.Tensor) and item.ndim == 0 and not isinstance(item, DTensor)
             if like is not None and not is_counter and item is not like:
                 check_written(func, {name: item}, like)
 
 
 def non_finite_check(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run GradScaler's check: unscale the pieces, and agree among all ranks whether any piece has inf or nan."""
+    """Run GradScaler's check: unscale the pieces, and set ``found_inf`` on all ranks if any piece has inf or nan."""
     tensors, found_inf, inverse_scale = args
     func([local_of(t) for t in tensors], found_inf, inverse_scale)
+    # Replicas have equal gradients, so only axes that cut a tensor need a collective.
     cut_axes: dict[DeviceMesh, set[int]] = {}
     for t in tensors:
         if isinstance(t, DTensor):
             axes = {axis for axis, p in enumerate(t.placements) if not p.is_replicate()}
             cut_axes.setdefault(t.device_mesh, set()).update(axes)
     for mesh, axes in cut_axes.items():
-        for axis in sorted(axes):  # all ranks in the same order
+        for axis in sorted(axes):  # sorted, so that all ranks run the collectives in the same order
             wait_for(all_reduce_in_place(found_inf, dist.ReduceOp.MAX, mesh.get_group(axis)))

@@ -1,22 +1,23 @@
-"""Random values of ragged tensors that depend on the seed alone, not on ranks, cuts or granularity.
+"""Random values of ragged tensors. They depend on the seed alone, not on ranks, placements or granularity.
 
-Element i of a tensor gets number i of a stream (`philox`), and every random call on a ragged tensor takes the next
-stream. So a model initialized by the same calls is bit for bit the same on 1, 2 or 7 ranks. All ranks must make their
-random calls on ragged tensors in the same order.
+Element i of a tensor gets value i of a stream of random values (`philox`), and every random call on a ragged tensor
+uses the next stream. So a model initialized by the same calls is bit for bit the same on 1, 2 or 7 ranks. All ranks
+must make their random calls on ragged tensors in the same order.
 
     vescale_fsdp.manual_seed(0)           # the same on all ranks
     model = fully_shard(...)              # on the meta device
     model.to_empty(device="cuda"); model.apply(reset)     # torch.nn.init, tensor.normal_(), ...
 
-Without `manual_seed`, the seed is `torch.initial_seed()` of the mesh's first rank, sent by one broadcast. Random
-operators on other tensors (dropout, activations, data) use torch's generators, which draw for a rank's elements in
-their local order.
+Without `manual_seed`, the seed is `torch.initial_seed()` of the mesh's first rank, which it broadcasts once. Random
+operators on other tensors (dropout, activations, data) use torch's generators, which draw values in the local order of
+a rank's elements.
 
 Generator: Philox-4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011),
-section 3.3; its test vectors are in tests/dtensor/test_random_values.py. Word i of a stream is a pure function of (key,
-stream, i), so any rank can draw any range. Values are computed with additions, multiplications, divisions and square
-roots in float64 only. IEEE 754 rounds these correctly, so they are bit for bit the same in every lane of a vector
-register, in every thread and on every device. torch.log, sin and cos do not guarantee this, hence the series below.
+section 3.3; the paper's test vectors are in tests/dtensor/test_random_values.py. Word i of a stream is a pure function
+of (key, stream, i), so any rank can draw any range. Values are computed only with additions, multiplications, divisions
+and square roots in float64. IEEE 754 requires correct rounding of these operations, so the values are bit for bit the
+same in every lane of a vector register, in every thread and on every device. torch.log, sin and cos do not guarantee
+this, so the functions `_log` and `_sin_cos_turns` replace them.
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ from vescale_fsdp.layout.geometry import Box, FlatRange, run_start
 
 
 class _StreamCounter:
-    """The seed and the number of the next stream. One per process, like torch's default generator."""
+    """The seed and the number of the next stream. Each process has one instance, like torch's default generator."""
 
     def __init__(self) -> None:
         self.seed: int | None = None
         self.next_stream = 0
 
     def take(self, mesh: DeviceMesh) -> tuple[int, int]:
-        """Return (seed, stream) for one random call. Collective, if no seed was set."""
+        """Return (seed, stream) for one random call. If no seed was set, this is a collective."""
         if self.seed is None:
-            initial = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF  # it is sent as int64
+            # The seed is broadcast as an int64 tensor, so it must fit into 63 bits.
+            initial = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF
             seed = torch.tensor(initial, dtype=torch.int64, device=mesh.device_type)
             for axis in range(mesh.ndim):
                 wait_for(broadcast_in_place(seed, mesh.get_group(axis), 0))
@@ -79,7 +81,7 @@ def manual_seed(seed: int) -> None:
 
 
 def get_rng_state() -> tuple[int | None, int]:
-    """(seed, number of streams used), to be stored with a checkpoint.
+    """Return (seed, number of streams used), which a checkpoint can store for `set_rng_state`.
 
     Examples:
         >>> manual_seed(7)
@@ -90,7 +92,7 @@ def get_rng_state() -> tuple[int | None, int]:
 
 
 def set_rng_state(state: tuple[int | None, int]) -> None:
-    """Inverse of `get_rng_state`.
+    """Restore a state that `get_rng_state` returned.
 
     Examples:
         >>> state = get_rng_state()
@@ -100,12 +102,12 @@ def set_rng_state(state: tuple[int | None, int]) -> None:
 
 
 def _spans(tensor: RaggedDTensor) -> list[FlatRange]:
-    """This rank's flat ranges of the global tensor, in the order of its local elements."""
+    """Return this rank's flat ranges of the global tensor, in the order of its local elements."""
     shape = tuple(tensor.shape)
     spans: list[FlatRange] = []
     for box in boxes_of(tensor._spec):
         for run in _runs(shape, box):
-            if spans and spans[-1].stop == run.start:
+            if spans and spans[-1].stop == run.start:  # joined, so that there are few spans to draw
                 spans[-1] = FlatRange(spans[-1].start, run.stop)
             else:
                 spans.append(run)
@@ -113,22 +115,28 @@ def _spans(tensor: RaggedDTensor) -> list[FlatRange]:
 
 
 def _runs(shape: tuple[int, ...], box: Box) -> list[FlatRange]:
-    """The contiguous runs of a box: one, unless another mesh axis cuts a dim that is not the first."""
+    """Return the contiguous runs of a box: one run, unless another mesh axis cuts a dim after the first."""
     start = run_start(shape, box)
     if start is not None:
         return [FlatRange(start, start + box.numel)]
-    dim = next(d for d in range(len(shape)) if box.sizes[d] > 1)
+    dim = next(d for d in range(len(shape)) if box.sizes[d] > 1)  # split along the first dim of size > 1
     return [
         run for index in range(box.sizes[dim]) for run in _runs(shape, box.chunk(dim, box.sizes[dim], index))
     ]
 
 
-# Bits of a uniform value on [0, 1) that a dtype represents without rounding.
+# Number of bits of a uniform value on [0, 1) that each dtype represents without rounding.
 _SIGNIFICAND_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def _draw(kind: str, tensor: RaggedDTensor, a: float, b: float) -> torch.Tensor:
-    """This rank's values: uniform on [a, b), normal of mean a and deviation b, or 1 with probability a."""
+    """Return this rank's random values for a tensor, and use up a stream.
+
+    Args:
+        kind: "uniform" on [a, b); "normal" of mean a and standard deviation b; or "bernoulli", 1 with probability a.
+        tensor: the ragged tensor; its values are neither read nor written.
+        a, b: see ``kind``.
+    """
     seed, stream = _streams.take(tensor.device_mesh)
     local = tensor._local_tensor
     spans, device = _spans(tensor), local.device
@@ -138,13 +146,14 @@ def _draw(kind: str, tensor: RaggedDTensor, a: float, b: float) -> torch.Tensor:
         values = (uniforms(spans, seed, stream, 32, device) < a).to(torch.float64)
     else:
         values = uniforms(spans, seed, stream, _SIGNIFICAND_BITS[local.dtype], device) * (b - a) + a
-        # Rounding to the dtype may return b, which is outside [a, b).
+        # Rounding to the dtype may give b, which is outside [a, b).
         rounded = values.to(local.dtype).to(torch.float64)
         values = torch.where((rounded >= b) & (b > a), torch.full_like(values, a), values)
     return values.to(local.dtype).view(local.shape)
 
 
 def _check(func: torch._ops.OpOverload, tensor: RaggedDTensor, named: dict[str, Any]) -> None:
+    """Raise for a generator or a dtype that is not supported."""
     if named.get("generator") is not None:
         raise refuse(
             func,
@@ -158,16 +167,17 @@ def _check(func: torch._ops.OpOverload, tensor: RaggedDTensor, named: dict[str, 
 
 
 def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedDTensor:
-    """Run normal_, uniform_ and bernoulli_."""
+    """Run normal_, uniform_ or bernoulli_, and return the tensor."""
     named = bind(func, args, kwargs)
     tensor: RaggedDTensor = named["self"]
     _check(func, tensor, named)
     check_written(func, named, tensor)
     kind = name_of(func).rstrip("_")
     if kind == "normal":
-        a, b = named.get("mean", 0.0), named.get("std", 1.0)
+        a, b = named.get("mean", 0.0), named.get("std", 1.0)  # torch's defaults
         if b < 0:
-            raise RuntimeError(f"normal_ expects std >= 0.0, but found std {b}")  # torch's own error
+            # Like torch, with the same class and words.
+            raise RuntimeError(f"normal_ expects std >= 0.0, but found std {b}")
     elif kind == "uniform":
         a, b = named.get("from", 0.0), named.get("to", 1.0)
         if a > b:
@@ -179,12 +189,12 @@ def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
 
 def random_like(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run rand_like and randn_like."""
+    """Run rand_like or randn_like: return random values with the shape and placements of the input."""
     named = bind(func, args, kwargs)
     tensor: RaggedDTensor = named["self"]
     _check(func, tensor, named)
     if is_partial(tensor):
-        raise refuse(func, tensor, "it has pending sums")
+        raise refuse(func, tensor, "the tensor has pending sums")
     empty = torch.empty_like(tensor._local_tensor, dtype=named.get("dtype"), device=named.get("device"))
     like = wrap_result(func, empty, tensor)
     kind = "normal" if "randn" in name_of(func) else "uniform"
@@ -194,15 +204,17 @@ def random_like(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
 # -- Philox ---------------------------------------------------------------------------------------------
 
-_MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # the paper's constants, as _WEYL
+_MASK = 0xFFFFFFFF  # the lowest 32 bits
+# The paper's constants for Philox-4x32-10.
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_COUNTERS_AT_ONCE = 1 << 16  # bounds the working memory: 2 MiB for four words of 8 bytes
+# This limits the working memory to 2 MiB, since each counter gives four words of 8 bytes.
+_COUNTERS_AT_ONCE = 1 << 16
 
 
 def philox(counters: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    """Four random 32-bit words per counter.
+    """Return four random 32-bit words per counter.
 
     Args:
         counters: four int64 tensors of one shape, each with values in [0, 2**32).
@@ -214,7 +226,7 @@ def philox(counters: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[to
     c0, c1, c2, c3 = counters
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # int64 products overflow, but only their lowest 64 bits are read, and these bits are correct.
+        # int64 products may overflow, but the lowest 64 bits, which are all that is used, are correct.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((p1 >> 32) & _MASK) ^ c1 ^ k0,
@@ -227,7 +239,7 @@ def philox(counters: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[to
 
 
 def _words(counters: torch.Tensor, seed: int, stream: int) -> torch.Tensor:
-    """Words of a stream: int64 [len(counters), 4], values in [0, 2**32)."""
+    """Return the random words of some counters of a stream: int64 [len(counters), 4], values in [0, 2**32)."""
     zero = torch.zeros_like(counters)
     address = (counters & _MASK, counters >> 32, zero + (stream & _MASK), zero + (stream >> 32 & _MASK))
     return torch.stack(philox(address, (seed & _MASK, seed >> 32 & _MASK)), dim=1)
@@ -236,7 +248,10 @@ def _words(counters: torch.Tensor, seed: int, stream: int) -> torch.Tensor:
 def _pick(
     spans: Sequence[FlatRange], per_counter: int, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of (counters, index of the wanted values among those that the counters produce), in span order."""
+    """Yield batches of (counters, indices), in the order of the spans.
+
+    Each counter produces ``per_counter`` values. The indices select the values at the positions in ``spans``.
+    """
     group: list[FlatRange] = []
     room = _COUNTERS_AT_ONCE
     for span in spans:
@@ -246,7 +261,8 @@ def _pick(
             group.append(FlatRange(start, stop))
             room -= -(-stop // per_counter) - start // per_counter
             start = stop
-            if room <= 1:  # a run that starts inside a counter's values may need one more counter
+            # The batch is full. <= 1, because a range that starts inside a counter's values may need one more counter.
+            if room <= 1:
                 yield _address(group, per_counter, device)
                 group, room = [], _COUNTERS_AT_ONCE
     if group:
@@ -256,17 +272,19 @@ def _pick(
 def _address(
     group: list[FlatRange], per_counter: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the counters that produce the values of all spans, and the indices of these values."""
     starts = torch.tensor([span.start for span in group], dtype=torch.int64, device=device)
     stops = torch.tensor([span.stop for span in group], dtype=torch.int64, device=device)
     first, last = starts // per_counter, (stops + per_counter - 1) // per_counter
     counts, lengths = last - first, stops - starts
-    before = counts.cumsum(0) - counts  # number of counters of earlier spans
+    before = counts.cumsum(0) - counts  # number of counters of all earlier spans
     counters = _ramp(first, counts)
     return counters, _ramp(before * per_counter + starts - first * per_counter, lengths)
 
 
 def _ramp(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """starts[0], starts[0] + 1, .. (lengths[0] values), starts[1], .. in one tensor."""
+    """Return concatenated ranges in one tensor: range i has ``lengths[i]`` numbers, from ``starts[i]`` up."""
+    # All ranges are computed together, because there may be many.
     offsets = starts - (lengths.cumsum(0) - lengths)
     spread = offsets.repeat_interleave(lengths)
     return spread + torch.arange(spread.numel(), dtype=torch.int64, device=spread.device)
@@ -275,41 +293,43 @@ def _ramp(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 def uniforms(
     spans: Sequence[FlatRange], seed: int, stream: int, bits: int, device: torch.device
 ) -> torch.Tensor:
-    """Values of a uniform stream on [0, 1), multiples of 2**-bits.
+    """Return uniform random values on [0, 1), multiples of 2**-bits.
 
     Args:
-        spans: positions of the values.
+        spans: positions of the values in the stream.
         seed: 64-bit key.
         stream: 64-bit number of the stream; streams are independent.
-        bits: up to 32 (one word per value) or up to 53 (two words).
-        device: where to draw.
+        bits: up to 53; a value takes one word for up to 32 bits, and two words for more.
+        device: device of the result.
 
     Returns:
-        1-D float64 [numel of all spans], in their order.
+        1-D float64 with one value per position, in the order of the spans.
     """
     wide = bits > 32
     parts = []
     for counters, index in _pick(spans, 2 if wide else 4, device):
         drawn = _words(counters, seed, stream)
         if wide:
-            drawn = (drawn[:, 0::2] << 21) | (drawn[:, 1::2] >> 11)  # 32 + 21 = 53 bits
+            # 53 bits: all 32 of one word, and the upper 21 of the next.
+            drawn = (drawn[:, 0::2] << 21) | (drawn[:, 1::2] >> 11)
         values = (drawn >> ((53 if wide else 32) - bits)).to(torch.float64) * 2.0**-bits
         parts.append(values.reshape(-1)[index])
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=device)
 
 
 def normals(spans: Sequence[FlatRange], seed: int, stream: int, device: torch.device) -> torch.Tensor:
-    """Values of a standard normal stream (Box and Muller's method on pairs of words).
+    """Return standard normal random values, by Box and Muller's method on pairs of words.
 
-    The largest magnitude is sqrt(66 ln 2) = 6.76: the uniform under the logarithm has 32 bits and a half.
+    The smallest argument of the logarithm is 2**-33, so the largest magnitude is sqrt(66 ln 2) = 6.76. The arguments
+    are those of `uniforms`.
 
     Returns:
-        1-D float64 [numel of all spans], in their order.
+        1-D float64 with one value per position, in the order of the spans.
     """
     parts = []
     for counters, index in _pick(spans, 4, device):
         pairs = _words(counters, seed, stream).view(-1, 2)
-        # + 0.5: zero has no logarithm
+        # + 0.5, because zero has no logarithm.
         radius = (-2.0 * _log((pairs[:, 0].to(torch.float64) + 0.5) * 2.0**-32)).sqrt()
         sine, cosine = _sin_cos_turns(pairs[:, 1])
         parts.append(torch.stack([radius * cosine, radius * sine], dim=1).view(-1)[index])
@@ -317,7 +337,10 @@ def normals(spans: Sequence[FlatRange], seed: int, stream: int, device: torch.de
 
 
 def _series(x: torch.Tensor, coefficients: list[float]) -> torch.Tensor:
-    """Evaluate a series by Horner's rule; separate kernels for multiplication and addition rule out an FMA."""
+    """Return the value of a power series, by Horner's rule.
+
+    Multiplication and addition are separate kernels, so that no device fuses them into an FMA, which rounds once only.
+    """
     total = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         total = total * x + coefficient
@@ -325,10 +348,10 @@ def _series(x: torch.Tensor, coefficients: list[float]) -> torch.Tensor:
 
 
 def _log(x: torch.Tensor) -> torch.Tensor:
-    """Natural logarithm of positive normal float64 numbers, to about 1e-15 relative to 1.
+    """Return the natural logarithm of positive normal float64 numbers, with an absolute error of about 1e-15.
 
-    x = m * 2**e with m in [sqrt(1/2), sqrt(2)); log m = 2 atanh(s), s = (m - 1) / (m + 1), |s| <= 0.1716;
-    the first omitted term is s**23 / 23 < 1e-18.
+    x = m * 2**e with m in [sqrt(1/2), sqrt(2)), and log m = 2 atanh(s) with s = (m - 1) / (m + 1), |s| <= 0.1716. The
+    first omitted term of the series is s**23 / 23 < 1e-18.
     """
     mantissa, exponent = torch.frexp(x)  # exact; mantissa in [1/2, 1)
     small = mantissa < math.sqrt(0.5)
@@ -339,17 +362,17 @@ def _log(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sin_cos_turns(word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sine and cosine of ``word / 2**32`` full turns.
+    """Return the sine and the cosine of ``word / 2**32`` full turns.
 
-    The two top bits are the quadrant. The rest is an angle t in [-pi/4, pi/4) off the quadrant's middle
-    diagonal, where ten terms of the Taylor series leave less than 1e-20.
+    The two top bits are the quadrant. The other bits are an angle t in [-pi/4, pi/4) from the quadrant's diagonal, for
+    which ten terms of the Taylor series have an error below 1e-20.
     """
     quadrant = word >> 30
     t = ((word & ((1 << 30) - 1)).to(torch.float64) - 2.0**29) * (math.pi * 2.0**-31)
     square = t * t
     sine = t * _series(square, [(-1.0) ** k / math.factorial(2 * k + 1) for k in range(10)])
     cosine = _series(square, [(-1.0) ** k / math.factorial(2 * k) for k in range(10)])
-    # Turn by 45 degrees, to the quadrant's middle, then by the quadrant.
+    # Rotate by 45 degrees, because t is relative to the diagonal, then by the quadrant.
     s, c = (sine + cosine) * math.sqrt(0.5), (cosine - sine) * math.sqrt(0.5)
     odd, negative_s, negative_c = quadrant % 2 == 1, quadrant >= 2, (quadrant == 1) | (quadrant == 2)
     s, c = torch.where(odd, c, s), torch.where(odd, s, c)

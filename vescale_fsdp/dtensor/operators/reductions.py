@@ -1,15 +1,15 @@
 """Rules of operators along dims: reductions, softmax, cumulative sums, sorting, and comparisons of whole tensors.
 
-    over all dims     the results of all ranks for their pieces are gathered and combined into a replicated DTensor. A
-                      nan on one rank is a nan on all (an all-reduce with MAX may lose it)
-    over whole dims   every piece contains these dims whole, cut only between their rows: each rank computes its
-                      rows, and the result is ragged
-    over cut dims     sums, means and norms all-reduce the contributions of each rank's boxes. Other operators, such as
-                      a maximum over rows that are cut in the middle, gather the tensor
+    over all dims     each rank computes the result of its piece; all results are gathered and combined into a
+                      replicated DTensor. So a nan on one rank gives nan on all ranks (an all-reduce with MAX may lose
+                      the nan)
+    over whole dims   every piece contains these dims whole: each rank computes its rows, and the result is ragged
+    over cut dims     sums, means and norms all-reduce what each rank's boxes contribute. Other operators, such as a
+                      maximum over rows that are cut in the middle, gather the tensor
 
-No sum is left Partial: torch 2.13 adds a plain scalar to a Partial DTensor once per rank, so the next operator would
-return a wrong sum (seen in cosine_embedding_loss). Norms of a finite order may stay Partial: torch reduces those
-correctly, and so clipping costs one collective for all gradients.
+No sum stays Partial: torch 2.13 adds a plain scalar to a Partial DTensor once per rank, so the next operator would
+return a wrong sum (seen in cosine_embedding_loss). Norms of a finite order may stay Partial, because torch reduces
+these norms correctly. So gradient clipping costs one collective for all gradients.
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ from vescale_fsdp.torch_private import NormPartial, foreach_norm_of
 
 
 class _Call(NamedTuple):
-    """A call of an operator along dims."""
+    """The arguments of an operator along dims."""
 
     func: torch._ops.OpOverload
     tensor: RaggedDTensor  # without pending sums
-    dims: tuple[int, ...]  # non-negative and sorted; all dims where none was passed
+    dims: tuple[int, ...]  # non-negative and sorted; all dims if the caller passed none
     keepdim: bool
-    options: dict[str, Any]  # the other arguments by name
+    options: dict[str, Any]  # all other arguments by name
 
 
 def _call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    """Return a call's arguments, with dims checked and pending sums reduced."""
     named = bind(func, args, kwargs)
     tensor: RaggedDTensor = named.pop("self")
     defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     dims = named.pop("dim", defaults.get("dim"))
     keepdim = bool(named.pop("keepdim", False))
-    listed = [dims] if isinstance(dims, int) else list(dims or ())
-    # Dims out of range are kept for the error below.
+    listed = [dims] if isinstance(dims, int) else list(dims or ())  # None means all dims
+    # A dim out of range is not wrapped around, so that the check below sees it.
     positive = tuple(sorted({d % tensor.ndim if -tensor.ndim <= d < tensor.ndim else d for d in listed}))
     if positive and (positive[0] < 0 or positive[-1] >= tensor.ndim):
         raise IndexError(f"{func}: dims {listed} do not exist in shape {tuple(tensor.shape)}")  # as torch
@@ -68,7 +69,7 @@ def _call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def along_dims(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator along one dim, such as softmax, cumulative sums and sorting."""
+    """Run an operator along one dim, such as softmax, a cumulative sum or a sort."""
     call = _call_of(func, args, kwargs)
     if call.tensor.numel() == 0 or not _are_whole_from(call.tensor, call.dims[0]):
         return whole_tensors.gathered(func, args, kwargs)
@@ -86,7 +87,7 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         result = TOTALS[name](call)
         if not call.keepdim:
             return result
-        kept = (1,) * call.tensor.ndim
+        kept = (1,) * call.tensor.ndim  # keepdim: the total has one element in each dim
         return type(result)(r.view(kept) for r in result) if isinstance(result, tuple) else result.view(kept)
     if _are_whole_from(call.tensor, call.dims[0]):
         return _on_rows(call)
@@ -96,14 +97,17 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _needs_whole_tensor(call: _Call, name: str) -> bool:
-    """Whether the result cannot be combined from the results of the pieces."""
+    """Return whether the result cannot be combined from the results of the pieces."""
     if name in ("argmax", "argmin"):
-        # If another mesh axis cuts as well, a piece's index does not give the flat position in the tensor.
+        # If another mesh axis cuts the tensor, too, an index in a piece does not give the flat position in the tensor.
         return inner_box(call.tensor._spec).sizes != tuple(call.tensor.shape)
     if name in ("linalg_vector_norm", "norm"):
         order = _order(call.options)
         over_some = len(call.dims) < call.tensor.ndim
+        # An empty piece has no neutral value for a negative finite order. `_over_cut_dims` sums powers, which orders 0
+        # and infinity do not allow.
         return (order < 0 and not math.isinf(order)) or (over_some and not 0 < order < math.inf)
+    # `_spread` computes in float64, which would drop imaginary parts.
     return name.startswith(("std", "var")) and call.tensor.is_complex()
 
 
@@ -111,27 +115,27 @@ def _needs_whole_tensor(call: _Call, name: str) -> bool:
 
 
 def _cut_numels(tensor: RaggedDTensor) -> tuple[tuple[int, ...], RunLengths]:
-    """The shape that the ragged placement cuts, and the number of elements that it assigns to each rank."""
+    """Return the shape that the ragged placement cuts, and the number of elements on each rank."""
     _, placement = ragged_axis(tensor.placements)
     inner = inner_box(tensor._spec).sizes
     return inner, placement.piece_lengths(inner)
 
 
 def _are_whole_from(tensor: RaggedDTensor, dim: int) -> bool:
-    """Whether every rank's piece contains ``dim`` and all later dims whole."""
+    """Return whether every rank's piece contains ``dim`` and all later dims whole."""
     inner, numels = _cut_numels(tensor)
-    if inner[dim:] != tuple(tensor.shape[dim:]):
+    if inner[dim:] != tuple(tensor.shape[dim:]):  # another mesh axis cuts one of these dims
         return False
     run = numel_of(inner[dim:])
-    return run > 0 and all(numel % run == 0 for numel in numels.distinct)  # an empty run cannot divide
+    return run > 0 and all(numel % run == 0 for numel in numels.distinct)  # run is 0 if a dim is empty
 
 
 def _on_rows(call: _Call) -> Any:
-    """Run the operator on each piece in the shape [rows of this rank, *whole dims]; rows stay on their ranks."""
+    """Run the operator on this rank's piece in the shape [rows of this rank, *whole dims]; return a ragged tensor."""
     tensor, first = call.tensor, call.dims[0]
     shifted = [dim - first + 1 for dim in call.dims]
     schema = {argument.name: argument for argument in call.func._schema.arguments}
-    # Some overloads take one dim, others a list of dims.
+    # Some overloads take one dim, and some take a list of dims.
     takes_list = "List" in str(schema["dim"].type) or "[]" in str(schema["dim"].type)
     named = {
         **call.options,
@@ -147,10 +151,10 @@ def _on_rows(call: _Call) -> Any:
 
 
 def _from_rows(call: _Call, rows: torch.Tensor) -> RaggedDTensor:
-    """A ragged tensor from its rows, cut between the same rows as the tensor of the call."""
+    """Return a ragged tensor from this rank's rows, cut between the same rows as the tensor of the call."""
     tensor, first = call.tensor, call.dims[0]
     shape = (*tensor.shape[:first], *rows.shape[1:])
-    if not shape:  # one rank owns the whole tensor, and every dim was reduced
+    if not shape:  # happens if one rank owns the whole tensor and every dim was reduced
         raise refuse(call.func, tensor, "its result would be a 0-d ragged tensor")
     axis, _ = ragged_axis(tensor.placements)
     inner, numels = _cut_numels(tensor)
@@ -160,7 +164,7 @@ def _from_rows(call: _Call, rows: torch.Tensor) -> RaggedDTensor:
     )
     spec = make_spec(tensor.device_mesh, replaced(tensor.placements, axis, ragged), shape, rows.dtype)
     ref = tensor.layout_ref if shape == tuple(tensor.shape) else None
-    # Results may be strided, pieces are not.
+    # A result may be strided, but pieces are contiguous.
     return RaggedDTensor.wrap(rows.contiguous().view(-1), spec, layout_ref=ref)
 
 
@@ -168,12 +172,15 @@ def _from_rows(call: _Call, rows: torch.Tensor) -> RaggedDTensor:
 
 
 def _over_cut_dims(call: _Call) -> DTensor:
-    """Sums, means and norms over some dims, however the pieces cut them: each box adds its part, summed over ranks."""
+    """Compute a sum, mean or norm over some dims that pieces may cut.
+
+    Each rank adds what its boxes contribute to a tensor of the result's shape, which is then all-reduced.
+    """
     tensor, dims, dtype, name = call.tensor, call.dims, call.options.get("dtype"), name_of(call.func)
     order = None if name in ("sum", "mean") else _order(call.options)
     local, start = tensor._local_tensor.reshape(-1), 0
     kept = [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
-    # An empty sum has torch's dtype of sums.
+    # torch sums integers in a wider dtype. The sum of no elements has this dtype.
     total = local.new_zeros(kept, dtype=local[:0].sum(dtype=dtype).dtype if order is None else dtype)
     for box in tensor.boxes:
         values = local[start : start + box.numel].view(box.sizes)
@@ -184,7 +191,7 @@ def _over_cut_dims(call: _Call) -> DTensor:
             part = torch.linalg.vector_norm(values, order, dim=dims, keepdim=True, dtype=dtype) ** order
         total[tuple(slice(None) if d in dims else at for d, at in enumerate(box.slices()))] += part
     for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():
+        if not placement.is_replicate():  # replicas have equal parts, which must be counted once
             wait_for(all_reduce_in_place(total, dist.ReduceOp.SUM, tensor.device_mesh.get_group(axis)))
     if name == "mean":
         total = total / numel_of([tensor.shape[dim] for dim in dims])
@@ -199,22 +206,25 @@ _Total = Callable[[_Call], Any]
 
 
 def _gather_answers(answer: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor:
-    """The results of all ranks that own different parts of the tensor: [num_ranks, *answer.shape]."""
+    """Gather ``answer`` from all ranks that own different parts of the tensor: [num_ranks, *answer.shape]."""
     answers = answer.unsqueeze(0)
     for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():
+        if not placement.is_replicate():  # replicas have equal answers, which must be counted once
             answers = gathered(answers, tensor.device_mesh.get_group(axis)).flatten(0, 1)
     return answers
 
 
 def _sum(call: _Call) -> DTensor:
+    """Run sum or nansum over all dims."""
     total = torch.nansum if name_of(call.func) == "nansum" else torch.sum
     local = total(call.tensor._local_tensor, dtype=call.options.get("dtype"))
     answers = _gather_answers(local, call.tensor)
-    return replicated(answers.sum(0, dtype=local.dtype), call.tensor)  # torch would widen integers again
+    # dtype, because the user may have chosen a narrow integer dtype, which torch would widen.
+    return replicated(answers.sum(0, dtype=local.dtype), call.tensor)
 
 
 def _mean(call: _Call) -> DTensor:
+    """Run mean over all dims."""
     local = torch.sum(call.tensor._local_tensor, dtype=call.options.get("dtype"))
     if not (local.is_floating_point() or local.is_complex()):
         call.func(call.tensor._local_tensor)  # raises torch's own error for integers
@@ -223,7 +233,7 @@ def _mean(call: _Call) -> DTensor:
 
 
 def _of_parts(part: Callable[..., torch.Tensor], whole: Callable[..., torch.Tensor]) -> _Total:
-    """A reduction that applies ``part`` to each piece and ``whole`` to the gathered results."""
+    """Return a reduction that applies ``part`` to each piece and ``whole`` to the gathered results."""
 
     def total(call: _Call) -> DTensor:
         answer = part(call.tensor._local_tensor.reshape(-1), **call.options)
@@ -233,7 +243,7 @@ def _of_parts(part: Callable[..., torch.Tensor], whole: Callable[..., torch.Tens
 
 
 def _identity(dtype: torch.dtype, largest: bool) -> Any:
-    """The neutral value of a maximum (``largest``) or minimum."""
+    """Return the value that does not change a maximum (``largest``) or a minimum."""
     if dtype == torch.bool:
         return not largest
     if dtype.is_floating_point:
@@ -242,10 +252,11 @@ def _identity(dtype: torch.dtype, largest: bool) -> Any:
 
 
 def _extreme(call: _Call, *, largest: bool) -> DTensor:
+    """Run max or min over all dims."""
     local = call.tensor._local_tensor
     if local.numel():
         answer = local.max() if largest else local.min()
-    else:
+    else:  # torch raises for an empty tensor
         answer = torch.full((), _identity(local.dtype, largest), dtype=local.dtype, device=local.device)
     answers = _gather_answers(answer, call.tensor)
     return replicated(answers.max() if largest else answers.min(), call.tensor)
@@ -256,9 +267,9 @@ _max, _min = partial(_extreme, largest=True), partial(_extreme, largest=False)
 
 
 def _arg_extreme(call: _Call, *, largest: bool) -> DTensor:
-    """Run argmax or argmin: the first flat position of the extreme value (a nan counts as extreme)."""
+    """Run argmax or argmin over all dims: the first flat position of the extreme value. A nan counts as extreme."""
     tensor, local = call.tensor, call.tensor._local_tensor.reshape(-1)
-    no_index = torch.iinfo(torch.int64).max  # of an empty piece
+    no_index = torch.iinfo(torch.int64).max  # stands for the index of an empty piece
     index = torch.full((), no_index, dtype=torch.int64, device=local.device)
     value = torch.full((), _identity(local.dtype, largest), dtype=local.dtype, device=local.device)
     if local.numel():
@@ -267,14 +278,14 @@ def _arg_extreme(call: _Call, *, largest: bool) -> DTensor:
     values, indices = _gather_answers(value, tensor), _gather_answers(index, tensor)
     best = values.max() if largest else values.min()
     hits = (values == best) | (values.isnan() & best.isnan())
-    # An empty piece's neutral value may equal the best, but it has no index.
+    # The neutral value of an empty piece may equal the best value, but an empty piece has no index.
     return replicated(indices[hits & (indices != no_index)].min(), tensor)
 
 
 def _spread(call: _Call, *, root: bool = False, with_mean: bool = False) -> Any:
-    """Variance or standard deviation, optionally with the mean, from each rank's count, mean and squared distances."""
+    """Run var or std (``root``) over all dims, from each rank's count, mean and sum of squared distances."""
     local = call.tensor._local_tensor
-    wide = local.to(torch.float64)  # so that combining the ranks' squares loses no bits of the result
+    wide = local.to(torch.float64)  # so that combining the ranks' sums loses no bits of the result
     count = torch.tensor(float(local.numel()), dtype=torch.float64, device=local.device)
     mean = wide.mean() if local.numel() else count  # 0: the mean of an empty piece would be NaN
     answers = _gather_answers(torch.stack([count, mean, (wide - mean).square().sum()]), call.tensor)
@@ -283,7 +294,7 @@ def _spread(call: _Call, *, root: bool = False, with_mean: bool = False) -> Any:
     grand_mean = (counts * means).sum() / total
     distances = squares.sum() + (counts * (means - grand_mean).square()).sum()
     correction = call.options.get("correction", call.options.get("unbiased", 1))
-    # At least 0, as in torch: too large a correction gives inf or NaN, not a negative variance.
+    # The divisor is at least 0, as in torch: a correction above the count gives inf or NaN, not a negative variance.
     variance = distances / (total - (1.0 if correction is None else float(correction))).clamp_min(0.0)
     moments = (variance.sqrt() if root else variance, grand_mean)
     results = tuple(replicated(moment.to(call.tensor.dtype), call.tensor) for moment in moments)
@@ -294,41 +305,44 @@ def _spread(call: _Call, *, root: bool = False, with_mean: bool = False) -> Any:
 
 
 def _order(options: dict[str, Any]) -> float:
+    """Return the order of a norm, which ``linalg_vector_norm`` calls ord and ``norm`` calls p; 2 by default."""
     order = options.get("ord", options.get("p", 2))
     return 2.0 if order is None else float(order)
 
 
 def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the norm of a piece. For an empty piece, return a value that does not change the norm of all pieces."""
     if local.numel() or not math.isinf(order):
         return torch.linalg.vector_norm(local, order, dtype=dtype)
-    # torch raises for the infinity norm of an empty tensor. This value does not affect the norms of other ranks.
+    # torch raises for the infinity norm of an empty tensor. 0 does not change a largest magnitude, inf not a smallest.
     return torch.full((), 0.0 if order > 0 else math.inf, dtype=dtype or local.dtype, device=local.device)
 
 
 def _local_norms(
     pieces: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None
 ) -> list[torch.Tensor]:
-    """`_local_norm` of pieces of one dtype, in one kernel."""
+    """Return the `_local_norm` of each of several pieces of one dtype, computed in one kernel."""
     if not math.isinf(order):
         return list(foreach_norm_of(list(pieces), order, dtype))
+    # The kernel raises for the infinity norm of an empty tensor, so it gets the other pieces only.
     filled = [piece for piece in pieces if piece.numel()]
     norms = iter(foreach_norm_of(filled, order, dtype) if filled else ())
     return [next(norms) if piece.numel() else _local_norm(piece, order, dtype) for piece in pieces]
 
 
 def _norm_of_norms(norms: torch.Tensor, order: float) -> torch.Tensor:
-    """Combine the norms of parts into the norm of the whole: [num_parts, ..] -> [..]."""
+    """Return the norm of the whole from the norms of its parts: [num_parts, ..] -> [..]."""
     if order == 0:
-        return norms.sum(0)  # counts of elements that are not zero
+        return norms.sum(0)  # a norm of order 0 is the number of elements that are not zero
     return torch.linalg.vector_norm(norms, order, dim=0)
 
 
 def _pending_norms(norms: Sequence[torch.Tensor], like: RaggedDTensor, order: float) -> list[DTensor]:
-    """Norms of tensors cut like ``like``, with the collective deferred to the operator that reads them.
+    """Return the norms of tensors cut like ``like`` as DTensors that are still Partial.
 
-    So clipping a hundred gradients costs one collective. Every operator redistributes torch's NormPartial of a finite
-    order to Replicate first (verified for adding scalars, powers, logarithms and reductions on torch 2.13), unlike a
-    Partial sum.
+    The next operator on the norms runs the collective, so clipping a hundred gradients costs one collective. This is
+    safe, because every operator first redistributes torch's NormPartial of a finite order to Replicate, unlike a
+    Partial sum (verified on torch 2.13 for adding scalars, powers, logarithms and reductions).
     """
     placements = [p if p.is_replicate() else NormPartial(order) for p in like.placements]
     spec = make_spec(like.device_mesh, placements, norms[0].shape, norms[0].dtype)
@@ -336,6 +350,7 @@ def _pending_norms(norms: Sequence[torch.Tensor], like: RaggedDTensor, order: fl
 
 
 def _norm(call: _Call) -> DTensor:
+    """Run a norm over all dims. A norm of finite positive order stays Partial."""
     tensor, order, dtype = call.tensor, _order(call.options), call.options.get("dtype")
     if tensor.numel() == 0 and math.isinf(order):
         raise refuse(call.func, tensor, "the tensor has no elements")
@@ -346,25 +361,26 @@ def _norm(call: _Call) -> DTensor:
 
 
 def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Compute the norms of a list of tensors. If all are cut over the same mesh axes, the collective is deferred.
+    """Return the norms of a list of tensors.
 
-    Otherwise tensors that are cut alike share one collective, and all norms are replicated on the mesh of the first
-    ragged tensor. So gradients with and without tensor parallelism can be clipped together: torch would refuse to
-    stack DTensors on different meshes.
+    If all tensors are cut over the same mesh axes, the norms are Partial, and the next operator runs the collective.
+    Otherwise tensors with equal dtype that are cut over the same mesh axes share one collective, and all norms are
+    replicated on the mesh of the first ragged tensor. So gradients with and without tensor parallelism can be clipped
+    together, although torch cannot stack DTensors on different meshes.
     """
     named = bind(func, args, kwargs)
     tensors, order, dtype = named["self"], _order(named), named.get("dtype")
     norms: list[Any] = [None] * len(tensors)
     together: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, RaggedDTensor):
+        if not isinstance(tensor, RaggedDTensor):  # torch computes the norm of any other tensor
             norms[index] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
             continue
         if is_partial(tensor):
             raise refuse(func, tensor, "a tensor of the list has pending sums")
         if order < 0 and not math.isinf(order):
             raise refuse(func, tensor, f"a norm of order {order} has no neutral value for an empty piece")
-        cut = tuple(not p.is_replicate() for p in tensor.placements)
+        cut = tuple(not p.is_replicate() for p in tensor.placements)  # the axes of the collective
         together.setdefault((tensor.device_mesh, cut, dtype or tensor.dtype), []).append(index)
     home = first_ragged(tensors)
     for indices in together.values():
@@ -403,7 +419,9 @@ TOTALS: dict[str, _Total] = {
     "var": _spread,
     "var_mean": partial(_spread, with_mean=True),
 }
+# Reductions that have no result for a tensor without elements; torch raises, too.
 _NEED_ELEMENTS = ("amax", "amin", "aminmax", "argmax", "argmin", "max", "min")
+# Reductions that `_over_cut_dims` computes from sums over boxes.
 _SUMMABLE = ("sum", "mean", "linalg_vector_norm", "norm")
 
 
@@ -411,17 +429,17 @@ _SUMMABLE = ("sum", "mean", "linalg_vector_norm", "norm")
 
 
 def equal(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Run torch.equal: true only if the pieces of all ranks are equal. A collective."""
-    # `all_close` calls ``func`` on the pieces, whose shapes do not tell those of the tensors.
+    """Run torch.equal: return True only if the pieces of all ranks are equal. A collective."""
+    # The shapes are compared here, because `all_close` calls ``func`` on pieces, which are flat.
     return args[0].shape == args[1].shape and all_close(func, args, kwargs)
 
 
 def all_close(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Run torch.allclose over the pieces of all ranks. A collective."""
+    """Run ``func``, allclose or equal, on the pieces, and return whether it is True on all ranks. A collective."""
     left, right, *rest = args
     like = left if isinstance(left, RaggedDTensor) else right
     if is_partial(like):
-        raise refuse(func, like, "it has pending sums")
+        raise refuse(func, like, "the tensor has pending sums")
     is_same = func(localize(func, left, like), localize(func, right, like), *rest, **kwargs)
     answer = torch.tensor(int(is_same), dtype=torch.int64, device=like._local_tensor.device)
     return bool(_gather_answers(answer, like).all().item())
