@@ -232,7 +232,7 @@ class _Merge:
         if "l" in parts:
             self._add_ia3(module, name, bias, parts["l"])
             return
-        suffix = "e" if "Ae" in parts else ""  # an embedding: its weight is the transpose of a linear layer's
+        suffix = "e" if "Ae" in parts else ""  # an embedding, for which the product is transposed
         is_complete = {f"A{suffix}", f"B{suffix}"} <= parts.keys()
         if not is_complete or (self.config.is_dora != ("m" in parts)):
             expected = "A, B and magnitudes" if self.config.is_dora else "A and B"
