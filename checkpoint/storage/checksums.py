@@ -36,9 +36,9 @@ hex_digest_of: Callable[[Any], str] = xxhash.xxh3_128_hexdigest
 class Crc:
     """One kind of 32-bit CRC.
 
-    A CRC is linear over GF(2). To append n zero bytes to a piece multiplies its CRC by x^(8n) modulo the polynomial. The
-    CRC of two pieces is this product, with n the length of the second piece, xor the second CRC. Pieces that several
-    threads read or write therefore need no second pass.
+    A CRC is linear over GF(2). Appending n zero bytes to a piece multiplies its CRC by x^(8n) modulo the polynomial.
+    The CRC of two pieces is this product, with n the length of the second piece, xor the second CRC. Pieces that
+    several threads read or write therefore need no second pass.
 
     Args:
         polynomial: the generator polynomial, in reflected bit order.
@@ -78,7 +78,7 @@ def _crc32_function() -> Callable[[Any], int]:
 def _crc32c(data: Any) -> int:
     import google_crc32c  # imported late: it takes 4 ms, and most commands do not need it
 
-    # google_crc32c accepts only bytes.
+    # google_crc32c refuses memoryviews.
     crc: int = google_crc32c.value(bytes(data) if isinstance(data, memoryview) else data)
     return crc
 

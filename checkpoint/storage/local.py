@@ -571,7 +571,7 @@ class LocalStorage(Storage):
             if os.getpid() != owner:
                 return  # in a forked child, `_close_locked_files` has closed the file
             _locked_files.discard(file)
-            # Closing is not enough: a child that is just being forked has a copy of the descriptor, which keeps the lock.
+            # Closing is not enough: a child that was forked under the lock has a copy of the descriptor.
             try:
                 fcntl.flock(file, fcntl.LOCK_UN)
             except OSError as error:

@@ -2,10 +2,10 @@
 
     .lock-owner    {"host": "node17", "pid": 4711, .., "lease_s": 120}, created only if it does not exist
 
-The kernel does not remove the file when its owner dies. If the owner ran on this host (same boot and PID namespace),
-its pid and start time show whether it is alive. Otherwise the lease decides: every owner touches the file several times
-per lease, so a file older than its lease belongs to a dead process. Clocks of hosts differ, so ages are differences of
-two timestamps that the file system has set.
+The kernel does not remove the file when its owner dies. If the owner runs in the same boot and PID namespace, its pid
+and start time show whether it is alive. In any case, a file older than its lease belongs to a dead process, because
+every owner touches the file several times per lease. Clocks of hosts differ, so ages are differences of two timestamps
+of the file system.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NO_LINKS = (
 )
 _LEASE_S = 120.0  # seconds for which an owner that died on another host blocks other jobs
 _RENEWALS = 8  # per lease, since some renewals may fail
-_LIMIT_BYTES = 1 << 12  # 4 KiB: maximum that is read of a lock file, which another user may have made
+_LIMIT_BYTES = 1 << 12  # 4 KiB, more than any lock file has: the limit for reads
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
 _log = logging.getLogger(__name__)
 
