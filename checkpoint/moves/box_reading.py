@@ -95,7 +95,7 @@ def _read_strided(
         byte_strides = tuple(s * itemsize for s in strides)
         view[...] = np.lib.stride_tricks.as_strided(scratch, sizes, byte_strides, writeable=False)
         return
-    # Split this dim, because half of it is in half of the range; a split of another dim would give narrow reads.
+    # Split the dim that spans most of the range, to get few wide reads instead of many narrow ones.
     half = sizes[dim] // 2
     _read_parts(read, offset, dim, [(0, half), (half, sizes[dim])], strides, view)
 

@@ -1,13 +1,13 @@
-"""The state that a conversion carries from a source to a target, by flattened name: models, optimizers, other values.
+"""`CarriedState`: the state that a conversion carries from a source to a target: models, optimizers, other values.
 
-Frameworks nest the model at different depths: at the root (torchtitan), under ``model`` (the DCP tutorials,
-VeOmni), ``pytorch_model_fsdp_0`` (accelerate's file), ``app.model`` (a Stateful wrapper). The path of each
-entry in the saved state distinguishes containers from dots inside a parameter's name. If paths are missing, only names
-can be used.
+Entries have flattened names. Frameworks nest the model at different depths: at the root (torchtitan), under ``model``
+(the DCP tutorials, VeOmni), ``pytorch_model_fsdp_0`` (accelerate's file), ``app.model`` (a Stateful wrapper). The path
+of each entry in the saved state shows which dots in a name separate containers, and which are part of a parameter's
+name. If a format does not store paths, only names can be used.
 
 A state of several models (``generator`` and ``discriminator``) can be converted to formats that store several models.
-Formats for one model require a choice: `ModelNames.require_one`. An optimizer belongs to the model that has its
-parameters, with the same shapes. If several models match, the position decides
+Formats for one model require a choice: `ModelNames.require_one`. An optimizer belongs to the model that has the
+optimizer's parameters, with the same shapes. If several models match, the position decides
 (``{"generator": {"model": ..., "optimizer": ...}}``), then the name (``optim_g``). If neither decides, an error is
 raised.
 """
@@ -29,20 +29,20 @@ from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of, nest, 
 from vescale_fsdp.checkpoint.state.optimizer_state import optimizer_state
 from vescale_fsdp.errors import ConversionError, some
 
-# opt_state: in JAX train states
+# Names of an optimizer's container; opt_state is used in JAX train states.
 _OPTIMIZER = re.compile(r"^((optim|optimizer|optimizers)(_?\d+|_state_dict)?|opt_state)$")
-# params: in JAX train states; params and params_ema together are two models
+# Names of a model's container. params is used in JAX train states; params and params_ema together are two models.
 _MODEL = re.compile(r"^(model|model_state_dict|module|state_dict|pytorch_model_fsdp(_\d+)?|params(_\w+)?)$")
-_OPTIMIZER_KEYS = ("state", "param_groups")
-# Entries next to a model at the root that may contain tensors, such as torchtitan's train_state.step.
+_OPTIMIZER_KEYS = ("state", "param_groups")  # the keys of torch's optimizer state dicts
+# Containers that may have tensors and are next to a model at the root, such as torchtitan's train_state.step.
 _TRAINING = re.compile(
     r"^(train(er|ing)?(_state)?|progress|data_?loader|sampler|(lr_)?schedulers?|(rng|random)(_states?)?|"
     r"dl_state_dict(_\d+)?|custom_checkpoint_\d+)$"
 )
-# Objects that a user registers with accelerate. They may contain a model, which is not the trained one.
+# Objects that a user registers with accelerate. They may contain a model, but not the trained model.
 _USERS = re.compile(r"^custom_checkpoint_\d+$")
-_OUTERMOST = "module."  # added by DDP
-_PROGRESS = "loops"  # Lightning's counters; names of some counters contain "optimizer"
+_OUTERMOST = "module."  # the prefix that DDP adds to names
+_PROGRESS = "loops"  # Lightning's counters, not an optimizer, although some names in it contain "optimizer"
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class ModelNames:
         names: name in the source -> name in the model, tensors only.
         optimizer: names of optimizer entries, tensors and values.
         others: names of all other entries (schedulers, counters, random states).
-        candidates: the models' containers, if the source has several models and none was chosen; ``names`` then has
-            the full names of all models' tensors.
+        candidates: names of the models' containers, if the source has several models and no prefix chose one of them.
+            ``names`` then contains all models' tensors by their full names.
     """
 
     prefix: str
@@ -65,10 +65,10 @@ class ModelNames:
     candidates: tuple[str, ...] = field(default=())
 
     def require_one(self, reason: str, where: str) -> None:
-        """Check that there is only one model.
+        """Check that the source has only one model, or that one was chosen.
 
         Args:
-            reason: why one model is needed.
+            reason: why one model is needed, for the message.
             where: the source, for the message.
 
         Raises:
@@ -86,10 +86,13 @@ class ModelNames:
 
 
 def find_model(source: Source, prefix: str | None = None) -> ModelNames:
-    """Split a source's entries into model, optimizers and others; ``prefix`` overrides the detection of the model.
+    """Split a source's entries into model, optimizers and others.
+
+    Args:
+        prefix: prefix of the model's names; None to detect it.
 
     Raises:
-        ConversionError: if no tensor is left for the model.
+        ConversionError: if the model would have no tensor.
     """
     paths = {name: source.path(name) for name in (*source.tensors, *source.values)}
     shapes = {name: tensor.info.shape for name, tensor in source.tensors.items()}
@@ -108,16 +111,16 @@ def split_entries(
         where: the state, for messages.
 
     Raises:
-        ConversionError: if no tensor is left for the model.
+        ConversionError: if the model would have no tensor.
     """
     optimizer = dict.fromkeys(optimizer_names(paths))
     rest = [name for name in shapes if name not in optimizer]
     candidates: tuple[str, ...] = ()
     if prefix is None:
-        counters = {name for name in rest if not shapes[name]}
+        counters = {name for name in rest if not shapes[name]}  # 0-d tensors
         models = _find_models({name: paths[name] for name in rest}, counters)
         prefix = _prefix(models[0]) if len(models) == 1 else ""
-        if not prefix:
+        if not prefix:  # a model at the root, where training counters are too
             rest = [name for name in rest if not _is_training(paths[name])]
         if len(models) > 1:
             candidates = tuple(name_of(model) for model in models)
@@ -138,11 +141,11 @@ def split_entries(
 
 
 def container_of(prefix: str, paths: Iterable[Path]) -> Path:
-    """The path of the container with the given name prefix.
+    """Return the path of the container whose names have this prefix.
 
     Args:
         prefix: the container's flattened name and a dot.
-        paths: paths of the model's tensors.
+        paths: paths of the model's tensors, which show how the name is split into keys.
     """
     name = prefix.rstrip(".")
     heads = (path[:depth] for path in paths for depth in range(len(path)))
@@ -150,18 +153,22 @@ def container_of(prefix: str, paths: Iterable[Path]) -> Path:
 
 
 def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: str) -> dict[str, str]:
-    """Remove the name parts that wrappers (torch.compile, DDP, FSDP1, activation checkpointing) added.
+    """Remove the name parts that wrappers (torch.compile, DDP, FSDP1, activation checkpointing) have added.
 
     Args:
         names: name in the source -> name in the model.
-        counters: source names of 0-d tensors, such as ``n_averaged`` of an averaged model. DDP's prefix is removed even
-            if these tensors lack it.
+        counters: source names of 0-d tensors, such as ``n_averaged`` of an averaged model. They are not wrapped, so
+            DDP's prefix is removed from all other names even if counters lack it.
+
+    Returns:
+        Name in the source -> name in the unwrapped model.
 
     Raises:
         ConversionError: if two tensors would get the same name.
     """
     unwrapped = {old: without_wrappers(new) for old, new in names.items()}
     weights = [old for old in unwrapped if old not in counters]
+    # Only a prefix of all weights is DDP's: a model may have a submodule named "module". Twice for an averaged DDP.
     while weights and all(unwrapped[old].startswith(_OUTERMOST) for old in weights):
         unwrapped = {old: new.removeprefix(_OUTERMOST) for old, new in unwrapped.items()}
     first: dict[str, str] = {}
@@ -178,12 +185,12 @@ def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: 
 
 
 def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
-    """Names of optimizer entries: in containers with an optimizer's name or keys, or with such names at the root.
+    """Return the names of optimizer entries: in containers with an optimizer's name or keys, or so named at the root.
 
     Args:
         paths: flattened name -> path, of all entries of a state.
     """
-    # A container with param_groups is an optimizer, whatever its name.
+    # A container with param_groups is an optimizer's, whatever its name.
     groups = re.compile(r"param_groups(\.|$)")
     containers = {
         path[:depth]
@@ -193,7 +200,7 @@ def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
     }
 
     def is_optimizer(path: Path) -> bool:
-        if len(path) == 1:  # only a flattened name: the containers are unknown
+        if len(path) == 1:  # the path is only a flattened name, so its containers are unknown
             return re.match(r"^(optim|optimizer)\.(state|param_groups)\.", str(path[0])) is not None
         if path[0] == _PROGRESS:
             return False
@@ -207,13 +214,18 @@ def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
 
 
 def _is_training(path: Sequence[str | int]) -> bool:
+    """Return whether an entry is in a container of counters, schedulers or random states at the root."""
     return len(path) > 1 and _TRAINING.match(str(path[0])) is not None
 
 
 def _find_models(paths: Mapping[str, Path], counters: Collection[str]) -> list[Path]:
-    """Containers of models: the outermost containers with a model's name; if there are none, the outermost containers.
+    """Return the containers of models: the outermost containers with a model's name, else the outermost containers.
 
     The root is not a model if it contains only counters and several containers.
+
+    Args:
+        paths: name -> path of the tensors outside of optimizers.
+        counters: names of 0-d tensors.
     """
     containers = list(dict.fromkeys(path[:-1] for path in paths.values()))
     if named := [c for c in containers if c and _MODEL.match(str(c[-1])) and not _USERS.match(str(c[0]))]:
