@@ -157,8 +157,8 @@ def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: 
 
     Args:
         names: name in the source -> name in the model.
-        counters: source names of 0-d tensors, such as ``n_averaged`` of an averaged model. They are not wrapped, so
-            DDP's prefix is removed from all other names even if counters lack it.
+        counters: source names of 0-d tensors, such as ``n_averaged`` of an averaged model. They may lack DDP's prefix,
+            which is removed if all other names have it.
 
     Returns:
         Name in the source -> name in the unwrapped model.
@@ -168,7 +168,7 @@ def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: 
     """
     unwrapped = {old: without_wrappers(new) for old, new in names.items()}
     weights = [old for old in unwrapped if old not in counters]
-    # Only a prefix of all weights is DDP's: a model may have a submodule named "module". Twice for an averaged DDP.
+    # Only if all weights have it, since a model may have a submodule named "module". A loop, because wrappers nest.
     while weights and all(unwrapped[old].startswith(_OUTERMOST) for old in weights):
         unwrapped = {old: new.removeprefix(_OUTERMOST) for old, new in unwrapped.items()}
     first: dict[str, str] = {}
@@ -248,9 +248,9 @@ class CarriedState:
     """Tensors and values by flattened name.
 
     Args:
-        views: the tensors.
-        values: all other entries.
-        paths: path of each name in the nested state; names without a path are at the root.
+        views: name -> tensor.
+        values: name -> value, for all other entries.
+        paths: name -> path in the nested state; names without a path are at the root.
         model: the split of the entries into model, optimizer and others, by their names in this state.
         is_model: names in this state that belong to the model.
         left_out: names in the source that are not in this state.
@@ -268,26 +268,26 @@ class CarriedState:
     file_metadata: Mapping[str, str] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
-        """The path of an entry in the nested state."""
+        """Return the path of an entry in the nested state."""
         return self.paths.get(name, (name,))
 
     @cached_property
     def container(self) -> Path:
-        """The path of the only model in the nested state. Renaming rules do not change it."""
+        """The path of the only model's container in the nested state. Renaming rules do not change it."""
         name, fqn = next(iter(self.model.names.items()))
         return container_of(name.removesuffix(fqn), map(self.path, self.model.names))
 
     def filtered(self, include: Sequence[str], exclude: Sequence[str]) -> CarriedState:
-        """The state with only the names that match an ``include`` pattern, if any, and no ``exclude`` pattern.
+        """Return the state with only the entries that match an ``include`` pattern, if any, and no ``exclude`` pattern.
 
         Raises:
-            ConversionError: for a pattern that matches no name, or if no tensor is left.
+            ConversionError: if a pattern matches no name, or no tensor is left.
         """
         if not include and not exclude:
             return self
         names = [*self.views, *self.values]
         for pattern in (*include, *exclude):
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if not any(fnmatchcase(name, pattern) for name in names):  # probably misspelled
                 raise _no_match(pattern, names)
         kept = {n for n in names if _matches(n, include, default=True) and not _matches(n, exclude)}
         if not kept.intersection(self.views):
@@ -295,7 +295,7 @@ class CarriedState:
         return self.restricted_to(kept)
 
     def restricted_to(self, kept: Set[str]) -> CarriedState:
-        """The state with only these entries; the other names are added to ``left_out``."""
+        """Return the state with only these entries; the names of all other entries are added to ``left_out``."""
         return replace(
             self,
             views={name: view for name, view in self.views.items() if name in kept},
@@ -304,7 +304,7 @@ class CarriedState:
         )
 
     def without(self, names: Iterable[str]) -> CarriedState:
-        """The state without these tensors; they are not added to ``left_out``."""
+        """Return the state without these tensors, which other entries contain; ``left_out`` does not change."""
         dropped = set(names)
         if not dropped:
             return self
@@ -313,10 +313,10 @@ class CarriedState:
     def with_replaced(
         self, made: Mapping[str, tuple[TensorView, str]], gone: Set[str], warnings: tuple[str, ...] = ()
     ) -> CarriedState:
-        """The state with some of the model's tensors replaced.
+        """Return the state with some of the model's tensors replaced.
 
         Args:
-            made: new name -> (new tensor, name of one of the tensors that it replaces).
+            made: new name -> (new tensor, name of a replaced tensor, from which the new path is derived).
             gone: names of all replaced tensors.
             warnings: messages to the user about the change.
         """
@@ -338,7 +338,7 @@ class CarriedState:
         )
 
     def with_aliases(self, aliases: Mapping[str, str]) -> CarriedState:
-        """The state with additional names for tensors of its model.
+        """Return the state with additional names for tensors of its model.
 
         Args:
             aliases: new name -> existing name of the tensor.
@@ -361,26 +361,36 @@ class CarriedState:
         first: dict[object, str] = {}
         aliases = {}
         for name, view in self.views.items():
+            # All empty tensors of one shape would have equal keys.
             if view.info.numel and (kept := first.setdefault(view.sameness, name)) != name:
                 aliases[name] = kept
         return aliases
 
     def with_model_views(self, change: Callable[[list[TensorView]], Iterable[TensorView]]) -> CarriedState:
-        """The state after ``change``, which returns new views of the model's tensors under the same names."""
+        """Return the state with changed views of its model.
+
+        Args:
+            change: takes the views of the model's tensors, and returns new views with the same names.
+        """
         old = [view for name, view in self.views.items() if name in self.is_model]
         changed = {view.info.name: view for view in change(old)}
         return replace(self, views={name: changed.get(name, view) for name, view in self.views.items()})
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    """Rename a text that ends like ``old``: from the first different letter on, its end becomes that of ``new``."""
+    """Rename a text that ends like ``old``.
+
+    From the first letter in which ``old`` and ``new`` differ, the end of the text is replaced: ``model.a.x`` becomes
+    ``model.a.y`` for ``a.x`` and ``a.y``.
+    """
     differ = (at for at, letters in enumerate(zip(old, new, strict=False)) if letters[0] != letters[1])
     same = next(differ, min(len(old), len(new)))
     return text.removesuffix(old[same:]) + new[same:]
 
 
 def _matches(name: str, patterns: Sequence[str], *, default: bool = False) -> bool:
-    # Not `fnmatch`, which ignores case on some systems.
+    """Return whether a name matches any of the patterns; ``default`` if there are none."""
+    # Not `fnmatch`, which ignores case on some operating systems.
     return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else default
 
 
@@ -394,7 +404,11 @@ def _no_match(pattern: str, names: Sequence[str]) -> ConversionError:
 
 
 def model_state(source: Source, prefix: str | None = None) -> CarriedState:
-    """The state of only the model, under the model's names, without the parts that wrappers add (``_orig_mod``)."""
+    """Return only the model, under the model's names without the parts that wrappers add (``_orig_mod``).
+
+    Args:
+        prefix: prefix of the model's names in the source; None to detect it.
+    """
     model = find_model(source, prefix)
     model.require_one("a Hugging Face repository has only one", source.url)
     counters = {name for name in model.names if not source.info(name).shape}
@@ -412,7 +426,12 @@ def model_state(source: Source, prefix: str | None = None) -> CarriedState:
 
 
 def whole_state(source: Source, prefix: str | None = None, new_prefix: str | None = None) -> CarriedState:
-    """The state of all entries of the source; the model's container is renamed to ``new_prefix``, unless it is None."""
+    """Return the state of all entries of the source.
+
+    Args:
+        prefix: prefix of the model's names in the source; None to detect it.
+        new_prefix: prefix of the model's names in the result; None to keep all names.
+    """
     model = find_model(source, prefix)
     if new_prefix is not None:
         model.require_one("--prefix renames only one", source.url)
@@ -424,7 +443,7 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
         path = source.path(name)
         if new_prefix is not None and name in model.names:
             short = model.names[name]
-            path = (*(part for part in new_prefix.split(".") if part), short)
+            path = (*(part for part in new_prefix.split(".") if part), short)  # an empty prefix gives no key
             names[name] = f"{new_prefix}{short}"
         else:
             names[name] = name
@@ -442,8 +461,8 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
     return CarriedState(views, values, paths, own, frozenset(own.names), source.omitted)
 
 
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")  # in CamelCase and snake_case
-# Words in containers' names that are ignored when an optimizer's name is compared with models' names.
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")  # a word in CamelCase or snake_case
+# Words that are ignored when the name of an optimizer's container is compared with names of models' containers.
 _COMMON_WORDS = {
     "opt",
     "optim",
@@ -462,15 +481,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def optimizer_container(path: Path) -> Path | None:
-    """The container of an optimizer entry: its path before ``state`` or ``param_groups``; None if neither is in it."""
+    """Return the container of an optimizer entry: its path up to ``state`` or ``param_groups``; None without these."""
     for depth, part in enumerate(path):
+        # A flattened optimizer has keys such as "state.layer.weight.exp_avg".
         if str(part).split(".", 1)[0] in _OPTIMIZER_KEYS:
             return path[:depth]
     return None
 
 
 def optimizers_of(state: CarriedState) -> dict[Path, list[str]]:
-    """Container -> names of the optimizer entries in it."""
+    """Return the names of a state's optimizer entries, by the path of the optimizer's container."""
     entries = {name: state.path(name) for name in (*state.views, *state.values) if name not in state.is_model}
     by_container: dict[Path, list[str]] = {}
     for name in optimizer_names(entries):
@@ -481,23 +501,23 @@ def optimizers_of(state: CarriedState) -> dict[Path, list[str]]:
 
 
 class _Entry(NamedTuple):
-    """A leaf of an optimizer's nested state: a reference to the carried entry of this name."""
+    """A leaf of an optimizer's nested state, which stands for the carried entry of this name."""
 
     name: str
 
 
 def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
-    """The state with its optimizers converted to another of torch's forms, or without optimizers.
+    """Return the state with its optimizers converted to another of torch's forms, or without optimizers.
 
     Args:
         form: ``"keep"``, ``"drop"``, ``"nested"`` or ``"flattened"`` (see `optimizer_state`).
 
     Raises:
-        ConversionError: if an optimizer has neither form, or an entry belongs to no parameter.
+        ConversionError: if an optimizer has none of torch's forms, or an entry belongs to no parameter.
     """
     if form == "keep":
         return state
-    if form == "drop":  # by name: the optimizer need not have one of torch's forms
+    if form == "drop":  # before the forms are detected, because other frameworks' optimizers have none of them
         return state.restricted_to({*state.views, *state.values}.difference(state.model.optimizer))
     params = frozenset(str(state.path(name)[-1]) for name in state.is_model)
     for container, names in optimizers_of(state).items():
@@ -511,11 +531,16 @@ def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
 def _with_form(
     state: CarriedState, container: Path, names: list[str], form: str, params: frozenset[str]
 ) -> CarriedState:
-    """The state with one optimizer converted to ``form``."""
+    """Return the state with one optimizer converted to ``form``.
+
+    Args:
+        names: the optimizer's entries.
+        params: names of the parameters, which may contain dots.
+    """
     leaves: dict[Path, Any] = {}
     for name in names:
         path = state.path(name)[len(container) :]
-        # Options are read here, because `optimizer_state` compares groups by their values.
+        # Options are read now, because `optimizer_state` compares the values of groups. All other values stay unread.
         is_option = str(path[0]).split(".", 1)[0] == "param_groups"
         leaves[path] = state.values[name]() if is_option and name in state.values else _Entry(name)
     optimizer = optimizer_state(nest(leaves), params)
@@ -528,7 +553,7 @@ def _with_form(
             todo="keep the form (--optimizer keep), or leave the entry out with --exclude",
         )
     tree = optimizer.nested() if form == "nested" else optimizer.flattened()
-    if not optimizer.groups:
+    if not optimizer.groups:  # do not add an empty list that the source lacks
         tree.pop("param_groups", None)
     views = {name: view for name, view in state.views.items() if name not in names}
     values = {name: value for name, value in state.values.items() if name not in names}
@@ -548,13 +573,17 @@ def _with_form(
 
 
 def own_optimizer(state: CarriedState, container: Path, params: Shapes) -> frozenset[str]:
-    """Names of the optimizer entries that belong to the model in ``container`` with these parameters.
+    """Return the names of the optimizer entries that belong to one model.
+
+    Args:
+        container: path of the model's container.
+        params: parameter name -> shape, of this model.
 
     Raises:
-        ConversionError: if an optimizer may belong to this model or to another.
+        ConversionError: if it is not clear whether an optimizer belongs to this model.
     """
     others, optimizers = other_models(state), optimizers_of(state)
-    if not others:
+    if not others:  # the only model: all optimizers are its own
         return frozenset(name for names in optimizers.values() for name in names)
     models = {container: params, **others}
     own: set[str] = set()
@@ -575,7 +604,7 @@ def own_optimizer(state: CarriedState, container: Path, params: Shapes) -> froze
 
 
 def other_models(state: CarriedState) -> dict[Path, Shapes]:
-    """Containers of tensors that belong neither to the model nor to an optimizer."""
+    """Return further models: container -> name -> shape of tensors that are not the model's or an optimizer's."""
     known = {*state.is_model, *state.model.optimizer}
     shapes: dict[Path, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, view in state.views.items():
@@ -589,7 +618,15 @@ def other_models(state: CarriedState) -> dict[Path, Shapes]:
 def _owners(
     state: CarriedState, optimizer: Path, names: Iterable[str], models: Mapping[Path, Shapes]
 ) -> list[Path]:
-    """Models that the optimizer may belong to: only one if its parameters, its position or its name decide."""
+    """Return the containers of the models that an optimizer may belong to.
+
+    It is one container if the optimizer's parameters, their shapes, its position or its name decide.
+
+    Args:
+        optimizer: path of the optimizer's container.
+        names: names of its entries.
+        models: container -> parameter name -> shape.
+    """
     entries = [
         (key, state.views[name].info.shape)
         for name in names
@@ -597,7 +634,10 @@ def _owners(
     ]
 
     def parameter(key: str, params: Shapes) -> str | None:
-        """The parameter of an entry's key: the longest parameter name that equals the key or is a prefix of it."""
+        """Return the parameter that an entry's key begins with; None if there is none.
+
+        In the flattened form, the key also contains the kind: ``layer.weight.exp_avg``.
+        """
         while key not in params and "." in key:
             key = key.rpartition(".")[0]
         return key if key in params else None
@@ -607,12 +647,12 @@ def _owners(
         model
         for model in named
         if all(
-            # A step count has one item; a moment has the shape of its parameter.
+            # A step count has one item. A moment has the shape of its parameter.
             shape in ((), (1,), models[model][str(parameter(key, models[model]))])
             for key, shape in entries
         )
     ]
-    owners = fitting or named
+    owners = fitting or named  # some optimizers' moments have other shapes than the parameters
     if len(owners) > 1:
         depths = {model: _num_shared(optimizer, model) for model in owners}
         owners = [model for model in owners if depths[model] == max(depths.values())]
@@ -625,7 +665,7 @@ def _owners(
 
 
 def parameter_key(path: Path, container: Path) -> str | None:
-    """The part of an optimizer entry's path that starts with the parameter's name; None for an option."""
+    """Return the key, in an optimizer entry's path, that begins with a parameter's name; None for an option."""
     kind, *rest = path[len(container) :]
     if kind == "state" and rest:
         return str(rest[0])
@@ -633,16 +673,18 @@ def parameter_key(path: Path, container: Path) -> str | None:
 
 
 def _num_shared(*paths: Path) -> int:
-    """The length of the paths' common prefix."""
+    """Return the length of the paths' common prefix."""
     return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 
 def _words(path: Path) -> frozenset[str]:
+    """Return the words of a container's name, in lower case and without `_COMMON_WORDS`."""
     return frozenset(word.lower() for word in _WORD.findall(name_of(path))) - _COMMON_WORDS
 
 
 def _are_alike(left: frozenset[str], right: frozenset[str]) -> bool:
-    if not left or not right:
+    """Return whether the words of an optimizer's and a model's container are similar."""
+    if not left or not right:  # ``model`` and ``optimizer``: only common words
         return left == right
-    # A prefix is enough: ``optim_g`` is the optimizer of ``generator``.
+    # A common beginning is enough: ``optim_g`` is the optimizer of ``generator``.
     return any(a.startswith(b) or b.startswith(a) for a in left for b in right)

@@ -179,7 +179,6 @@ class ScaledView(_ComputedView):
 
         for tile in _tiles(box, (1,) * len(box.sizes)):
             values = _floats(self.values, tile)
-            # In float32, one operation after another, for the same rounding as in the quantizing library.
             values *= self._scales_of(tile)
             if self.factor is not None:
                 values *= np.float32(self.factor)
@@ -341,9 +340,9 @@ def _tiles(box: Box, block: Sequence[int]) -> Iterator[Box]:
         if box.numel:
             yield box
         return
-    for dim, size in enumerate(block):  # the first dim with two blocks: its halves are contiguous in memory
+    for dim, size in enumerate(block):
         half = -(-box.sizes[dim] // size) // 2 * size  # half of the blocks
-        if half:
+        if half:  # the first dim with at least two blocks
             for start, count in ((0, half), (half, box.sizes[dim] - half)):
                 offsets, sizes = list(box.offsets), list(box.sizes)
                 offsets[dim], sizes[dim] = box.offsets[dim] + start, count
