@@ -84,9 +84,11 @@ def find_quantized(infos: Iterable[TensorInfo], config: Mapping[str, Any] | None
     is_declared = bool(config and (config.get("quantization_config") or config.get("compression_config")))
 
     def is_scale(name: str) -> bool:
+        """Return whether a tensor that is not codes is a scale, by its name and the codes near it."""
         module, _, leaf = name.rpartition(".")
         outer, _, last = module.rpartition(".")
         if _SCALE_WORDS.search(leaf) and (
+            # Some libraries nest scales one level deeper: ``q.quant_state.absmax``, ``q.meta.scale``.
             module in containers or (last in ("quant_state", "meta") and outer in containers)
         ):
             return True

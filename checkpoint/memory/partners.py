@@ -148,7 +148,7 @@ def plan_moves(
 def plan_copies(
     names: Sequence[str], present: Sequence[Sequence[str]], nodes: Sequence[str], num_copies: int
 ) -> list[FileMove]:
-    """Plan the moves after which each file is on ``num_copies + 1`` nodes. Nodes with the fewest files get copies first.
+    """Plan the moves after which each file is on ``num_copies + 1`` nodes. Nodes with fewer files get copies first.
 
     Args:
         names: names of all files of the step; a file that no node has is not moved.

@@ -53,7 +53,7 @@ class StepOnDisk:
         """
         try:
             ours = read_manifest(self._storage)
-        except CheckpointError:  # no step, or a damaged step, about which `StepSearch` warns
+        except CheckpointError:  # no step, or a damaged step, which `StepSearch` reports
             return False
         # Not the whole manifests: they describe different files.
         keys = ("save_id", "world_size", "blob_bytes", "entries")
@@ -137,8 +137,10 @@ class PeerMemory:
         self.moves: tuple[FileMove, ...] = ()
 
     def cost(self, saved_rank: int) -> int:
-        """Return a sort key for the file of a saved rank: files on this node come first, then files on other nodes, then
-        lost files. Among equals, the file with this rank's own number comes first.
+        """Return a sort key for the file of a saved rank.
+
+        Files on this node come first, then files on other nodes, then lost files. Among equals, the file with this
+        rank's own number comes first.
         """
         where = _ON_OTHER_NODE if saved_rank in self._anywhere else _LOST
         if saved_rank in self._on_own_node:

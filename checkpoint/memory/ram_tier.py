@@ -178,7 +178,7 @@ class RamTier:
             save_id: the save_id that `begin` has returned.
             run: the run file, the same on all ranks.
             behind: a coordinator of the same ranks whose process group is used only in the background, so that its
-                collectives do not mix with those of the training.
+                collectives do not mix with those of the main thread.
             check_replicas: as for `vescale_fsdp.checkpoint.save`.
 
         Returns:

@@ -115,5 +115,5 @@ def _read_parts(
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    """The memory of a contiguous array as bytes."""
+    """Return the memory of a contiguous array as bytes, without a copy."""
     return array.reshape(-1).view(np.uint8).data

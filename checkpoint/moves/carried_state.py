@@ -200,6 +200,7 @@ def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
     }
 
     def is_optimizer(path: Path) -> bool:
+        """Return whether an entry at this path belongs to an optimizer."""
         if len(path) == 1:  # the path is only a flattened name, so its containers are unknown
             return re.match(r"^(optim|optimizer)\.(state|param_groups)\.", str(path[0])) is not None
         if path[0] == _PROGRESS:
@@ -395,6 +396,7 @@ def _matches(name: str, patterns: Sequence[str], *, default: bool = False) -> bo
 
 
 def _no_match(pattern: str, names: Sequence[str]) -> ConversionError:
+    """Return the error for a name pattern that matches none of the names."""
     return ConversionError(
         "A name pattern selects no tensor to convert.",
         expected=f"patterns that match names such as {', '.join(names[:3])}",

@@ -131,6 +131,7 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "floa
 
 
 def _bad(expected: str, got: str) -> ConversionError:
+    """Return the error for a pattern that matches no tensor, or a tensor that cannot be cast."""
     return ConversionError(
         "A --dtype pattern cannot be applied.",
         expected=expected,
@@ -162,7 +163,7 @@ class CastView(WrapperView):
         from vescale_fsdp.views.float_codes import cast_into
 
         source = self.inner.info.dtype
-        raw = np.empty(box.sizes, dtype=source.raw)
+        raw = np.empty(box.sizes, dtype=source.raw)  # integers of the item's size: numpy has no bfloat16
         self.inner.read_into(box, raw)
         if lost := cast_into(raw, source, out, self.dtype):
             self.lost[box] = lost  # by box, so that a second read of a box is not counted again

@@ -146,6 +146,7 @@ class StoredTensor:
         return self.info.shape, self.info.dtype, chunks
 
     def _bad_tiling(self, got: str) -> CorruptCheckpointError:
+        """Return the error for chunks that do not contain every element exactly once."""
         return CorruptCheckpointError(
             "The chunks of a tensor do not tile it.",
             expected=f"boxes that contain every element of shape {self.info.shape} exactly once",

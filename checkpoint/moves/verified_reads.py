@@ -191,8 +191,8 @@ class VerifiedReads:
         begun.clear()
 
     def _reread(self, striped: StripedFile, file: str, index: int) -> None:
-        verified = self._verified.setdefault(file, set())
         """Read a whole stripe and verify it, unless another thread has done so."""
+        verified = self._verified.setdefault(file, set())
         with self._rereading:  # several threads may share a stripe, which only one of them should read again
             if index not in verified:
                 striped.verify_stripe(index, striped.hash_stripe(index, bytearray(_SCRATCH_BYTES)))

@@ -241,7 +241,7 @@ class Storage(ABC):
 
     @abstractmethod
     def child(self, name: str) -> Storage:
-        """The storage of a folder inside this one."""
+        """Return the storage of a folder inside this folder."""
 
     @abstractmethod
     def create(self, name: str, size_bytes: int) -> FileWriter:
@@ -295,7 +295,7 @@ class Storage(ABC):
         raise UnsupportedOperation(f"{self.where}: a file has one writer")
 
     def beside(self, name: str) -> Storage:
-        """The storage of a sibling folder. Raises as `take_over`."""
+        """Return the storage of a sibling folder. Raises as `take_over`."""
         raise UnsupportedOperation(f"{self.where}: folders are not renamed")
 
     def take_over(self, other: Storage, last: str = "") -> None:
@@ -443,6 +443,7 @@ class Storage(ABC):
         return self.open_file(name)
 
     def _missing(self, name: str) -> CorruptCheckpointError:
+        """Return the error for a missing file."""
         return CorruptCheckpointError(
             "A file of the checkpoint is missing.",
             expected=f"a file {name}",
@@ -532,6 +533,7 @@ class StagedFile:
             storage.retrying(lambda: self._write(self._working))
 
     def _write(self, name: str) -> None:
+        """Write the content to a file of this name."""
         with self._storage.create(name, 0) as file:  # 0: the size is not known yet
             position, pieces = 0, iter(self._pieces())
             while True:

@@ -93,6 +93,7 @@ def is_probe(name: str) -> bool:
 
 
 def _log_missing(folder: Path, known: FileSystem) -> None:
+    """Log which operations a file system lacks, and their substitutes."""
     substitutes = (
         (known.links, "hard links (renames under the lock)"),
         (known.renames, "renames (files written in place: a replaced step is missing until its end)"),
@@ -104,6 +105,7 @@ def _log_missing(folder: Path, known: FileSystem) -> None:
 
 
 def _probed(folder: Path, durable: bool, flock: bool) -> FileSystem:
+    """Try a hard link, a rename and a sync in a folder; arguments as for `FileSystemProbe.of`."""
     name = folder / f"{_PROBE_PREFIX}{os.urandom(8).hex()}"  # ranks may probe at the same time
     linked, renamed = name.with_name(f"{name.name}.link"), name.with_name(f"{name.name}.renamed")
     folder_syncs = not durable or sync_names(folder)
@@ -118,6 +120,7 @@ def _probed(folder: Path, durable: bool, flock: bool) -> FileSystem:
 
 
 def _works(call: Callable[[], None], refusals: tuple[int, ...]) -> bool:
+    """Return whether a call succeeds; False if it raises an OSError with one of these codes."""
     try:
         call()
     except OSError as error:

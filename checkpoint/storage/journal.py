@@ -136,6 +136,7 @@ class Journal:
             raise self._busy()
 
     def _busy(self) -> ConversionError:
+        """Return the error for a target that another run is writing to."""
         return ConversionError(
             "Another conversion is writing to this target.",
             expected="one conversion at a time",

@@ -53,6 +53,7 @@ def _on_disk(url: str) -> str | None:
 
 
 def _open_url(url: str, **options: Any) -> Storage:
+    """Open a URL with fsspec; ``options`` are those of `RemoteStorage`."""
     from vescale_fsdp.checkpoint.storage.remote import RemoteStorage  # imported late: fsspec takes 0.1 s
 
     try:
