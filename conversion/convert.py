@@ -229,6 +229,7 @@ def plan_conversion(
     warnings = [*source.warnings, *state.warnings]
     described = sorted(source.file_metadata.keys() - {"format"})  # the writer adds "format" itself
     changes_tensors = any((options.dequantize, options.quantize, options.rules, options.merge))
+    # Other formats have no __metadata__, and it may describe tensors that this conversion changes.
     if described and (kind != "hf" or changes_tensors):
         state = replace(state, file_metadata={})
         warnings.append(f"__metadata__ of safetensors files is left out: {some(described)}")
@@ -248,6 +249,7 @@ def plan_conversion(
             assets.correct_dtype(infos, quantized)
         if not options.no_assets:
             warnings += assets.disagreements(infos, quantized)
+    # These sources are safetensors files. With one rank, no parts of tensors move between ranks.
     if kind == "native" and source.kind in ("hf", "safetensors", "shards") and options.ranks > 1:
         warnings.append(_ORDER_LOST)
     uncast = (name for name in state.views if name in quantized and name not in casts)
@@ -481,7 +483,7 @@ def _check_growth(state: CarriedState, source: Source, *, keeps_repeats: bool) -
     def stored_of(name: str) -> int:
         return sum(stored[id(each), part] for each, part in state.views[name].sources())
 
-    worst = max(sizes, key=lambda name: sizes[name] - stored_of(name))
+    worst = max(sizes, key=lambda name: sizes[name] - stored_of(name))  # the tensor to leave out
     raise ConversionError(
         "The source stores far fewer values than the result would have.",
         expected=f"at most {MOST_GROWTH} times the bytes that are stored, or {format_bytes(UNCHECKED_BYTES)}",

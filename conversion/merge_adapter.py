@@ -224,7 +224,7 @@ class _Merge:
         """Merge the adapter's parts of one module into its weight, and its bias if the adapter changes that."""
         name = f"{module}.weight".removeprefix(self.root)
         base = self._current(name)
-        if base.info.dtype.kind != "float" or len(base.info.shape) != 2:
+        if base.info.dtype.kind != "float" or len(base.info.shape) != 2:  # quantized, or a convolution
             raise _no_fit(
                 "matrices of floats", f"{name}: {base.info.dtype.name} {base.info.shape}", self.where
             )

@@ -334,7 +334,7 @@ def _blocks_of(
     block = []
     for size, count, usual in zip(shape, of_scales, sizes, strict=True):
         least, most = _fitting_sizes(size, count)
-        if usual is not None and count == -(-size // usual):
+        if usual is not None and count == -(-size // usual):  # rounded up: the last block may be smaller
             block.append(usual)
         elif least == most:
             block.append(least)
@@ -393,7 +393,7 @@ _KEEP = "keep"
 _NOT_LINEAR = re.compile(
     r"(^|\.)(\w*embed\w*|wte|wpe|\w*head|output|score|classifier|\w*norm\w*|ln_\w+|\w*router|\w*gate)\.weight"
 )
-_EXPERTS = re.compile(r"(.*\.)?experts\.(gate_up_proj|down_proj)")
+_EXPERTS = re.compile(r"(.*\.)?experts\.(gate_up_proj|down_proj)")  # the weights that gpt-oss stores as mxfp4
 _WANTED = {
     "fp8-128x128": "matrices of floats whose last two sides are multiples of 128",
     "mxfp4": "stacked matrices of floats [experts, k, n] with k a multiple of 32",

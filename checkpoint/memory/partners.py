@@ -55,7 +55,7 @@ def partners_in_cliques(nodes: Sequence[str], replicas: int) -> list[list[int]]:
         replicas: copies of each file on other nodes, limited to the number of other nodes.
     """
     by_node = ranks_by_node(nodes)
-    size = min(replicas + 1, len(by_node))
+    size = min(replicas + 1, len(by_node))  # there may be fewer nodes
     partners: list[list[int]] = [[] for _ in nodes]
     num_cliques = len(by_node) // size
     for number in range(num_cliques):
@@ -81,7 +81,7 @@ def partners_in_rings(rings: Sequence[Sequence[int]], nodes: Sequence[str], repl
         CheckpointError: if a ring is too short, or two copies of a file would be on one node.
     """
     partners = []
-    replicas = min(replicas, len(set(nodes)) - 1)
+    replicas = min(replicas, len(set(nodes)) - 1)  # each copy must be on another node
     for rank, ring in enumerate(rings):
         index = ring.index(rank)
         keepers = [ring[(index + step) % len(ring)] for step in range(1, replicas + 1)]

@@ -75,7 +75,7 @@ def _read_strided(
     """
     itemsize = view.dtype.itemsize
     is_run = all(n == 1 or s == c for n, s, c in zip(sizes, strides, contiguous_strides(sizes), strict=True))
-    if is_run and view.flags.c_contiguous:
+    if is_run and view.flags.c_contiguous:  # no scratch buffer, and no copy
         read(offset, _bytes_of(view))
         return
     # Bytes from the first to the last item.

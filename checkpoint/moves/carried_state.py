@@ -384,6 +384,7 @@ def _renamed(text: str, old: str, new: str) -> str:
     From the first letter in which ``old`` and ``new`` differ, the end of the text is replaced: ``model.a.x`` becomes
     ``model.a.y`` for ``a.x`` and ``a.y``.
     """
+    # Not strict: the names may have different lengths.
     differ = (at for at, letters in enumerate(zip(old, new, strict=False)) if letters[0] != letters[1])
     same = next(differ, min(len(old), len(new)))
     return text.removesuffix(old[same:]) + new[same:]
@@ -424,6 +425,7 @@ def model_state(source: Source, prefix: str | None = None) -> CarriedState:
     )
     left_out = (*model.optimizer, *model.others, *source.omitted)
     own = replace(model, names={name: name for name in views})
+    # No values and no paths: a repository has only tensors, whose names are not nested.
     return CarriedState(views, {}, {}, own, frozenset(views), left_out, warnings, source.file_metadata)
 
 
@@ -437,7 +439,7 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
     model = find_model(source, prefix)
     if new_prefix is not None:
         model.require_one("--prefix renames only one", source.url)
-    if new_prefix is not None and new_prefix and not new_prefix.endswith("."):
+    if new_prefix is not None and new_prefix and not new_prefix.endswith("."):  # "" moves the model to the root
         new_prefix += "."
     names: dict[str, str] = {}
     paths: dict[str, Path] = {}
@@ -591,6 +593,7 @@ def own_optimizer(state: CarriedState, container: Path, params: Shapes) -> froze
     own: set[str] = set()
     for optimizer, names in optimizers.items():
         owners = _owners(state, optimizer, names, models)
+        # If several other models remain, the optimizer is not this model's, and their ambiguity does not matter.
         if not owners or (len(owners) > 1 and container in owners):
             candidates = [name_of(owner) or "the root" for owner in owners or models][:4]
             raise ConversionError(
@@ -655,10 +658,10 @@ def _owners(
         )
     ]
     owners = fitting or named  # some optimizers' moments have other shapes than the parameters
-    if len(owners) > 1:
+    if len(owners) > 1:  # the position: the models that share the longest path with the optimizer
         depths = {model: _num_shared(optimizer, model) for model in owners}
         owners = [model for model in owners if depths[model] == max(depths.values())]
-    if len(owners) > 1:
+    if len(owners) > 1:  # the name, without the part of the path that all share
         common = _num_shared(optimizer, *owners)
         own = _words(optimizer[common:])
         alike = [model for model in owners if _are_alike(own, _words(model[common:]))]

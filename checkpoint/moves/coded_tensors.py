@@ -263,6 +263,7 @@ class EncodedView(_ComputedView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
 
         for tile in _tiles(self._whole_blocks(box), self._block):
+            # Blocks are encoded as a whole, and then clipped to the box.
             encoded, result_box = self._encoded(_floats(self.values, tile)), _blocks_of(tile, self._cell)
             if (wanted := result_box.intersect(box)) is not None:
                 out[wanted.slices(box.offsets)] = encoded[wanted.slices(result_box.offsets)].view(out.dtype)

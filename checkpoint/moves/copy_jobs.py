@@ -117,7 +117,7 @@ def _segments(index: int, items: TensorItems, buffer_bytes: int) -> Iterator[Seg
 def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) -> Iterator[MoveJob]:
     """Return the jobs for the moves from one source file, in the order of the file."""
     checked = source.checked(file)
-    unit, end, max_gap = 1, sys.maxsize, _MAX_GAP_BYTES
+    unit, end, max_gap = 1, sys.maxsize, _MAX_GAP_BYTES  # no stripes: jobs need no alignment
     if checked is not None:
         # Jobs cover whole stripes, so that each stripe is hashed in one job. No gaps are read (0), because whole
         # stripes in a gap would be read and hashed in vain.
@@ -242,6 +242,7 @@ class StretchFiller:
             if isinstance(content, FixedBytes):
                 data[low - start : high - start] = content.data[low - offset : high - offset]
                 continue
+            # Only the last content is computed, which stretches exclude.
             assert isinstance(content, TensorItems), f"{plan.name}: content {index} is computed"
             itemsize, position = content.view.info.dtype.itemsize, low - start
             first, end = (content.start + (at - offset) // itemsize for at in (low, high))

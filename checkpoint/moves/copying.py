@@ -196,7 +196,7 @@ class _WorkingFile:
                 self.out.write_at(offset, [content.data])
             elif isinstance(content, ComputedBytes):
                 data = content.make(self._crc_of)
-                planned = content.nbytes
+                planned = content.nbytes  # offsets of later contents depend on it
                 assert len(data) == planned, f"{self.plan.name}: {len(data)} bytes, planned {planned}"
                 self.out.write_at(offset, [data])
 

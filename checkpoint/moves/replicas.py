@@ -126,7 +126,7 @@ def begin_comparison(
         if failed:
             coordinator.raise_together(error, "comparing replicas")
         if any(word % _MOD for word in total):
-            assert replicas is not None
+            assert replicas is not None  # no rank has failed, so this rank has not either
             _raise_difference(replicas, coordinator)
 
     return finish
@@ -156,13 +156,14 @@ class _Replicas:
         kinds: dict[tuple[int, int], list[int]] = {}
         skipped = frozenset(left_out)
         for number, (entry, holders) in enumerate(zip(manifest.entries, manifest.holders, strict=True)):
-            if entry.name in skipped or not entry.numel:
+            if entry.name in skipped or not entry.numel:  # not written, or nothing to compare
                 continue
+            # Tensors with the same sharding share a ring, so that the digest is computed once for all of them.
             indices = kinds.get((holders, entry.axes))
             if indices is None:
                 indices = kinds[holders, entry.axes] = []
                 position = manifest.holders_of(number).position(rank)
-                if position is not None and position[2] > 1:
+                if position is not None and position[2] > 1:  # this rank has a replica, and there are several
                     self._own.append((_Replica(len(kinds), *position), indices))
             indices.append(len(self.entries))
             self.entries.append(entry)

@@ -91,6 +91,7 @@ def run_plan(
         overwrite=overwrite,
         resume=resume,
         part=part,
+        # The source's files too, so that the error of a resumed run says that they have changed.
         requested={"SRC": source.url, "files of SRC": source.fingerprint, **requested},
     )
     announce(plan.tensor_nbytes)

@@ -159,7 +159,8 @@ class VerifiedReads:
         self, striped: StripedFile, file: str, offset: int, data: memoryview, begun: Begun
     ) -> None:
         """Hash the stripes of bytes that were just read, and verify the stripes that are complete."""
-        verified = self._verified.setdefault(file, set())
+        verified = self._verified.setdefault(file, set())  # no lock: at worst, two threads verify the same stripe
+        # Bytes after `checked_bytes`, such as the table of checksums itself, have no stripe.
         stripe_bytes, stop = striped.stripe_bytes, min(offset + len(data), striped.checked_bytes)
         while offset < stop:
             index = offset // stripe_bytes
@@ -279,7 +280,7 @@ class VerifiedReads:
         """Return the registered ranges that share bytes with [start, stop) of a file."""
         with self._lock:
             starts = self._starts.get(file, [])
-            first = max(0, bisect_right(starts, start) - 1)
+            first = max(0, bisect_right(starts, start) - 1)  # the last range that begins at or before `start`
             ranges = self._ranges.get(file, [])[first : bisect_left(starts, stop)]
         return [seen for seen in ranges if seen.checked.stop > start]
 

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 def _c_function(name: str, *argtypes: Any) -> Callable[..., int] | None:
     """Return a function of the C library; None if the library lacks it, as outside of Linux or in old versions."""
     try:
-        function = ctypes.CDLL(None, use_errno=True)[name]
+        function = ctypes.CDLL(None, use_errno=True)[name]  # None: libraries that this process has already loaded
     except (OSError, AttributeError):
         return None
     function.argtypes = argtypes

@@ -100,9 +100,9 @@ class Journal:
             ConversionError: if another run is writing to the target.
             CheckpointError: if the journal is a link, or belongs to another user.
         """
-        self.store.child(self.name).check_not_planted()
+        self.store.child(self.name).check_not_planted()  # it checks a storage's root: here the journal's path
         if isinstance(self.store, LocalStorage) and self.store.size(self.name) is not None:
-            self._lock(0)
+            self._lock(0)  # without flags that create a file
 
     def release(self) -> None:
         """Unlock the journal, so that other runs can use the target."""

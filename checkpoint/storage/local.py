@@ -132,7 +132,7 @@ class _LocalWriter(FileWriter):
             os.close(file)
 
     def abort(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # `close` may have closed the file already
             os.close(self._file)
         with contextlib.suppress(OSError):
             if self._is_new:  # otherwise other processes still write the file
@@ -466,6 +466,7 @@ class LocalStorage(Storage):
         return ("file", *Path(os.path.realpath(self.root)).parts)
 
     def list_files(self) -> list[str]:
+        # as_posix: names contain "/" on all systems.
         return sorted(p.relative_to(self.root).as_posix() for p in self.root.rglob("*") if p.is_file())
 
     def info(self, name: str) -> FileInfo | None:
@@ -555,6 +556,7 @@ class LocalStorage(Storage):
     def is_older(self, name: str, seconds: float) -> bool:
         path = self._at(name)
         try:
+            # lstat: the age of a link, not of its target.
             newest_s = max(at.lstat().st_mtime for at in (path, *path.rglob("*")))
         except FileNotFoundError:  # another process is changing the folder now
             return False
@@ -575,7 +577,7 @@ class LocalStorage(Storage):
             try:
                 fcntl.flock(file, fcntl.LOCK_UN)
             except OSError as error:
-                if error.errno not in _NO_FLOCK:
+                if error.errno not in _NO_FLOCK:  # without flock, `held_by_file` has locked the folder
                     raise
             finally:
                 os.close(file)

@@ -46,6 +46,7 @@ def held_by_file(folder: Path) -> Iterator[None]:
         BlockingIOError: if another process has the lock, or may have it.
     """
     path, owner = folder / LOCK_FILE_NAME, os.getpid()
+    # "lock": distinguishes this lock from later locks of the same process.
     mine = json.dumps({**_identity(owner), "lease_s": _LEASE_S, "lock": os.urandom(8).hex()})
     if not _made(path, mine):
         _clear_stale(path)
@@ -103,7 +104,7 @@ def _pid_namespace() -> str:
     """Return the PID namespace: in two containers of one host, one pid may belong to different processes."""
     try:
         return os.readlink("/proc/self/ns/pid")
-    except OSError:
+    except OSError:  # not Linux, or /proc is not mounted
         return ""
 
 

@@ -104,6 +104,7 @@ class Output:
             may_be_result: whether a complete result is allowed, which is then compared with this one.
         """
         if self._files.single_file:
+            # A dict, because streams have the same name twice.
             names = dict.fromkeys((name, self.store.working_name(name), journal_name(name)))
             old = [each for each in names if self.store.size(each) is not None]
         else:
@@ -174,7 +175,7 @@ class Output:
             self._own.claim()
             if not self._own.load():
                 return ()
-            self.store.folders.adopt_parents(self.share)
+            self.store.folders.adopt_parents(self.share)  # if this run fails, it removes the earlier run's folders too
             finished = self._own.finished
             return find_intact({name: finished[name] for name in self.share if name in finished})
         except BaseException:
@@ -412,7 +413,7 @@ def _open_target(url: str, source_url: str, *, single_file: bool) -> tuple[Stora
     store, name = open_parent(url) if single_file else (open_store(url), "")
     if single_file and not name:
         raise _refusal(url, "a file", "a folder", "add a file name to the target")
-    if isinstance(store, LocalStorage):
+    if isinstance(store, LocalStorage):  # object stores have neither folders nor devices
         path = store.root / name
         blocking = next((each for each in (store.root, *store.root.parents) if each.is_file()), None)
         if blocking is not None:

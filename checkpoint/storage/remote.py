@@ -323,6 +323,7 @@ class RemoteStorage(Storage):
                 raise  # a nested call has used all its tries, or the data source has failed
             except Exception as error:
                 if not _may_pass(error):
+                    # Callers handle these types themselves, such as FileNotFoundError.
                     if not self._explains or isinstance(error, (OSError, EOFError, VescaleError)):
                         raise
                     raise self._unreachable("", error) from error
@@ -352,7 +353,7 @@ class RemoteStorage(Storage):
         return RemoteStorage(f"{self._url}/{name}", **self._options)
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
-        if size_bytes > PART_BYTES and self.location[0] == "s3":
+        if size_bytes > PART_BYTES and self.location[0] == "s3":  # `MultipartWriter` calls methods of s3fs
             return MultipartWriter(self.filesystem, self._path(name), size_bytes, self.retrying)
         file = self.filesystem.open(self._path(name), "wb", block_size=PART_BYTES)
         return _RemoteWriter(file, lambda: self.remove(name))
