@@ -74,7 +74,7 @@ class ConvertReport:
     warnings: tuple[str, ...]
     dry_run: bool
     part: tuple[int, int]  # index of this process's share of the files, and how many shares there are
-    check: ClassCheck | None = None  # None for other targets than "hf", and if another part publishes the folder
+    check: ClassCheck | None = None  # None without a model class, or if another part publishes the result
 
     @property
     def dropped_optimizer(self) -> int:
@@ -159,9 +159,9 @@ def convert(
             report.plan.when_written(read)
             require(check_written(report.plan, read, find_quantized))
 
-        # The class is imported in a child process, which is slow. `check_files` does that for the written files. A
-        # dry run writes none, so it does that here. Other runs do so here only if the shipped table finds problems:
-        # the error then comes before any data is copied.
+        # A check by the class itself takes a slow child process. `check_files` runs it for the written files. A dry
+        # run writes no files, so it runs here. Otherwise it runs here only if the shipped table finds problems, so
+        # that an error comes before any data is copied.
         require(check_planned(report.plan, find_quantized, asks="always" if options.dry_run else "doubt"))
         outcome = run_plan(
             replace(report.plan, when_written=check_files),
@@ -208,7 +208,7 @@ def _overflows(state: CarriedState) -> list[str]:
 def plan_conversion(
     source: Source, target: str, kind: str, options: ConvertOptions, is_equal: Compare | None = None
 ) -> ConvertReport:
-    """Plan what `convert` writes. Reads metadata, and the bytes of tensors that config.json ties.
+    """Plan what `convert` writes. Reads metadata and small tensors, and compares tensors that config.json ties.
 
     Args:
         source, target, kind, options: as for `convert`.

@@ -261,7 +261,7 @@ class _Merge:
         """Return whether a weight is stored as [in, out], as by Conv1D, instead of [out, in], as by Linear.
 
         The shapes of the adapter's parts decide; for a square weight, the model's class does. ``fan_in_fan_out`` in the
-        adapter's config is not used, because a model may mix both kinds of layers.
+        adapter's config is not used, because it describes only one module.
 
         Args:
             shape: the weight's shape.

@@ -57,6 +57,9 @@ def run_plan(
 ) -> Outcome:
     """Write this process's part of a plan, and publish the result if all other parts are complete.
 
+    After an error, all files of this run are removed. One exception: after an OSError, such as a full disk, or Ctrl-C,
+    finished files are kept under their temporary names, for ``resume``.
+
     Args:
         plan: the output plan.
         source: the source. Neither may it contain the target, nor may the target contain it.
@@ -73,9 +76,6 @@ def run_plan(
     Raises:
         ConversionError: if the target cannot be used, or an interrupted run had another plan.
         CorruptCheckpointError: if the source is damaged.
-
-    After an error, all files of this run are removed. One exception: after an OSError, such as a full disk, or Ctrl-C,
-    finished files are kept under their temporary names, for ``resume``.
     """
     result = ResultFiles(
         {file.name: file.nbytes for file in plan.files},

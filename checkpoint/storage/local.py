@@ -573,7 +573,7 @@ class LocalStorage(Storage):
             if os.getpid() != owner:
                 return  # in a forked child, `_close_locked_files` has closed the file
             _locked_files.discard(file)
-            # Closing is not enough: a child that was forked under the lock has a copy of the descriptor.
+            # Closing is not enough: a child that was forked under the lock may still have a copy of the descriptor.
             try:
                 fcntl.flock(file, fcntl.LOCK_UN)
             except OSError as error:
@@ -653,7 +653,7 @@ def check_not_planted(path: Path) -> None:
     is_foreign = parent.st_mode & stat.S_IWOTH and status.st_uid not in (os.geteuid(), parent.st_uid)
     if stat.S_ISLNK(status.st_mode) or is_foreign:
         raise CheckpointError(
-            "A file for temporary use exists already, and may have been planted.",
+            "A file or folder for temporary use already exists, and another user may have created it.",
             expected=f"a file or folder of user {os.geteuid()}, or none",
             got="a link" if stat.S_ISLNK(status.st_mode) else f"a file or folder of user {status.st_uid}",
             where=str(path),
