@@ -327,7 +327,7 @@ def _merged(
     # peft names weights as the model in memory does. Files may have other names, so rules rename them first.
     if source.kind == "hf":
         state = _with_rules(state, kind, replace(options, rules_to="ours"), assets, source)
-    require_adapter(options.merge)  # before opening: the error then says what is there instead
+    require_adapter(options.merge)  # before opening, since its error lists the files of the folder
     adapter = open_source(options.merge, kind="adapter")
     peft_config = PeftConfig.read(adapter.store, "pass the folder that peft saved")
     return merged_state(state, adapter, peft_config, _config(assets, source))

@@ -90,7 +90,7 @@ class ConvertOptions:
         index, count = self.part
         if not 0 <= index < count <= _MAX_PARTS:
             raise ConversionError(
-                "There is no such part.",
+                "The part is out of range.",
                 expected=f"--part I/N with 0 <= I < N, and N at most {_MAX_PARTS:,}",
                 got=f"{index}/{count}",
                 todo="number the parts from 0",

@@ -190,7 +190,7 @@ class HuggingFace(Form):
                 got=some(problems, 6) if problems else reason or "a class that is not in the table",
                 where=where,
                 todo="pass the model's own config.json as assets=, or rules= to its names; or leave out "
-                "require_check=True, and convert a native checkpoint with vescale-convert to-hf, which asks the class",
+                "require_check=True, and convert a native checkpoint with vescale-convert to-hf, which runs the class",
             )
         if check is None or not problems:
             return ()

@@ -87,7 +87,8 @@ def _by_module(adapter: Source) -> tuple[dict[str, dict[str, TensorView]], dict[
         elif "lora_" in short or "ia3_" in short or "token_adapter" in short:
             raise _no_fit(f"parts such as {', '.join(_PARTS)}", name, adapter.url)
         else:
-            whole_weights[short.replace(".base_layer.", ".")] = view  # peft moves a wrapped weight into `base_layer`
+            # In peft, the weight of a wrapped layer is in `base_layer`.
+            whole_weights[short.replace(".base_layer.", ".")] = view
     if not parts and not whole_weights:
         raise _no_fit("tensors of an adapter", "none", adapter.url)
     return parts, whole_weights
@@ -211,7 +212,7 @@ class _Merge:
             ConversionError: if the base lacks one of the names.
         """
         first = {name.partition(".")[0] for name in names}
-        # A prefix to remove exists only if all names share their first part, and the base has none of them as it is.
+        # A prefix is removed only if all names share their first part, and the base has none of the full names.
         if len(first) == 1 and not any(name in self.base for name in names):
             self.root = f"{first.pop()}."
         missing = [name for name in names if name.removeprefix(self.root) not in self.base]

@@ -78,7 +78,7 @@ def find_quantized(infos: Iterable[TensorInfo], config: Mapping[str, Any] | None
     for name in codes:
         module, _, leaf = name.rpartition(".")
         containers |= {module, module.rpartition(".")[0]} if leaf.startswith("_") else {module}
-    # All names above a container: scales of attention are there.
+    # Names of all modules that enclose a container, in which scales of attention may be.
     parents = {name[:at] for name in containers for at, letter in enumerate(name) if letter == "."}
     # compression_config is the older key of compressed-tensors.
     is_declared = bool(config and (config.get("quantization_config") or config.get("compression_config")))
@@ -143,7 +143,8 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the block size that config.json names, or transformers' default for fp8; None if neither applies."""
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     sizes = [quantization.get("weight_block_size")]
-    groups = quantization.get("config_groups") or {}  # compressed-tensors has a block size per group of layers
+    # Compressed-tensors has a block size per group of layers.
+    groups = quantization.get("config_groups") or {}
     sizes += [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
     if quantization.get("quant_method") == "fp8" and "weight_block_size" not in quantization:
         sizes.append(_BLOCK)
@@ -480,7 +481,7 @@ def newly_quantized(
     if already := find_quantized(infos.values(), config):
         raise _bad(
             "weights that are ordinary floats",
-            f"quantized ones: {some(sorted(already))}",
+            f"quantized tensors: {some(sorted(already))}",
             "to requantize them, pass --dequantize bf16 together with --quantize",
         )
     for pattern in rules.patterns:
@@ -531,4 +532,5 @@ def _codes_and_scales(name: str, view: TensorView, scheme: str) -> tuple[TensorV
 
 
 def _bad(expected: str, got: object, todo: str) -> ConversionError:
+    """Return the error for weights that cannot be quantized as requested."""
     return ConversionError("The weights cannot be quantized this way.", expected=expected, got=got, todo=todo)

@@ -20,7 +20,8 @@ from pathlib import Path
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove
 from vescale_fsdp.errors import CheckpointError
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # exists on Linux only; differs for every boot of every machine
+# Exists on Linux only; differs for every boot of every machine.
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def node_name(folder: str | os.PathLike[str]) -> str:
@@ -166,7 +167,8 @@ def plan_copies(
     for name, numbers in holders.items():
         senders = [rank for number in numbers for rank in by_node[number]]
         others = [number for number in range(len(by_node)) if number not in numbers]
-        missing = max(0, num_copies + 1 - len(numbers)) if numbers else 0  # without a holder, nothing can be sent
+        # Without a holder, nothing can be sent.
+        missing = max(0, num_copies + 1 - len(numbers)) if numbers else 0
         for number in sorted(others, key=lambda number: (num_files[number], number))[:missing]:
             moves.append(FileMove(name, _least_busy(senders, sent), _least_busy(by_node[number], received)))
             num_files[number] += 1

@@ -18,8 +18,10 @@ from vescale_fsdp.layout.geometry import Box, contiguous_strides
 Locate = Callable[[StoredChunk], StoredChunk]
 ReadBytes = Callable[[str, int, memoryview], None]  # (file, offset, buffer to fill)
 
-_GAP_BYTES = 64 * 2**10  # 64 KiB: gaps up to this size are read and discarded, since a second read would cost more
-_COVER_BYTES = 4 * 2**20  # 4 MiB: maximum size of a scratch buffer for items that are not contiguous in the file
+# 64 KiB: gaps up to this size are read and discarded, since a second read would cost more.
+_GAP_BYTES = 64 * 2**10
+# 4 MiB: maximum size of a scratch buffer for items that are not contiguous in the file.
+_COVER_BYTES = 4 * 2**20
 
 
 def read_box(tensor: StoredTensor, box: Box, out: np.ndarray, locate: Locate, read: ReadBytes) -> None:

@@ -36,7 +36,8 @@ from vescale_fsdp.layout.geometry import round_up
 
 _CELL_BYTES = 4 * 2**20  # 4 MiB of a source file per job
 _STEP_BYTES = 2**20  # 1 MiB is read, hashed and written at a time, so that it stays in the CPU's cache
-_MAX_GAP_BYTES = 64 * 2**10  # 64 KiB: gaps up to this size are read and discarded, as another read would cost more
+# 64 KiB: gaps up to this size are read and discarded, as another read would cost more.
+_MAX_GAP_BYTES = 64 * 2**10
 
 
 class Segment(NamedTuple):

@@ -231,18 +231,21 @@ def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]
     """
     itemsize = tensors[0].itemsize
     numels = _of_each(torch.Tensor.numel, tensors, np.int64)
-    if not numels.all():  # a region may be empty on this rank; the steps below divide by the number of elements
+    if not numels.all():  # a region may be empty on this rank
         tensors = [tensor for tensor in tensors if tensor.numel()]
         numels = numels[numels > 0]
     steps = numels // np.maximum(_LEAST_ELEMENTS, numels * itemsize // _BYTES_PER_ELEMENT)
-    steps = np.maximum(1, steps) | 1  # odd, so that a sample reaches all columns even if rows have an even length
+    # Odd, so that a sample reaches all columns even if rows have an even length.
+    steps = np.maximum(1, steps) | 1
+    # At most the last element, so that each tensor has at least one element in the sample.
     firsts = phase % np.minimum(steps, numels)
     counts = (numels - firsts + steps - 1) // steps
     addresses = _of_each(torch.Tensor.data_ptr, tensors, np.int64)
     # Aligned to items, because `_gathered` counts addresses in items.
     is_dense = _of_each(torch.Tensor.is_contiguous, tensors, np.bool_) & (addresses % itemsize == 0)
     is_dense &= _of_each(attrgetter("is_cpu"), tensors, np.bool_)
-    is_dense &= ~_of_each(torch.Tensor.is_neg, tensors, np.bool_)  # a lazy negation: memory has the opposite sign
+    # A lazy negation: memory has the opposite sign.
+    is_dense &= ~_of_each(torch.Tensor.is_neg, tensors, np.bool_)
     if tensors and tensors[0].is_complex():
         is_dense &= ~_of_each(torch.Tensor.is_conj, tensors, np.bool_)
     if is_dense.all():

@@ -166,7 +166,7 @@ class Source:
             raise ConversionError(
                 "The source was changed while it was read.",
                 expected="the same file sizes and modification times as at the start",
-                got="different ones",
+                got="other sizes or times, or a missing file",
                 where=self.url,
                 todo="convert again when no job writes to the source",
             )

@@ -16,8 +16,10 @@ from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.foreign_json import MAX_DIMS, tensor_shape, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
 
-UNCHECKED_BYTES = 4 << 30  # 4 GiB: tensors up to this size are accepted, however few of their bytes are stored
-MOST_GROWTH = 32  # accepted ratio of tensor bytes to stored bytes; decoding 4-bit codes to 64-bit floats gives 16
+# 4 GiB: tensors up to this size are accepted, however few of their bytes are stored.
+UNCHECKED_BYTES = 4 << 30
+# Accepted ratio of tensor bytes to stored bytes; decoding 4-bit codes to 64-bit floats gives 16.
+MOST_GROWTH = 32
 _MAX_GRID_CELLS = 4_000_000  # limits the memory of `_overlap_on_grid` to 32 MB
 
 

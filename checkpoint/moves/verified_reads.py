@@ -159,7 +159,8 @@ class VerifiedReads:
         self, striped: StripedFile, file: str, offset: int, data: memoryview, begun: Begun
     ) -> None:
         """Hash the stripes of bytes that were just read, and verify the stripes that are complete."""
-        verified = self._verified.setdefault(file, set())  # no lock: at worst, two threads verify the same stripe
+        # No lock: at worst, two threads verify the same stripe.
+        verified = self._verified.setdefault(file, set())
         # Bytes after `checked_bytes`, such as the table of checksums itself, have no stripe.
         stripe_bytes, stop = striped.stripe_bytes, min(offset + len(data), striped.checked_bytes)
         while offset < stop:

@@ -82,7 +82,8 @@ class MadeFolders:
                     raise
             else:
                 self._made.add(absent)
-            self._sync(absent.parent)  # also if another process made the folder: it may not have synced it yet
+            # Also if another process made the folder: it may not have synced it yet.
+            self._sync(absent.parent)
 
     def remove_empty(self) -> None:
         """Remove the folders that this storage has made and that are empty."""
@@ -224,7 +225,8 @@ class Storage(ABC):
 
     # Whether files are streams: written front to back, visible only when closed, never renamed.
     in_order: bool = False
-    max_gap_bytes: int = 64 << 10  # 64 KiB: to read and discard a gap of this size costs less than a second read
+    # 64 KiB: to read and discard a gap of this size costs less than a second read.
+    max_gap_bytes: int = 64 << 10
     write_threads: int = 4
     read_threads: int = 4  # for bytes in the page cache
     far_read_threads: int = 4  # for all other bytes: some threads wait while other threads copy

@@ -56,7 +56,8 @@ class Crc:
         """Return the CRC of many adjacent pieces, from the CRC and the number of bytes of each, in order."""
         joined = 0
         for crc, nbytes in pieces:
-            joined = self.combine(joined, crc, nbytes) if joined else crc  # a shortcut: the product with 0 is 0
+            # A shortcut: the product with 0 is 0.
+            joined = self.combine(joined, crc, nbytes) if joined else crc
         return joined
 
 

@@ -46,7 +46,8 @@ _log = logging.getLogger(__name__)
 def _c_function(name: str, *argtypes: Any) -> Callable[..., int] | None:
     """Return a function of the C library; None if the library lacks it, as outside of Linux or in old versions."""
     try:
-        function = ctypes.CDLL(None, use_errno=True)[name]  # None: libraries that this process has already loaded
+        # None: libraries that this process has already loaded.
+        function = ctypes.CDLL(None, use_errno=True)[name]
     except (OSError, AttributeError):
         return None
     function.argtypes = argtypes

@@ -113,11 +113,12 @@ class Output:
             return old
         interrupted = any(map(is_journal, old))
         blocking = [each for each in old if not (resume and is_leftover(each))]
+        # With a journal, files may have final names because an earlier run was interrupted during publication.
         if blocking and not (resume and interrupted) and not (may_be_result and self.may_be_complete):
             todo = (
                 "continue the interrupted conversion with --resume, or start over with --overwrite"
                 if interrupted
-                else "choose another target, or pass --overwrite to replace what is there"
+                else "choose another target, or pass --overwrite to replace the existing files"
             )
             got = f"{len(blocking)} files: {', '.join(blocking[:3])}"
             raise _refusal(self._url, "an empty or new target", got, todo)
@@ -175,7 +176,8 @@ class Output:
             self._own.claim()
             if not self._own.load():
                 return ()
-            self.store.folders.adopt_parents(self.share)  # if this run fails, it removes the earlier run's folders too
+            # If this run fails, it removes the earlier run's folders too.
+            self.store.folders.adopt_parents(self.share)
             finished = self._own.finished
             return find_intact({name: finished[name] for name in self.share if name in finished})
         except BaseException:
@@ -205,7 +207,7 @@ class Output:
         """
         try:
             self._check_room(names)
-            is_new = not self._own.is_started
+            is_new = not self._own.is_started  # otherwise `resume` has read the journal of an earlier run
             if is_new:
                 self._start()
             try:
@@ -333,7 +335,8 @@ class Output:
         """
         kept, closing = set(self._files.sizes), set(self._files.closing)
         kept |= {self.store.working_name(name) for name in kept}
-        kept |= {journal.name for journal in self._journals} | self._staged_names  # needed until publication ends
+        # Journals and staged files are needed until publication ends.
+        kept |= {journal.name for journal in self._journals} | self._staged_names
         old = [name for name in self._old if name not in kept]
         stale = self._files.is_stale
         old = [name for name in old if name in closing or stale(name) or (leftovers and is_leftover(name))]
@@ -365,7 +368,7 @@ class Output:
             self._url,
             "the result of this conversion, or of one that was interrupted",
             "the result of another conversion, or of a source that has changed",
-            "choose another target, or pass --overwrite to replace what is there",
+            "choose another target, or pass --overwrite to replace the existing files",
         )
 
 
@@ -434,6 +437,7 @@ def is_leftover(name: str) -> bool:
 
 
 def _refusal(url: str, expected: str, got: str, todo: str) -> ConversionError:
+    """Return the error for a target that cannot be used."""
     return ConversionError(
-        "The result cannot be written there.", expected=expected, got=got, where=url, todo=todo
+        "The result cannot be written to this target.", expected=expected, got=got, where=url, todo=todo
     )

@@ -60,7 +60,8 @@ _PASSING_CODES = re.compile(  # S3's error codes after which a request may be re
 )
 PART_BYTES = 16 << 20  # 16 MiB; smaller files are sent in one request
 _MAX_PARTS = 10_000  # S3's limit: files of more than 156 GiB get larger parts
-_IN_FLIGHT = 4  # number of parts that are sent at once; they take 64 MiB of memory, or more if parts are larger
+# Number of parts that are sent at once; they take 64 MiB of memory, or more if parts are larger.
+_IN_FLIGHT = 4
 
 
 class _StreamWriter(FileWriter):
@@ -157,7 +158,8 @@ class MultipartWriter(_StreamWriter):
         self._filesystem.invalidate_cache(self._path)  # s3fs does not know about the new object
 
     def _discard(self) -> None:
-        self._pool.shutdown(cancel_futures=True)  # before the abort, because S3 keeps parts that arrive after it
+        # Before the abort, because S3 keeps parts that arrive after it.
+        self._pool.shutdown(cancel_futures=True)
         self._call("abort_multipart_upload")
 
 
@@ -264,7 +266,8 @@ class _RemoteReader(FileReader):
                 )
             if len(data) < stop_bytes - start_bytes:
                 self._check_end(stop_bytes)
-                raise OSError(answer)  # `retrying` repeats the read: only the response is short, not the object
+                # `retrying` repeats the read: only the response is short, not the object.
+                raise OSError(answer)
             return memoryview(data)
 
         return self._storage.retrying(read)
