@@ -195,7 +195,7 @@ def _views(source: Source, prefix: str | None) -> Views:
     # `find_model` raises for a prefix that matches nothing; here only one of the two sides needs the prefix.
     has_prefix = prefix is not None and any(name.startswith(start) for name in source.tensors)
     model = find_model(source, prefix if has_prefix else None)
-    counters = {name for name in model.names if not source.info(name).shape}
+    counters = {name for name in model.names if not source.info(name).shape}  # may lack DDP's prefix
     # With several models, `names` has full names, which are matched unchanged.
     names = model.names if model.candidates else unwrapped_names(model.names, counters, source.url)
     return {

@@ -194,7 +194,7 @@ class RamTier:
             if not is_of_storage(error):
                 raise
             # Such as a full memory, which must not stop the training.
-            self._clear_away(step, save_id)
+            self._clear_away(step, save_id)  # frees its memory
             self._warn(coordinator, f"step {step} is not saved in memory ({self._root.where})", error)
             return False
         if any(self._partners):
@@ -267,7 +267,7 @@ class RamTier:
             self._warn(coordinator, _NO_COPIES, error)
 
     def _copy_error(self) -> BaseException | None:
-        """Wait for all copies, and return their error or None. Raises a KeyboardInterrupt instead of returning it."""
+        """Wait for all copies, and return their error or None. Raises the error if Ctrl-C on any rank has caused it."""
         copies, self._copies = self._copies, None
         error = None if copies is None else copies.exception()
         if error is not None and is_interrupt(error):

@@ -414,7 +414,7 @@ def model_state(source: Source, prefix: str | None = None) -> CarriedState:
     """
     model = find_model(source, prefix)
     model.require_one("a Hugging Face repository has only one", source.url)
-    counters = {name for name in model.names if not source.info(name).shape}
+    counters = {name for name in model.names if not source.info(name).shape}  # may lack DDP's prefix
     names = unwrapped_names(model.names, counters, source.url)
     views = {new: SourceView(source, old, new) for old, new in names.items()}
     renamed = [f"{old} becomes {new}" for old, new in names.items() if new != model.names[old]]

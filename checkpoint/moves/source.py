@@ -124,7 +124,7 @@ class Source:
         first: dict[object, str] = {}
         ties = dict(self.aliases)
         for name, tensor in self.tensors.items():
-            # All empty tensors would be equal, and decoded tensors have no location of their own bytes.
+            # Empty tensors would all be equal. Tensors with a reader have no file location to compare.
             if tensor.info.numel and name not in self.readers:
                 other = starts.setdefault((tensor.chunks[0].file, tensor.chunks[0].offset), name)
                 if other == name:
