@@ -112,7 +112,7 @@ class _Latest:
     raw: np.ndarray | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # eq=False: a dict cannot be hashed
 class MergedView(TensorView):
     """A merged weight, which is computed as a whole from whole tensors.
 

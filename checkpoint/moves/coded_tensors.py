@@ -90,7 +90,7 @@ class RawBytesView(_ComputedView):
         return f"bytes of {self.items.identity()}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # eq=False: an array can be neither hashed nor compared to a bool
 class DecodedView(_ComputedView):
     """Codes decoded by a table, as float32.
 
@@ -142,7 +142,7 @@ class DecodedView(_ComputedView):
         return f"{self.kind} values of {self.codes.identity()}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # eq=False: a dict cannot be hashed
 class ScaledView(_ComputedView):
     """Values multiplied by the scale of their block: ``values * scales * factor + offset``.
 

@@ -105,7 +105,7 @@ def begin_comparison(
         function raises `CheckpointError` on all ranks, with the names of tensors and ranks. If a rank failed to read
         its tensors, the function raises too: on that rank, the error of the read.
     """
-    if not check_replicas or coordinator.world_size == 1:
+    if not check_replicas or coordinator.world_size == 1:  # off, or no other rank has replicas
         return lambda: None
     error: BaseException | None = None
     words = [0] * _NUM_WORDS
@@ -200,7 +200,8 @@ class _Replicas:
         hasher = RunningDigest()
         if self._samples:
             dtypes = [tensor.dtype for tensor in tensors]
-            for dtype in dict.fromkeys(dtypes):  # in the order of the entries, which is the same on all ranks
+            # `_sample` takes tensors of one dtype. A dict keeps the order of the entries, the same on all ranks.
+            for dtype in dict.fromkeys(dtypes):
                 alike = [tensor for tensor, own in zip(tensors, dtypes, strict=True) if own is dtype]
                 hasher.update(_sample(alike, self._phase).data)
         else:

@@ -177,12 +177,14 @@ def _is_whole(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
 
 
 def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
+    """Return whether a box, of non-negative numbers, is inside of a tensor of this shape."""
     return len(box.offsets) == len(shape) == len(box.sizes) and all(
         o + n <= full for o, n, full in zip(box.offsets, box.sizes, shape, strict=True)
     )
 
 
 def _text(box: Box) -> str:
+    """Return a box as text, such as ``[0:4, 8:16]``."""
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=True)) + "]"
 
 
