@@ -439,7 +439,8 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
     model = find_model(source, prefix)
     if new_prefix is not None:
         model.require_one("--prefix renames only one", source.url)
-    if new_prefix is not None and new_prefix and not new_prefix.endswith("."):  # "" moves the model to the root
+    # An empty prefix moves the model to the root.
+    if new_prefix is not None and new_prefix and not new_prefix.endswith("."):
         new_prefix += "."
     names: dict[str, str] = {}
     paths: dict[str, Path] = {}
@@ -521,7 +522,8 @@ def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
     """
     if form == "keep":
         return state
-    if form == "drop":  # before the forms are detected, because other frameworks' optimizers have none of them
+    # Before the forms are detected, because other frameworks' optimizers have none of them.
+    if form == "drop":
         return state.restricted_to({*state.views, *state.values}.difference(state.model.optimizer))
     params = frozenset(str(state.path(name)[-1]) for name in state.is_model)
     for container, names in optimizers_of(state).items():

@@ -175,7 +175,8 @@ def _intact_files(
         digest, buffer_bytes = finished[file.name]
         for name in output.finished_copies(file.name):
             read = partial(output.store.read, name)
-            with suppress(CorruptCheckpointError):  # missing, because another process has just renamed the file
+            # The file is missing if another process has just renamed it.
+            with suppress(CorruptCheckpointError):
                 if written_digest(file, read, buffer_bytes, in_order=output.store.in_order) == digest:
                     return True
         return False

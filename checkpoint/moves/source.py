@@ -143,9 +143,10 @@ class Source:
     def fingerprint(self) -> str:
         """A digest of the files' names, sizes and modification times, which changes when a file is replaced."""
         chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
+        # Sorted, because sets differ in order between processes.
         stamps = [
             f"{file} {self.store.required_info(file).stamp}"
-            for file in sorted({c.file for c in chunks if c.file})  # sorted: sets differ in order between processes
+            for file in sorted({c.file for c in chunks if c.file})
         ]
         return hex_checksum_of("\n".join([self.url, *stamps]).encode())
 
@@ -166,7 +167,7 @@ class Source:
             raise ConversionError(
                 "The source was changed while it was read.",
                 expected="the same file sizes and modification times as at the start",
-                got="other sizes or times, or a missing file",
+                got="different ones",
                 where=self.url,
                 todo="convert again when no job writes to the source",
             )

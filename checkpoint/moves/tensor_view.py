@@ -177,7 +177,8 @@ class MappedView(TensorView):
             self.map.pieces(self._shapes, box), key=lambda p: (p.input, p.box)
         ):
             pieces = tuple(group)
-            if len(pieces) == 1 and pieces[0].shape is None:  # no reshape: read to the final position, without a copy
+            # A single piece without a reshape is read to its final position, without a copy.
+            if len(pieces) == 1 and pieces[0].shape is None:
                 self.inputs[number].read_into(part, _strided(flat, pieces[0], part.sizes))
                 continue
             scratch = np.empty(part.sizes, dtype=out.dtype)
@@ -318,7 +319,8 @@ def pieces_of(view: TensorView, nbytes: int, step: int | None = None) -> Iterato
 def repeated_dims(view: TensorView) -> tuple[int, ...]:
     """Return the dims along which a stride of zero repeats stored items, as after ``tensor.expand``."""
     stored = view.stored
-    if stored is None or stored.source_name in stored.source.readers:  # computed or decoded items have no strides
+    # Computed or decoded items have no strides.
+    if stored is None or stored.source_name in stored.source.readers:
         return ()
     chunks = stored.source.tensors[stored.source_name].chunks
     # Several chunks may have different strides; zeros without a file have none.

@@ -141,8 +141,8 @@ def sync_names(folder: Path) -> bool:
             os.fsync(file)
         finally:
             os.close(file)
-    except PermissionError:  # this user may write to the folder, but not open it: sync all file systems instead
-        os.sync()
+    except PermissionError:  # this user may write to the folder, but not open it
+        os.sync()  # of all file systems
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
@@ -238,7 +238,8 @@ def reserve(fd: int, nbytes: int) -> None:
     fallocate = _c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if nbytes and sys.maxsize >= 2**32 and fallocate is not None and fallocate(fd, 0, 0, nbytes) != 0:
         code = ctypes.get_errno()
-        if code in (*_NO_ROOM, errno.EFBIG):  # after other errors, the file is written without reserved blocks
+        # After any other error, the file is written without reserved blocks.
+        if code in (*_NO_ROOM, errno.EFBIG):
             raise OSError(code, os.strerror(code))
 
 

@@ -411,7 +411,8 @@ class LocalStorage(Storage):
 
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         path = self._at(name)
-        if path.exists() and not (path.is_file() or path.is_dir()):  # such as /dev/null, which a rename would replace
+        # Such as /dev/null, which a rename would replace.
+        if path.exists() and not (path.is_file() or path.is_dir()):
             raise FileExistsError(errno.EEXIST, "this is a device or a pipe", str(path))
         self.folders.make(path.parent)
         known = self._probe.of(path.parent, durable=self._durable)

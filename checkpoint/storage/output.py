@@ -261,7 +261,7 @@ class Output:
         working = self.store.working_name(name)
         if name in self._writers:
             self._writers[name].abort()  # left by a failed attempt
-        elif not self.store.in_order:  # on an object store, the name may belong to an old object, which is replaced
+        elif not self.store.in_order:  # an object store replaces an old object itself
             self.store.remove(working)  # left by a killed run
         self._writers[name] = self.store.create(working, self._files.sizes[name])
         return self._writers[name]

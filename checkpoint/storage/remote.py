@@ -256,7 +256,8 @@ class _RemoteReader(FileReader):
         def read() -> memoryview:
             data = self._storage.filesystem.cat_file(self._path, start=start_bytes, end=stop_bytes)
             answer = f"{len(data)} bytes of {stop_bytes - start_bytes} at byte {start_bytes} of {self._path}"
-            if len(data) > stop_bytes - start_bytes:  # an HTTP server that ignores Range headers sends the whole file
+            # An HTTP server that ignores Range headers sends the whole file.
+            if len(data) > stop_bytes - start_bytes:
                 raise ConversionError(
                     "The server does not support reads of parts of files.",
                     expected="as many bytes as were requested",
@@ -378,7 +379,8 @@ class RemoteStorage(Storage):
             if size > limit_bytes:
                 raise ValueError(f"{path} is larger than {limit_bytes} bytes")
             data = bytes(self.ask("cat_file", path))
-            if len(data) != size:  # a short response, or the object was replaced between the two requests: try again
+            # A short response, or the object was replaced between the two requests: `retrying` tries again.
+            if len(data) != size:
                 raise OSError(f"{path} gave {len(data)} bytes of {size}")
             return data
 
