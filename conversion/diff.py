@@ -279,5 +279,5 @@ def _far(x: np.ndarray, a: DType, y: np.ndarray, b: DType, tolerance: _Tolerance
         # If q is infinite, so is the tolerance: a finite p would be near. A distance must therefore be finite.
         near = np.isfinite(distance) & (distance <= tolerance.atol + tolerance.rtol * np.abs(q))
         far = ~same & ~near
-    # nanmax: the distance to a NaN is NaN. initial: a piece may be empty.
+    # nanmax, because the distance to a NaN is NaN; initial, because a piece may be empty.
     return int(np.count_nonzero(far)), float(np.nanmax(np.where(same, 0.0, distance), initial=0.0))

@@ -311,7 +311,7 @@ class _Merge:
         self.merged[name] = (MergedView(inputs, compute, recipe, self.latest), name)
 
     def replace(self, name: str, view: TensorView) -> None:
-        """Replace a weight of the base by one that was trained as a whole (peft's ``modules_to_save``)."""
+        """Replace a weight of the base by a weight that was trained as a whole (peft's ``modules_to_save``)."""
         name = name.removeprefix(self.root)
         old = self.base[name].info
         if view.info.shape != old.shape:

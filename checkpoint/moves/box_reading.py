@@ -95,6 +95,7 @@ def _read_strided(
         scratch = np.empty(cover // itemsize, dtype=view.dtype)
         read(offset, _bytes_of(scratch))
         byte_strides = tuple(s * itemsize for s in strides)
+        # Not writeable: it is only read, and items of a strided view may share memory.
         view[...] = np.lib.stride_tricks.as_strided(scratch, sizes, byte_strides, writeable=False)
         return
     # Split the dim that spans most of the range, to get few wide reads instead of many narrow ones.

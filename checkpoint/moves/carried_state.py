@@ -113,7 +113,7 @@ def split_entries(
     Raises:
         ConversionError: if the model would have no tensor.
     """
-    optimizer = dict.fromkeys(optimizer_names(paths))
+    optimizer = dict.fromkeys(optimizer_names(paths))  # an ordered set
     rest = [name for name in shapes if name not in optimizer]
     candidates: tuple[str, ...] = ()
     if prefix is None:

@@ -151,7 +151,7 @@ def _groups(moves: list[Move], unit: int, end: int, max_gap: int) -> Iterator[tu
     """
     group: list[Move] = []
     first = last = 0
-    for move in sorted(moves):
+    for move in sorted(moves):  # by offset, the first field
         start = move.offset // unit * unit
         stop = min(round_up(move.offset + move.nbytes, unit), end)
         if group and start - last > max_gap:

@@ -95,7 +95,7 @@ def run_plan(
         requested={"SRC": source.url, "files of SRC": source.fingerprint, **requested},
     )
     announce(plan.tensor_nbytes)
-    if dry_run:
+    if dry_run:  # only now, because `Output` has checked the target
         return Outcome()
     index, count = part
     files = plan.files[index::count]
@@ -103,7 +103,7 @@ def run_plan(
         return Outcome(published=True)  # another part has published since the target was listed
     # Without a journal, the target may have a published result: of this conversion, or of an older source.
     if resume and not output.had_journal and _is_written(plan, files, output, limits):
-        progress(sum(file.tensor_nbytes for file in files))
+        progress(sum(file.tensor_nbytes for file in files))  # all of them are done
         return Outcome(kept=output.share, published=True)
     kept = output.resume(partial(_intact_files, files, output, limits)) if resume else ()
     todo = [file for file in files if file.name not in kept]

@@ -31,7 +31,7 @@ StoredValue = Callable[[], Any]
 
 
 class ByteRange(NamedTuple):
-    """A range of a file that contains consecutive items of a tensor, unchanged."""
+    """A range of a file that stores consecutive items of a tensor without changes."""
 
     source: Source
     file: str

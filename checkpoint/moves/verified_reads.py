@@ -130,9 +130,9 @@ class VerifiedReads:
         self._store, self._striped = store, striped
         # `_lock` protects the dicts and is never held during a read; `_rereading` is held during second reads.
         self._lock, self._rereading = threading.Lock(), threading.Lock()
-        self._starts: dict[str, list[int]] = {}
-        self._ranges: dict[str, list[_Seen]] = {}  # by file, in the order of the starts
-        self._verified: dict[str, set[int]] = {}  # stripes, by file
+        self._starts: dict[str, list[int]] = {}  # file -> first bytes of its ranges, sorted for `bisect`
+        self._ranges: dict[str, list[_Seen]] = {}  # file -> its ranges, in the order of `_starts`
+        self._verified: dict[str, set[int]] = {}  # file -> indices of its verified stripes
 
     def read(self, file: str, offset: int, buffer: memoryview, begun: Begun | None = None) -> None:
         """Fill ``buffer`` from a file. A range or stripe is verified when its last byte has been read.

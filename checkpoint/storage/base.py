@@ -234,7 +234,7 @@ class Storage(ABC):
     # Temporary files of this age are not in use if no job has locked the folder.
     abandoned_after_s: float = 60.0
     visible_is_durable: bool = False  # whether every file that can be read survives a power loss
-    folders: MadeFolders = MadeFolders()  # the folders that this storage has made
+    folders: MadeFolders = MadeFolders()  # the folders that this storage has made; empty for object stores
 
     @property
     @abstractmethod
@@ -429,7 +429,7 @@ class Storage(ABC):
         """
         try:
             self._reader(name).read_at(offset, [buffer])
-        except (FileNotFoundError, NotADirectoryError) as error:
+        except (FileNotFoundError, NotADirectoryError) as error:  # the second: a parent of the name is a file
             raise self._missing(name) from error
         except EOFError as error:
             raise CorruptCheckpointError(

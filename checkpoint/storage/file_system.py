@@ -151,7 +151,7 @@ def sync_names(folder: Path) -> bool:
 
 
 def _renamed(one: Path, other: Path, flags: int) -> bool:
-    """Rename with flags of renameat2(2); returns False if they are not supported."""
+    """Rename with flags of renameat2(2); returns False if the kernel or the file system lacks the flags."""
     arguments = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     renameat2 = _c_function("renameat2", *arguments)
     if renameat2 is None:

@@ -396,7 +396,7 @@ class LocalStorage(Storage):
         if not self._whole_files:
             return _LocalReader(path, lasting=False)
         reader = self._open_files.get(name) or _LocalReader(path, lasting=True)
-        if len(self._open_files) < _MAX_OPEN_FILES:  # otherwise it is closed when the caller drops the reader
+        if len(self._open_files) < _MAX_OPEN_FILES:  # otherwise the file is closed with the caller's reader
             self._open_files[name] = reader
         return reader
 

@@ -219,7 +219,7 @@ class _RemoteWriter(_StreamWriter):
                 self._file.discard()
         finally:
             if self._is_upload:
-                # Otherwise the garbage collector closes the file, which publishes it.
+                # Marked as closed, because otherwise the garbage collector closes the file, which publishes it.
                 self._file.closed = True
 
 
@@ -443,6 +443,7 @@ class RemoteStorage(Storage):
         bucket = self._root.lstrip("/").partition("/")[0]
         try:
             # Some stores list a missing bucket as empty, so list the bucket itself then.
+            # Other protocols, such as memory://, create their folders when they write.
             if not self.list_folder("") and self.location[0] in _WITH_BUCKETS:
                 self.retrying(lambda: self.filesystem.ls(bucket, detail=False))
         except PermissionError as error:
