@@ -1,9 +1,9 @@
-"""Checkpoints of any format into any other, in bounded memory: the library behind ``vescale-convert``.
+"""Convert checkpoints from any supported format to any other, in bounded memory; behind ``vescale-convert``.
 
     source = open_source("checkpoint")  # native, DCP, Hugging Face, torch.save, zarr; path or URL
     convert(source, "out", "hf", ConvertOptions(assets="original_repo"))
 
-Pickles run no code unless the caller allows it, no training code is imported, and memory stays within
+Pickles run no code unless the caller allows it. No training code is imported. Working buffers stay within
 ``memory_budget_bytes``.
 """
 

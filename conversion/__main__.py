@@ -1,14 +1,14 @@
-"""``python -m vescale_fsdp.conversion`` is ``vescale-convert``."""
+"""Run ``vescale-convert`` as ``python -m vescale_fsdp.conversion``, for example under torchrun."""
 
 import sys
 
 
 def main() -> None:
-    """Entry point. Ctrl-C ends the command without a traceback, also while it is still being imported."""
-    try:
+    """Run the command line. Ctrl-C ends it without a traceback, even while its modules are being imported."""
+    try:  # inside the function, so that Ctrl-C during the import is caught too
         from vescale_fsdp.conversion.cli.main import main as run
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(130)  # the shells' exit status for SIGINT: 128 + 2
     run()
 
 

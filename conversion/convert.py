@@ -1,7 +1,7 @@
-"""`convert`, the function of every ``to-...`` command: reads a source and writes it in another format.
+"""`convert` reads a checkpoint and writes it in another format. Every ``to-...`` command calls it.
 
-Modules that only some conversions need (casts, key rules, adapters) are imported by the step that needs them, since
-importing them all takes longer than a small conversion.
+Functions import the modules that only some conversions need (casts, key rules, adapters), because importing all of
+them takes longer than a small conversion.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ from vescale_fsdp.errors import ConversionError, format_bytes, some
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import Compare
 
+# A warning for native targets on several ranks.
 _ORDER_LOST = (
     "safetensors files do not keep the order of a model's parameters: a start on several ranks may have to move "
     "pieces between them, which only costs time"
 )
 
-# Kinds of sources that may have a model's settings next to its weights.
+# Kinds of sources whose folders may contain config.json and tokenizer files.
 _WITH_SETTINGS = ("hf", "bin", "shards", "deepspeed", "ranks")
 
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """The result of a conversion, or of a dry run.
+    """The result of a conversion or a dry run.
 
     Examples:
         >>> import torch
@@ -69,25 +70,25 @@ class ConvertReport:
     tied: dict[str, str]  # name left out -> name under which its bytes are stored
     casts: dict[str, tuple[str, str]]  # name -> (type before, type after)
     uncast: tuple[str, ...]  # codes and scales of quantized weights, which keep their types
-    left_assets: tuple[str, ...]  # files next to the settings that are not copied
+    left_assets: tuple[str, ...]  # files in the assets folder that are not copied
     warnings: tuple[str, ...]
     dry_run: bool
     part: tuple[int, int]  # index of this process's share of the files, and how many shares there are
-    check: ClassCheck | None = None  # of a Hugging Face folder; None if another part publishes it
+    check: ClassCheck | None = None  # None without a model class, or if another part publishes the result
 
     @property
     def dropped_optimizer(self) -> int:
-        """Optimizer entries of the source that are not in the result."""
+        """Number of the source's optimizer entries that are not in the result."""
         return len(set(self.state.left_out).intersection(self.state.model.optimizer))
 
     @property
     def dropped_others(self) -> tuple[str, ...]:
-        """Other entries of the source that are not in the result."""
+        """Names of the source's entries outside the optimizer that are not in the result."""
         optimizer = set(self.state.model.optimizer)
         return tuple(name for name in self.state.left_out if name not in optimizer)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for ``--json``."""
+        """Return the report as JSON values, as ``--json`` prints it."""
         return {
             "source": {
                 "kind": self.source.kind,
@@ -128,11 +129,11 @@ def convert(
         kind: ``"native"``, ``"dcp"``, ``"zarr"``, ``"hf"``, ``"adapter"`` or ``"torch"``.
         options: None for the defaults.
         progress: called with bytes written since the last call, from several threads.
-        announce: called once, before the first byte, with the number of bytes of tensors.
+        announce: called once, before the first write, with the total number of tensor bytes.
 
     Raises:
-        ConversionError: if the target is refused, the state cannot be expressed in the format, or the class that a
-            Hugging Face folder's config.json names does not load the result. Then no file has its final name.
+        ConversionError: if the target is refused, the format cannot store the state, or the model class that
+            config.json names does not load the resulting Hugging Face folder. No file has its final name then.
         CorruptCheckpointError: if the source is damaged.
 
     Examples:
@@ -146,10 +147,10 @@ def convert(
     options, target = options or ConvertOptions(), os.fspath(target)
     with gc_paused():  # scanning the objects of a large plan takes seconds
         report = plan_conversion(source, target, kind, options)
-        checks: list[ClassCheck] = []
+        checks: list[ClassCheck] = []  # only the latest check; a list, so that `require` can replace it
 
         def require(check: ClassCheck | None) -> None:
-            """Refuse a result that its model class does not load; keep the last check for the report."""
+            """Raise if the model class does not load the result; keep the check for the report."""
             if check is not None:
                 check.require(target, is_required=options.require_check)
                 checks[:] = [check]
@@ -158,8 +159,9 @@ def convert(
             report.plan.when_written(read)
             require(check_written(report.plan, read, find_quantized))
 
-        # `check_files` asks the class about the written files. A dry run writes none, so it asks here.
-        # Other runs ask here only if the table finds problems.
+        # A check by the class itself takes a slow child process. `check_files` runs it for the written files. A dry
+        # run writes no files, so it runs here. Otherwise it runs here only if the shipped table finds problems, so
+        # that an error comes before any data is copied.
         require(check_planned(report.plan, find_quantized, asks="always" if options.dry_run else "doubt"))
         outcome = run_plan(
             replace(report.plan, when_written=check_files),
@@ -174,19 +176,19 @@ def convert(
             progress=progress,
             announce=announce,
         )
-        # No check yet: another part or an earlier run published the result.
+        # Another part or an earlier run has published the result, so `check_files` was not called.
         if outcome.published and not checks:
             require(check_planned(report.plan, find_quantized))
-    warnings = (*report.warnings, *_overflows(report.state))
+    warnings = (*report.warnings, *_overflows(report.state))  # overflows are known only after the copy
     return replace(report, outcome=outcome, check=checks[0] if checks else None, warnings=warnings)
 
 
 def _limits_of(options: ConvertOptions, source: Source, state: CarriedState) -> CopyLimits:
-    """Memory and threads; chunks that are decoded whole count toward the budget."""
+    """Return the limits for memory and threads; memory for decoding a whole chunk is part of the budget."""
     limits = options.limits
     if options.merge is not None:
         limits = replace(limits, threads=1)  # each thread of a merge would hold a whole matrix
-    if source.decoded:
+    if source.decoded:  # each thread needs memory for the largest chunk of any tensor that the plan reads
         names = (name for view in state.views.values() for _, name in view.sources())
         nbytes, name = max(((source.decoded.get(name, 0), name) for name in names), default=(0, ""))
         limits = limits.decoding(name, nbytes)
@@ -194,7 +196,7 @@ def _limits_of(options: ConvertOptions, source: Source, state: CarriedState) -> 
 
 
 def _overflows(state: CarriedState) -> list[str]:
-    """A warning if values were too large for the types that this run rounded them to."""
+    """Return a warning if casts of this run turned finite values into infinities, else an empty list."""
     overflows = [
         f"{name} ({count} of {view.info.numel} as {view.info.dtype.name})"
         for name, view in state.views.items()
@@ -206,10 +208,14 @@ def _overflows(state: CarriedState) -> list[str]:
 def plan_conversion(
     source: Source, target: str, kind: str, options: ConvertOptions, is_equal: Compare | None = None
 ) -> ConvertReport:
-    """Plan what `convert` writes, from metadata. The arguments are those of `convert`.
+    """Plan what `convert` writes. Reads metadata and small tensors, and compares tensors that config.json ties.
 
     Args:
-        is_equal: compares two tensors that config.json ties; by default their bytes are read.
+        source, target, kind, options: as for `convert`.
+        is_equal: compares two tied tensors; by default their bytes are read and compared.
+
+    Returns:
+        A report without an outcome and without a check.
     """
     if kind not in TARGETS:
         raise ConversionError(
@@ -223,25 +229,27 @@ def plan_conversion(
     warnings = [*source.warnings, *state.warnings]
     described = sorted(source.file_metadata.keys() - {"format"})  # the writer adds "format" itself
     changes_tensors = any((options.dequantize, options.quantize, options.rules, options.merge))
+    # Other formats have no __metadata__, and it may describe tensors that this conversion changes.
     if described and (kind != "hf" or changes_tensors):
         state = replace(state, file_metadata={})
         warnings.append(f"__metadata__ of safetensors files is left out: {some(described)}")
-    # After the rules, since ties are known by the names of the result.
+    # After the rules, because config.json ties weights by their names in the result.
     state, tied, tie_warnings = _with_ties(state, kind, source, assets, is_equal)
     warnings += tie_warnings
     state = _newly_quantized(state, options, assets, source)
     quantized = _quantized_names(state, options, kind, assets, source)
-    # After ties and scales were found, which needs all names.
+    # Only now, because ties and scales can only be found among all names.
     state = state.filtered(options.include, options.exclude)
     _check_names([*state.views, *state.values])
     _check_growth(state, source, keeps_repeats=TARGETS[kind].keeps_repeats)
     state, casts = _with_casts(state, kind, options, assets, quantized)
-    if kind == "hf":
+    if kind == "hf":  # after the casts: config.json must name the types that are written
         infos = [view.info for view in state.views.values()]
         if options.dequantize is not None or options.quantize:
             assets.correct_dtype(infos, quantized)
         if not options.no_assets:
             warnings += assets.disagreements(infos, quantized)
+    # These sources are safetensors files. With one rank, no parts of tensors move between ranks.
     if kind == "native" and source.kind in ("hf", "safetensors", "shards") and options.ranks > 1:
         warnings.append(_ORDER_LOST)
     uncast = (name for name in state.views if name in quantized and name not in casts)
@@ -262,22 +270,22 @@ def plan_conversion(
 
 
 def _assets_for(source: Source, kind: str, options: ConvertOptions) -> Assets:
-    """The settings files that are copied into a Hugging Face folder: the requested ones, else the source's own."""
+    """Return the settings files to copy into a Hugging Face folder: from ``assets``, else the source's own."""
     url = options.assets or None
     if url is None and not options.no_assets and kind == "hf" and source.kind in _WITH_SETTINGS:
         own = own_settings(source.store)
         url = None if own is None else own.where
-    # None for an adapter: the assets belong to its base model, and `adapter_state` reads them.
+    # None for an adapter: it needs only adapter_config.json, which `adapter_state` and `plan_adapter` read.
     return Assets(None if kind == "adapter" else url, options.include_asset)
 
 
 def _config(assets: Assets, source: Source) -> dict[str, Any]:
-    """The config.json that is copied, else the source's own; empty if there is none."""
+    """Return the config.json that is copied, else the source's own; empty if there is none."""
     return assets.config if assets.config is not None else own_config(source.store)
 
 
 def _state_for(kind: str, source: Source, options: ConvertOptions) -> CarriedState:
-    """The entries of the source that the target stores, under the names of the target."""
+    """Return the source's entries that the target stores, under the target's names."""
     if kind == "adapter":
         from vescale_fsdp.conversion.formats.peft import adapter_state
 
@@ -293,7 +301,7 @@ def _state_for(kind: str, source: Source, options: ConvertOptions) -> CarriedSta
 def _dequantized(
     state: CarriedState, options: ConvertOptions, assets: Assets, source: Source
 ) -> CarriedState:
-    """Dequantize weights if requested, and update config.json."""
+    """Dequantize weights if requested, and remove the quantization from config.json."""
     if options.dequantize is None:
         return state
     from vescale_fsdp.checkpoint.moves.casting import float_type
@@ -316,9 +324,10 @@ def _merged(
     from vescale_fsdp.conversion.formats.peft import PeftConfig, require_adapter
     from vescale_fsdp.conversion.merge_adapter import merged_state
 
-    if source.kind == "hf":  # an adapter has the names of the model in memory, not those in files
+    # peft names weights as the model in memory does. Files may have other names, so rules rename them first.
+    if source.kind == "hf":
         state = _with_rules(state, kind, replace(options, rules_to="ours"), assets, source)
-    require_adapter(options.merge)
+    require_adapter(options.merge)  # before opening, since its error lists the files of the folder
     adapter = open_source(options.merge, kind="adapter")
     peft_config = PeftConfig.read(adapter.store, "pass the folder that peft saved")
     return merged_state(state, adapter, peft_config, _config(assets, source))
@@ -327,7 +336,7 @@ def _merged(
 def _with_rules(
     state: CarriedState, kind: str, options: ConvertOptions, assets: Assets, source: Source
 ) -> CarriedState:
-    """Apply key rules if requested."""
+    """Rename and reshape tensors by key rules if requested."""
     if options.rules is None:
         return state
     from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
@@ -348,9 +357,9 @@ def _with_ties(
     """Leave out tied weights, or store them, as the target requires.
 
     Returns:
-        The state; the names that are left out, with the name that each is tied to; warnings if config.json ties weights
-        that differ.
+        The state; left-out name -> stored name of the same weight; warnings about ties.
     """
+    # An adapter has no tied weights. Without config.json, nothing says which weights are tied.
     if kind == "adapter" or (kind == "hf" and assets.config is None):
         return state, {}, ()
     from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import absent_names, find_ties, left_out_by
@@ -358,11 +367,11 @@ def _with_ties(
     if kind == "hf":
         tied, warnings, differing = find_ties(state.views, assets.settings, is_equal)
         if differing:
-            # The result's config.json ties nothing, so the names that the class would tie are all stored.
+            # Untying in config.json keeps both values. It unties all weights, so every name must then be stored.
             state = state.with_aliases(absent_names(assets.settings, state.views))
             assets.untie()
             tied, _, differing = find_ties(state.views, assets.settings, is_equal)
-            if differing:
+            if differing:  # some classes tie weights whatever config.json says
                 alias, kept = next(iter(differing.items()))
                 raise ConversionError(
                     "The class that config.json names ties weights that differ.",
@@ -372,6 +381,7 @@ def _with_ties(
                     todo=f"leave one out, such as --exclude {alias}, or pass the config.json of the right class",
                 )
         return state.without(tied), tied, warnings
+    # Other formats store every name, so the names that a Hugging Face source leaves out are added again.
     aliases, warnings_of_class = left_out_by(source, state.views)
     return state.with_aliases(aliases), {}, warnings_of_class
 
@@ -379,7 +389,7 @@ def _with_ties(
 def _newly_quantized(
     state: CarriedState, options: ConvertOptions, assets: Assets, source: Source
 ) -> CarriedState:
-    """Quantize weights if requested, and update config.json."""
+    """Quantize weights if requested, and describe the quantization in config.json."""
     if not options.quantize:
         return state
     from vescale_fsdp.conversion.quantization import newly_quantized
@@ -392,7 +402,7 @@ def _newly_quantized(
 def _quantized_names(
     state: CarriedState, options: ConvertOptions, kind: str, assets: Assets, source: Source
 ) -> frozenset[str]:
-    """Names of codes and scales, which casts do not change; empty if no later step uses the names."""
+    """Return the names of codes and scales, which casts leave unchanged; empty if no later step uses them."""
     has_config = assets.config is not None
     if not options.dtype and not (kind == "hf" and has_config):
         return frozenset()
@@ -403,10 +413,10 @@ def _quantized_names(
 def _with_casts(
     state: CarriedState, kind: str, options: ConvertOptions, assets: Assets, quantized: frozenset[str]
 ) -> tuple[CarriedState, dict[str, tuple[str, str]]]:
-    """Cast floats if requested, and update config.json.
+    """Cast floats if requested, and name the default type in config.json.
 
     Returns:
-        The state, and the types of each cast tensor before and after.
+        The state, and name -> (type before, type after) of each tensor that was cast.
     """
     if not options.dtype:
         return state, {}
@@ -421,7 +431,7 @@ def _with_casts(
 
 
 def _check_is_model(source: Source) -> None:
-    """Refuse an adapter as a source: without its base it is not a model."""
+    """Raise if the source is an adapter, which is not a model without its base."""
     if source.kind == "adapter":
         raise ConversionError(
             "This is an adapter, not a model.",
@@ -434,11 +444,11 @@ def _check_is_model(source: Source) -> None:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Refuse names that cannot be encoded as UTF-8, which plans, journals and most formats need."""
+    """Raise for names that cannot be encoded as UTF-8, which plans, journals and most formats require."""
     for name in names:
         try:
             name.encode()
-        except UnicodeEncodeError as error:
+        except UnicodeEncodeError as error:  # half a surrogate pair, which a pickle may contain
             raise ConversionError(
                 "A name is not valid text.",
                 expected="names of whole Unicode characters",
@@ -448,12 +458,13 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _check_growth(state: CarriedState, source: Source, *, keeps_repeats: bool) -> None:
-    """Refuse a result that is far larger than the bytes that the source stores.
+    """Raise if the result would be far larger than the bytes that the source stores.
 
-    A hostile file of a kilobyte can describe a tensor of terabytes: strides repeat one item, or chunks are absent.
+    A hostile file of a kilobyte can describe a tensor of terabytes: by strides that repeat one item, or chunks that
+    are not stored.
 
     Args:
-        keeps_repeats: whether the target writes items that strides repeat only once.
+        keeps_repeats: whether the target writes an item that strides repeat only once.
     """
 
     def written_bytes(view: TensorView) -> int:
@@ -462,8 +473,8 @@ def _check_growth(state: CarriedState, source: Source, *, keeps_repeats: bool) -
     sizes = {name: written_bytes(view) for name, view in state.views.items()}
     total = sum(sizes.values())
     if not is_inflated(total, 0):
-        return  # small enough, however few bytes are stored
-    # By id: several tensors may read the same stored one, which counts once.
+        return  # below the limit for which stored bytes do not matter
+    # By source and name: several views may read one stored tensor, whose bytes count once.
     inputs = {(id(each), name): each for view in state.views.values() for each, name in view.sources()}
     stored = {key: each.tensors[key[1]].stored_nbytes for key, each in inputs.items()}
     if not is_inflated(total, sum(stored.values())):
@@ -472,7 +483,7 @@ def _check_growth(state: CarriedState, source: Source, *, keeps_repeats: bool) -
     def stored_of(name: str) -> int:
         return sum(stored[id(each), part] for each, part in state.views[name].sources())
 
-    worst = max(sizes, key=lambda name: sizes[name] - stored_of(name))
+    worst = max(sizes, key=lambda name: sizes[name] - stored_of(name))  # the tensor to leave out
     raise ConversionError(
         "The source stores far fewer values than the result would have.",
         expected=f"at most {MOST_GROWTH} times the bytes that are stored, or {format_bytes(UNCHECKED_BYTES)}",

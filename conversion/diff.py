@@ -1,4 +1,4 @@
-"""Compare two checkpoints of any formats: names, shapes, types, values."""
+"""Compare the names, shapes, types and values of two checkpoints, each of any supported format."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from vescale_fsdp.layout.model_shapes import natural_key
 from vescale_fsdp.views.float_codes import cast_array
 
 _READ_BYTES = 4 * 2**20  # 4 MiB per side
-Views = dict[tuple[str, str], TensorView]  # by ("model", name in the model) or ("other", full name)
-_F64 = dtype_from_torch("float64")
+# Keys are ("model", name in the model) or ("other", full name).
+Views = dict[tuple[str, str], TensorView]
+_F64 = dtype_from_torch("float64")  # all other float types convert to it without rounding
 
 
 class _Tolerance(NamedTuple):
-    """Arguments of `diff` that define when two values are equal."""
+    """The arguments of `diff` that define when two values are equal."""
 
     rtol: float
     atol: float
@@ -39,13 +40,13 @@ class _Tolerance(NamedTuple):
 
     @property
     def is_bitwise(self) -> bool:
-        """Whether bytes are compared, not numbers."""
+        """Whether values are compared byte by byte instead of as numbers."""
         return not (self.rtol or self.atol or self.ignore_dtype)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One way in which two checkpoints differ: ``kind`` is only_a, only_b, shape, dtype or value.
+    """One difference between two checkpoints; ``kind`` is only_a, only_b, shape, dtype or value.
 
     Examples:
         >>> Difference("w", "shape", "(4,) and (5,)").to_json()["kind"]
@@ -57,7 +58,7 @@ class Difference:
     text: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the difference as JSON values."""
         return {"name": self.name, "kind": self.kind, "text": self.text}
 
 
@@ -72,17 +73,17 @@ def diff(
     model_prefix: str | None = None,
     progress: Progress = no_progress,
 ) -> tuple[tuple[Difference, ...], int]:
-    """All differences, and the number of tensors that were compared.
+    """Return all differences, and the number of tensors that both sides have.
 
-    Models are compared under their own names, whatever their prefixes. Everything else, including values that are not
-    tensors, is compared by full name, unless one checkpoint contains only a model, as a Hugging Face folder does.
+    Tensors of models are matched by their names without the model's prefix. All other tensors and values are matched
+    by full name. They are ignored if one checkpoint contains only a model, as a Hugging Face folder does.
 
     Args:
         a, b: opened checkpoints.
         rtol, atol: floats are equal if ``|a - b| <= atol + rtol * |b|``. If both are 0, bytes are compared.
         ignore_dtype: compare floats of different dtypes by value.
         model_only: compare only the models.
-        model_prefix: the prefix of the model's names, on the sides that have such names; None to detect it.
+        model_prefix: the prefix of the model's names; ignored for a side that has no such names. None to detect it.
         progress: called with bytes read since the last call.
 
     Raises:
@@ -101,11 +102,13 @@ def diff(
     tolerance = _Tolerance(rtol, atol, ignore_dtype)
     left, right = matched_views(a, b, model_prefix)
     has_others = [s.values or any(key[0] == "other" for key in v) for s, v in ((a, left), (b, right))]
-    compares_all = not model_only and all(has_others)  # a model alone would differ in everything else
+    # If one side is a model alone, every other entry of the other side would be reported as a difference.
+    compares_all = not model_only and all(has_others)
     if not compares_all:
         left, right = ({k: v for k, v in side.items() if k[0] == "model"} for side in (left, right))
     differences: list[Difference] = []
-    for key in sorted({*left, *right}, key=lambda key: (key[0], natural_key(key[1]))):  # the model first
+    # "model" sorts before "other", and layer 2 before layer 10.
+    for key in sorted({*left, *right}, key=lambda key: (key[0], natural_key(key[1]))):
         if key not in right:
             differences.append(Difference(key[1], "only_a", f"only in {a.url}"))
         elif key not in left:
@@ -114,13 +117,13 @@ def diff(
             differences += _compare(key[1], left[key], right[key], tolerance, progress)
     if compares_all:
         differences += _compare_values(a, b)
-    if {a.kind, b.kind} <= {"hf", "safetensors"}:
+    if {a.kind, b.kind} <= {"hf", "safetensors"}:  # no other format has __metadata__ to compare
         differences += _compare_metadata(a, b)
     return tuple(differences), len(left.keys() & right.keys())
 
 
 def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tuple[Views, Views]:
-    """The tensors of both sides, by keys that are equal for the same tensor.
+    """Return the tensors of ``a`` and ``b``, under keys that are equal for the same tensor.
 
     Raises:
         ConversionError: if neither side has a tensor, or no tensor has the prefix.
@@ -133,6 +136,7 @@ def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tupl
             got=f"{a.url} and {b.url}",
             todo="list their contents with: vescale-convert inspect",
         )
+    # One side may lack the prefix, such as a Hugging Face folder, but not both.
     if not any(name.startswith(start) for source in (a, b) for name in source.tensors):
         raise ConversionError(
             "No tensor has the model's prefix.",
@@ -147,7 +151,8 @@ def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tupl
 
 
 def _compare_metadata(a: Source, b: Source) -> Iterator[Difference]:
-    """Differences of the ``__metadata__`` of safetensors files; loaders of quantized tensors may need it."""
+    """Return differences of the ``__metadata__`` of safetensors files, which loaders of quantized tensors may read."""
+    # "format" names the framework ("pt"), and every writer sets it.
     left, right = (
         {f"__metadata__ {k}": v for k, v in s.file_metadata.items() if k != "format"} for s in (a, b)
     )
@@ -156,7 +161,7 @@ def _compare_metadata(a: Source, b: Source) -> Iterator[Difference]:
 
 
 def _compare_values(a: Source, b: Source) -> Iterator[Difference]:
-    """Differences of the values that are not tensors."""
+    """Return differences between values that are not tensors."""
     for name in sorted({*a.values, *b.values}, key=natural_key):
         left, right = ({name: s.values[name]()} if name in s.values else {} for s in (a, b))
         yield from _compare_value(name, left, right, a, b)
@@ -165,6 +170,7 @@ def _compare_values(a: Source, b: Source) -> Iterator[Difference]:
 def _compare_value(
     name: str, left: Mapping[str, Any], right: Mapping[str, Any], a: Source, b: Source
 ) -> Iterator[Difference]:
+    """Return the difference between two values, if any; a side without the value lacks the key."""
     if name not in right:
         yield Difference(name, "only_a", f"only in {a.url}")
     elif name not in left:
@@ -174,20 +180,23 @@ def _compare_value(
 
 
 def _is_same(left: Any, right: Any) -> bool:
-    """Whether two values that are not tensors are equal; NaN equals NaN, as in tensors."""
+    """Return whether two values that are not tensors are equal; NaN equals NaN, as in tensors."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return left.keys() == right.keys() and all(_is_same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        # Not ==, which compares NaN inside by identity.
+        # Not ==: in lists it treats a NaN as equal only to the same object.
         return type(left) is type(right) and len(left) == len(right) and all(map(_is_same, left, right))
-    return bool(left == right or (left != left and right != right))
+    return bool(left == right or (left != left and right != right))  # only NaN differs from itself
 
 
 def _views(source: Source, prefix: str | None) -> Views:
+    """Return views of all tensors of one side."""
     start = f"{prefix.rstrip('.')}." if prefix else ""
+    # `find_model` raises for a prefix that matches nothing; here only one of the two sides needs the prefix.
     has_prefix = prefix is not None and any(name.startswith(start) for name in source.tensors)
     model = find_model(source, prefix if has_prefix else None)
-    counters = {name for name in model.names if not source.info(name).shape}
+    counters = {name for name in model.names if not source.info(name).shape}  # may lack DDP's prefix
+    # With several models, `names` has full names, which are matched unchanged.
     names = model.names if model.candidates else unwrapped_names(model.names, counters, source.url)
     return {
         ("model", names[name]) if name in names else ("other", name): SourceView(source, name, name)
@@ -196,10 +205,10 @@ def _views(source: Source, prefix: str | None) -> Views:
 
 
 def _add_aliases(source: Source, views: Views, others: Views) -> None:
-    """Add the names of tied weights that a Hugging Face folder leaves out and the other side has."""
+    """Add names of tied weights to ``views``: those that a Hugging Face folder leaves out and the other side stores."""
     missing = others.keys() - views.keys()
     if not any(key[0] == "model" for key in missing):
-        return
+        return  # `left_out_by` may start a process that imports transformers, which is slow
     aliases, _ = left_out_by(source, [name for kind, name in views if kind == "model"])
     views.update({("model", name): views["model", aliases[name]] for _, name in missing if name in aliases})
 
@@ -207,20 +216,21 @@ def _add_aliases(source: Source, views: Views, others: Views) -> None:
 def _compare(
     name: str, a: TensorView, b: TensorView, tolerance: _Tolerance, progress: Progress
 ) -> list[Difference]:
+    """Compare two tensors of one name; returns at most one difference."""
     left, right = a.info, b.info
     if left.shape != right.shape:
         return [Difference(name, "shape", f"{left.shape} and {right.shape}")]
     if left.dtype != right.dtype and not tolerance.ignore_dtype:
         return [Difference(name, "dtype", f"{left.dtype.name} and {right.dtype.name}")]
     numeric = {left.dtype.kind, right.dtype.kind} == {"float"} and not tolerance.is_bitwise
-    if left.dtype != right.dtype and not numeric:
+    if left.dtype != right.dtype and not numeric:  # `ignore_dtype` applies to floats only
         return [Difference(name, "dtype", f"{left.dtype.name} and {right.dtype.name}")]
     a, b, repeats = _without_common_repeats(a, b)
     count, worst = 0, 0.0
-    # In items, so that pieces of both sides match even if the dtypes differ.
+    # A number of items, not of bytes, so that pieces of both sides match even if the dtypes differ.
     step = _READ_BYTES // max(left.dtype.itemsize, right.dtype.itemsize)
     for p, q in zip(pieces_of(a, _READ_BYTES, step), pieces_of(b, _READ_BYTES, step), strict=True):
-        x, y = p.view(left.dtype.raw), q.view(right.dtype.raw)
+        x, y = p.view(left.dtype.raw), q.view(right.dtype.raw)  # integers: numpy lacks bfloat16 and float8
         progress(p.nbytes + q.nbytes)
         if numeric:
             bad, largest = _far(x, left.dtype, y, right.dtype, tolerance)
@@ -235,10 +245,15 @@ def _compare(
 
 
 def _without_common_repeats(a: TensorView, b: TensorView) -> tuple[TensorView, TensorView, int]:
-    """Both tensors, reduced along the dims in which both repeat items; and the number of repeats of each item.
+    """Reduce both tensors along the dims in which both repeat items (stride 0).
+
+    Without this, a small hostile file that describes terabytes would be compared for hours.
+
+    Returns:
+        The reduced tensors, and how often each of their items occurs in the full tensors.
 
     Raises:
-        ConversionError: if the rest is still far larger than the bytes that are stored.
+        ConversionError: if the reduced tensors are still far larger than their stored bytes.
     """
     dims = sorted({*repeated_dims(a)} & {*repeated_dims(b)})
     left, right = without_repeats(a, dims), without_repeats(b, dims)
@@ -252,16 +267,17 @@ def _without_common_repeats(a: TensorView, b: TensorView) -> tuple[TensorView, T
             where=f"tensor {a.info.name}",
             todo="compare the stored bytes in Python, or a sample: vescale-convert report A --against B",
         )
-    return left, right, a.info.numel // max(1, left.info.numel)  # max: empty tensors
+    return left, right, a.info.numel // max(1, left.info.numel)  # not 0, which empty tensors would divide by
 
 
 def _far(x: np.ndarray, a: DType, y: np.ndarray, b: DType, tolerance: _Tolerance) -> tuple[int, float]:
-    """The number of values that are too far apart (NaN equals NaN), and the largest distance."""
+    """Return the number of values that are too far apart (NaN equals NaN), and the largest distance."""
     p, q = cast_array(x, a, _F64).view(np.float64), cast_array(y, b, _F64).view(np.float64)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # inf - inf
         distance = np.abs(p - q)
         same = (p == q) | (np.isnan(p) & np.isnan(q))
-        # atol + rtol * inf is infinite too, so a distance must be finite to be near.
+        # If q is infinite, so is the tolerance: a finite p would be near. A distance must therefore be finite.
         near = np.isfinite(distance) & (distance <= tolerance.atol + tolerance.rtol * np.abs(q))
         far = ~same & ~near
+    # nanmax, because the distance to a NaN is NaN; initial, because a piece may be empty.
     return int(np.count_nonzero(far)), float(np.nanmax(np.where(same, 0.0, distance), initial=0.0))

@@ -1,8 +1,8 @@
-"""`HuggingFace`: a form of `save` that writes a Hugging Face repository straight from live shards.
+"""`HuggingFace`: a format for `save` that writes a Hugging Face repository directly from live shards.
 
-The save is a conversion: key rules, casts and ties are planned by `plan_conversion`, with the ranks' shards as the
-source, so the folder has the same bytes as one converted from a native checkpoint. So the class is in this package.
-The reader, the writer and the checks of the format are in `checkpoint.formats.huggingface`, which has no key rules.
+The save is a conversion whose source is the ranks' shards. `plan_conversion` plans key rules, casts and ties, so the
+folder has the same bytes as one converted from a native checkpoint. The class is in ``conversion`` because it uses key
+rules. The reader, the writer and the checks of the format are in `checkpoint.formats.huggingface`.
 """
 
 from __future__ import annotations
@@ -49,38 +49,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(Form):
-    """Write a Hugging Face repository: for ``save(..., format=)`` and ``CheckpointManager(export=)``.
+    """Write a Hugging Face repository; an argument of ``save(..., format=)`` and ``CheckpointManager(export=)``.
 
     Examples:
         >>> from vescale_fsdp.conversion import HuggingFace
         >>> form = HuggingFace(assets="original_repo", dtype="bfloat16")
         >>> save("out", {"model": model, "optimizer": optimizer}, format=form)  # doctest: +SKIP
 
-    The optimizer is left out. Each rank writes its part of the files, and no tensor is gathered. Ranks send each other
-    small parts only where key rules, or shards along other dims than the first, mix the bytes of several ranks.
+    The optimizer is left out. Each rank writes its part of the files, and no tensor is gathered. Ranks exchange small
+    parts only where the bytes of several ranks alternate in a file: after some key rules, and for shards along other
+    dims than the first.
 
     Args:
-        assets: folder or URL with config.json, tokenizer files and so on, to be copied.
-        rules: key rules from the model's names to Hugging Face's: a shipped set's name or a TOML file.
+        assets: folder or URL whose config.json, tokenizer files and so on are copied.
+        rules: key rules from the model's names to Hugging Face's: the name of a shipped set, or a TOML file.
         dtype: the type that floats are cast to, or several texts such as ``"*.gate.bias=float32"``.
         model_prefix: prefix of the model's names in the state, such as ``"model"``; all other entries are left out.
-            By default the model is detected, and entries outside the model and its optimizer are refused.
+            By default the model is detected, and a state with entries outside the model and its optimizer is refused.
         max_shard_bytes: maximum bytes of tensors per file.
         budget_bytes: maximum bytes of other ranks' tensors that a rank buffers.
-        require_check: refuse a save that the class in config.json does not load, or whose class is not in the shipped
-            table. By default a mismatch is a warning, since the class itself, which may accept other names too, is
-            not asked while a model trains.
+        require_check: raise unless the shipped table shows that the class in config.json loads the result. By default
+            a mismatch is only a warning: the class itself may accept other names too, but is not imported during
+            training.
 
     Raises:
-        ConversionError: for a dtype that floats cannot be cast to, or limits that are too small.
+        ConversionError: if floats cannot be cast to ``dtype``, or a limit is too small.
     """
 
     assets: str | os.PathLike[str]
     rules: str | None = None
     dtype: str | torch.dtype | Sequence[str] = ()
     model_prefix: str | None = None
-    max_shard_bytes: int = 5 * 10**9
-    budget_bytes: int = 64 << 20
+    max_shard_bytes: int = 5 * 10**9  # as for conversions, so that both write the same files
+    budget_bytes: int = 64 << 20  # 64 MiB
     require_check: bool = False
 
     def __post_init__(self) -> None:
@@ -95,12 +96,13 @@ class HuggingFace(Form):
 
     @property
     def _casts(self) -> tuple[str, ...]:
+        """``dtype`` as texts for `CastRules.parse`."""
         if isinstance(self.dtype, (str, Sequence)):
             return (self.dtype,) if isinstance(self.dtype, str) else tuple(self.dtype)
         return (dtype_name(self.dtype),)
 
     def arguments(self) -> Json:
-        """All options, with checksums of config.json and of the rules."""
+        """Return all options, with checksums of config.json and the rules, whose files may differ between nodes."""
         url = os.fspath(self.assets)
         config = Assets(url).config
         if config is None:
@@ -125,11 +127,11 @@ class HuggingFace(Form):
         }
 
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
-        """Lock the folder; refuse one with files that do not belong to a repository."""
+        """Lock the folder; raise if it has files that do not belong to a Hugging Face repository."""
         repository_folder(storage).claim(held, overwrite=overwrite)
 
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
-        """Plan a conversion of the ranks' shards, and write this rank's bytes of all files."""
+        """Plan a conversion of the ranks' shards, and write this rank's part of all files."""
         class_warnings = partial(self._class_warnings, share.storage.where)
         return write_repository(plan, share, self._planned, class_warnings, self.budget_bytes)
 
@@ -138,18 +140,19 @@ class HuggingFace(Form):
         repository_folder(storage).clear_away()
 
     def left_out(self, structure: Structure) -> Collection[str]:
-        """Names of the optimizer's tensors. The joint plan of all ranks may leave out more."""
+        """Return the names of the optimizer's tensors. `_planned` may leave out further tensors, such as tied ones."""
         leaves = NativeLeaves(structure, "the state")
         optimizer = set(optimizer_names(leaves.paths))
         kept = {number for name, number in leaves.tensors.items() if name not in optimizer}
         return [entry.name for number, entry in enumerate(structure.entries) if number not in kept]
 
     def _planned(self, shards: HeldShards, is_equal: Compare) -> tuple[OutputPlan, Sequence[str]]:
-        """The files of the repository, and warnings.
+        """Return the plan of the repository's files, and warnings.
 
         Raises:
             ConversionError: without ``model_prefix``, for entries outside the model and its optimizer.
         """
+        # An unexpected entry may be data that the user wants to keep, so only `model_prefix` drops it without an error.
         others = (*find_model(shards.source, self.model_prefix).others, *shards.source.omitted)
         if others and self.model_prefix is None:
             raise ConversionError(
@@ -170,12 +173,12 @@ class HuggingFace(Form):
         return report.plan, report.warnings
 
     def _class_warnings(self, where: str, plan: OutputPlan) -> Sequence[str]:
-        """Differences between the repository and the class in config.json, by the shipped table.
+        """Compare the repository with the class in config.json, by the shipped table; returns warnings.
 
         Raises:
-            ConversionError: with ``require_check``, if there are any, or the table has no answer.
+            ConversionError: with ``require_check``, if they differ, or the table lacks the class.
         """
-        # "never": a model trains meanwhile, so no child process imports its class.
+        # "never": training must not wait for a child process that imports the class.
         check = check_planned(plan, find_quantized, asks="never")
         problems = () if check is None else check.problems
         is_unknown = check is None or check.how == "not checked"
@@ -187,7 +190,7 @@ class HuggingFace(Form):
                 got=some(problems, 6) if problems else reason or "a class that is not in the table",
                 where=where,
                 todo="pass the model's own config.json as assets=, or rules= to its names; or leave out "
-                "require_check=True, and convert a native checkpoint with vescale-convert to-hf, which asks the class",
+                "require_check=True, and convert a native checkpoint with vescale-convert to-hf, which runs the class",
             )
         if check is None or not problems:
             return ()

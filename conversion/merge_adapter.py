@@ -1,11 +1,12 @@
-"""Merge an adapter into base weights, with the same arithmetic as peft's ``merge_and_unload``, one matrix at a time.
+"""Merge an adapter into base weights, one matrix at a time, with the same arithmetic as peft's ``merge_and_unload``.
 
     LoRA    W + (B A) * scaling          embeddings: the transpose of the product
     DoRA    m / |S| * S, per row         where S = W + (B A) * scaling
     IA3     W * l                        and the bias times l if l scales the layer's output
 
-The product of whole matrices differs in the last bits from products of their parts. So a weight is computed whole and
-kept until another weight is read: memory contains one matrix and its change. A conversion that merges uses one thread.
+The product of whole matrices differs in the last bits from products of their parts. Each weight is therefore computed
+as a whole, and kept until another weight is read: memory contains one matrix and its change. A conversion that merges
+uses one thread.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# The end of a tensor's name -> its letter in the formulas above, with "e" for embeddings; "b" is a bias.
+# The end of a tensor's name -> its letter in the formulas above. "Ae" and "Be" belong to embeddings; "b" is a bias.
 _PARTS = {
     ".lora_A.weight": "A",
     ".lora_B.weight": "B",
@@ -46,15 +47,17 @@ _PARTS = {
 def merged_state(
     base: CarriedState, adapter: Source, config: PeftConfig, model_config: Mapping[str, Any]
 ) -> CarriedState:
-    """The base with the adapter merged into its weights. If the adapter changes a tied weight, its aliases are stored
-    apart and keep their values, as in the model that was trained.
+    """Return the base with the adapter merged into its weights.
+
+    If the adapter changes a tied weight, the weight's other names become separate tensors with the old values, as in
+    the model that was trained.
 
     Args:
-        model_config: the base's config.json. The class that it names determines which weights are tied, and which are
-            stored as [in, out].
+        model_config: the base's config.json. The model class that it names determines which weights are tied, and
+            which are stored as [in, out].
 
     Raises:
-        ConversionError: if the base lacks weights that the adapter changes, or their shapes do not fit.
+        ConversionError: if the base lacks a weight that the adapter changes, or shapes do not match.
     """
     parts, whole_weights = _by_module(adapter)
     changed = [*(f"{module}.weight" for module in parts), *whole_weights]
@@ -72,7 +75,7 @@ def merged_state(
 
 
 def _by_module(adapter: Source) -> tuple[dict[str, dict[str, TensorView]], dict[str, TensorView]]:
-    """The tensors of an adapter: parts by module and letter, and whole weights by the base's names."""
+    """Split an adapter's tensors; returns module -> letter -> tensor, and the base's name -> whole weight."""
     parts: dict[str, dict[str, TensorView]] = {}
     whole_weights: dict[str, TensorView] = {}
     for name in adapter.tensors:
@@ -80,10 +83,11 @@ def _by_module(adapter: Source) -> tuple[dict[str, dict[str, TensorView]], dict[
         end = next((end for end in _PARTS if short.endswith(end)), None)
         if end is not None:
             parts.setdefault(short.removesuffix(end), {})[_PARTS[end]] = view
-        # Refused, since an unknown part would be taken for a whole weight.
+        # Parts that `_PARTS` lacks: without this error they would be regarded as whole weights.
         elif "lora_" in short or "ia3_" in short or "token_adapter" in short:
             raise _no_fit(f"parts such as {', '.join(_PARTS)}", name, adapter.url)
         else:
+            # In peft, the weight of a wrapped layer is in `base_layer`.
             whole_weights[short.replace(".base_layer.", ".")] = view
     if not parts and not whole_weights:
         raise _no_fit("tensors of an adapter", "none", adapter.url)
@@ -91,6 +95,7 @@ def _by_module(adapter: Source) -> tuple[dict[str, dict[str, TensorView]], dict[
 
 
 def _no_fit(expected: str, got: object, where: str, todo: str = "") -> ConversionError:
+    """Return the error for a mismatch of adapter and base; ``todo`` is appended to the usual advice."""
     base = (
         "pass the base that the adapter was trained on (base_model_name_or_path in its adapter_config.json)"
     )
@@ -101,21 +106,21 @@ def _no_fit(expected: str, got: object, where: str, todo: str = "") -> Conversio
 
 @dataclass
 class _Latest:
-    """The matrix that was computed last."""
+    """The merged matrix that was computed last, and the view that it belongs to."""
 
     view: MergedView | None = None
     raw: np.ndarray | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # eq=False: a dict cannot be hashed
 class MergedView(TensorView):
-    """A weight that is computed whole, from whole tensors.
+    """A merged weight, which is computed as a whole from whole tensors.
 
     Args:
         inputs: the base's weight, and the parts of the adapter.
-        compute: computes the new weight from the inputs; may write into the first.
-        recipe: identifies the computation.
-        latest: shared by all views, so that memory contains one matrix.
+        compute: computes the new weight from the inputs; may write into the first input.
+        recipe: text that identifies the computation, for `identity`.
+        latest: shared by all views of a merge, so that memory contains only one matrix.
         lost: name -> number of finite values that became infinite in the base's type.
     """
 
@@ -130,8 +135,8 @@ class MergedView(TensorView):
         return self.inputs[0].info
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
-        if self.latest.view is not self:
-            self.latest.view = self.latest.raw = None  # freed before the next matrix is computed
+        if self.latest.view is not self:  # a matrix is read box by box, but computed once
+            self.latest.view = self.latest.raw = None  # frees the last matrix before the next one is computed
             tensors = [_read(view) for view in self.inputs]
             before = int(tensors[0].isinf().sum())  # counted now, since `compute` may write into the tensor
             weight = self.compute(*tensors).to(tensors[0].dtype).contiguous()
@@ -148,7 +153,7 @@ class MergedView(TensorView):
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
         for view in self.inputs:
-            yield from view.parts(whole_box(view.info.shape))
+            yield from view.parts(whole_box(view.info.shape))  # any box needs all inputs
 
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
         return self.inputs[0].over(leaf)
@@ -162,6 +167,7 @@ class MergedView(TensorView):
 
 
 def _raw_type(tensor: torch.Tensor) -> torch.dtype:
+    """Return the unsigned integer type of the same size as the tensor's items."""
     import torch
 
     # numpy has no bfloat16 or float8, so bytes are passed as integers.
@@ -184,8 +190,8 @@ class _Merge:
     """A merge in progress.
 
     Attributes:
-        merged: name of a weight -> (the merged tensor, the name).
-        root: a prefix of the adapter's module names that the base's files leave out.
+        merged: name of a weight -> (the merged tensor, the same name), as `CarriedState.with_replaced` needs it.
+        root: the prefix of the adapter's module names that the base's names lack; usually empty.
     """
 
     base: Mapping[str, TensorView]
@@ -197,13 +203,16 @@ class _Merge:
     root: str = ""
 
     def find_root(self, names: list[str]) -> None:
-        """Find `root`: files of a model without its head leave out the model's name (``h.0`` for ``transformer.h.0``).
+        """Set `root`. A base saved without its head lacks the inner model's name: ``h.0``, not ``transformer.h.0``.
+
+        Args:
+            names: names of the weights that the adapter changes.
 
         Raises:
             ConversionError: if the base lacks one of the names.
         """
         first = {name.partition(".")[0] for name in names}
-        # All names are in one module, and the base has none of these names unchanged.
+        # A prefix is removed only if all names share their first part, and the base has none of the full names.
         if len(first) == 1 and not any(name in self.base for name in names):
             self.root = f"{first.pop()}."
         missing = [name for name in names if name.removeprefix(self.root) not in self.base]
@@ -213,10 +222,10 @@ class _Merge:
             raise _no_fit(expected, "none", self.where, todo)
 
     def add(self, module: str, parts: Mapping[str, TensorView]) -> None:
-        """Merge the adapter's parts of one module."""
+        """Merge the adapter's parts of one module into its weight, and its bias if the adapter changes that."""
         name = f"{module}.weight".removeprefix(self.root)
         base = self._current(name)
-        if base.info.dtype.kind != "float" or len(base.info.shape) != 2:
+        if base.info.dtype.kind != "float" or len(base.info.shape) != 2:  # quantized, or a convolution
             raise _no_fit(
                 "matrices of floats", f"{name}: {base.info.dtype.name} {base.info.shape}", self.where
             )
@@ -224,7 +233,7 @@ class _Merge:
         if "l" in parts:
             self._add_ia3(module, name, bias, parts["l"])
             return
-        suffix = "e" if "Ae" in parts else ""
+        suffix = "e" if "Ae" in parts else ""  # an embedding, for which the product is transposed
         is_complete = {f"A{suffix}", f"B{suffix}"} <= parts.keys()
         if not is_complete or (self.config.is_dora != ("m" in parts)):
             expected = "A, B and magnitudes" if self.config.is_dora else "A and B"
@@ -250,13 +259,15 @@ class _Merge:
     def _is_transposed(
         self, module: str, shape: tuple[int, ...], rows: tuple[int, ...], cols: tuple[int, ...]
     ) -> bool:
-        """Whether a weight is stored as [in, out], as Conv1D does. The shapes of the adapter's parts show it; for a
-        square weight, the model's class does. ``fan_in_fan_out`` of the adapter's config describes one module only.
+        """Return whether a weight is stored as [in, out], as by Conv1D, instead of [out, in], as by Linear.
+
+        The shapes of the adapter's parts decide; for a square weight, the model's class does. ``fan_in_fan_out`` in the
+        adapter's config is not used, because it describes only one module.
 
         Args:
-            shape: of the weight.
-            rows, cols: the adapter's number of rows and of columns, each as (number,); () if the adapter does not show
-                the number.
+            shape: the weight's shape.
+            rows, cols: the weight's number of rows and columns according to the adapter, as (number,) or, if unknown,
+                ().
 
         Raises:
             ConversionError: if the weight is square and its class is not known.
@@ -278,10 +289,11 @@ class _Merge:
         return known
 
     def _add_ia3(self, module: str, name: str, bias: str, scales: TensorView) -> None:
+        """Multiply a weight by IA3's factors; also its bias, if the factors scale the layer's output."""
         shape, factors = self._current(name).info.shape, scales.info.shape
         if len(factors) != 2 or 1 not in factors or max(factors) not in shape:
             raise _no_fit(f"factors {(shape[0], 1)} or {(1, shape[1])}", f"{name}: {factors}", self.where)
-        scales_input = factors[0] == 1
+        scales_input = factors[0] == 1  # [1, in] scales the layer's input, [out, 1] its output
         rows, cols = ((), factors[1:]) if scales_input else (factors[:1], ())
         is_transposed = self._is_transposed(module, shape, rows, cols)
         compute = partial(_with_ia3, is_transposed=is_transposed)
@@ -290,7 +302,7 @@ class _Merge:
             self._set(bias, (self._current(bias), scales), _with_ia3_bias, "IA3 bias")
 
     def _current(self, name: str) -> TensorView:
-        """A weight, with the changes that were merged so far."""
+        """Return a weight with the changes that were merged so far."""
         return self.merged[name][0] if name in self.merged else self.base[name]
 
     def _set(
@@ -299,19 +311,19 @@ class _Merge:
         self.merged[name] = (MergedView(inputs, compute, recipe, self.latest), name)
 
     def replace(self, name: str, view: TensorView) -> None:
-        """Replace a weight of the base by a weight that was trained whole."""
+        """Replace a weight of the base by a weight that was trained as a whole (peft's ``modules_to_save``)."""
         name = name.removeprefix(self.root)
         old = self.base[name].info
         if view.info.shape != old.shape:
             raise _no_fit(f"{name} of shape {old.shape}", view.info.shape, self.where)
-        from vescale_fsdp.checkpoint.moves.casting import CastView
+        from vescale_fsdp.checkpoint.moves.casting import CastView  # imported late: few merges cast
 
         cast = view if view.info.dtype == old.dtype else CastView(view, old.dtype)
         self.merged[name] = (RenamedView(cast, name), name)
 
 
 def _as_loaded(tensor: torch.Tensor) -> torch.Tensor:
-    """A part of the adapter as peft loads it: types of 16 bits and less become float32."""
+    """Return a part of the adapter as peft loads it: floats of 16 or 8 bits become float32."""
     return tensor.float() if tensor.element_size() < 4 else tensor
 
 
@@ -325,15 +337,16 @@ def _with_lora(
     is_transposed: bool,
     is_embedding: bool,
 ) -> torch.Tensor:
+    """Return the weight after a LoRA, or after DoRA if there are magnitudes. May write into ``weight``."""
     import torch
 
     delta = _as_loaded(b) @ _as_loaded(a)
     delta = (delta.T if is_transposed else delta) * scaling
     if magnitudes is None:
-        # peft rounds the change to the weight's type first, for embeddings only.
+        # Only for embeddings, peft rounds the change to the weight's type before the sum.
         weight += delta.to(weight.dtype) if is_embedding else delta
         return weight
-    # The same expressions as in peft, for the same rounding; ``1 *`` is peft's scaling.
+    # The same expressions as in peft, for the same rounding. ``1 *`` is peft's scaling, already in ``delta``.
     rows = (weight.T if is_transposed else weight) + 1 * (delta.T if is_transposed else delta)
     norms = torch.linalg.norm(rows, dim=1).to(rows.dtype)
     del rows  # frees the memory of one matrix

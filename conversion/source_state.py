@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any format for `checkpoint.load`, dequantized and renamed by key rules if requested."""
+"""Open a checkpoint of any format for `checkpoint.load`, dequantized and renamed by key rules if requested."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 
 
 def open_for_load(url: str, options: SourceOptions) -> OpenedSource:
-    """Open a checkpoint; only its metadata is read.
+    """Open a checkpoint and plan how its tensors are read; reads only metadata.
 
     Raises:
-        ConversionError: if the files have no known format, or the options do not fit them.
+        ConversionError: if the files have no known format, or the options do not apply to them.
     """
     source = open_source(url)
+    # The folder's own config.json, unless the caller names a folder with another one.
     config = own_config(source.store) if options.config is None else Assets(options.config).config or {}
     state = whole_state(source, options.model_prefix)
     if options.dequantize is not None:
         state = dequantized(state, config, float_type(options.dequantize))
-    if options.rules is not None:
+    if options.rules is not None:  # after dequantization, since rules do not convert scales
         to_hf = options.rules_to == "hf"
         state = state_with_rules(state, load_rules(options.rules), config, to_hf=to_hf)
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
@@ -42,13 +43,17 @@ def open_for_load(url: str, options: SourceOptions) -> OpenedSource:
 
 
 def _adapter_names(live: Collection[str], stored: Collection[str]) -> dict[str, str]:
-    """Names in a peft folder -> names in the model that trains the adapter; empty if ``stored`` has no such names.
+    """Map names in a peft folder to names in the model that trains the adapter; empty if ``stored`` has no such names.
+
+    Args:
+        live: tensor names of the state to be filled.
+        stored: tensor names of the checkpoint.
 
     Raises:
         ConversionError: if the live model has several adapters.
     """
     trained = trained_names(live)
-    # Without names that training states have too: a checkpoint of the run itself needs no renaming.
+    # A training checkpoint already has the live names, so names that occur on both sides do not count as peft's.
     if {name.saved for name in trained.values()}.isdisjoint(set(stored).difference(trained)):
         return {}
     return {saved: name for name, saved in one_adapter(trained, None, "the state to be filled").items()}

@@ -1,11 +1,11 @@
-"""`PeerMemory`: sends the files of a step from the nodes that have them in memory to the nodes that read them.
+"""`PeerMemory`: send the files of a step from nodes that have them in memory to nodes that read them.
 
     nodes have          a: 0 1 2 3    b: (lost)    c: 4 5 6 7    d: 4 5 6 7      files of the ranks that saved
     nodes need          a: 0 1 2      b: 3 4       c: 5 6        d: 7
     moves               3: a -> b, 4: c -> b
 
-Each file is sent to a node once, by the least busy rank. The disk is read only for files that no node has: if the same
-step is on disk, one of the ranks that need such a file rebuilds it from the step on disk.
+Each file is sent to a node once, by the rank that sends the fewest files. The disk is read only for files that no node
+has: if the same step is on disk, one of the ranks that need such a file rebuilds the file from disk.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
-_ON_OWN_NODE, _ON_OTHER_NODE, _LOST = range(0, 6, 2)  # even: `PeerMemory.cost` adds 0 or 1
+_ON_OWN_NODE, _ON_OTHER_NODE, _LOST = range(0, 6, 2)  # even numbers, since `PeerMemory.cost` adds 0 or 1
 
 
 class StepOnDisk:
     """Rebuilds lost files of a step in memory from the same step on disk.
 
-    A manager gives a step the same save_id on disk and in memory, so equal ids mean equal states. The files differ: in
-    memory every rank stores all of its regions; on disk, replicas share the writing. A file is therefore assembled from
-    verified pieces of several files on disk.
+    A manager gives a step the same save_id on disk and in memory, so equal ids mean equal states. But the files differ:
+    in memory, every rank stores all of its regions; on disk, each replica stores only a share of its regions. A file in
+    memory is therefore assembled from verified pieces of several files on disk.
 
     Args:
         storage: the step's folder on disk; it may be missing, or contain another attempt.
@@ -46,16 +46,26 @@ class StepOnDisk:
         self._storage = storage
 
     def has(self, manifest: Manifest) -> bool:
-        """Whether the folder contains the same state as a step in memory."""
+        """Return whether the folder on disk contains the same state as a step in memory.
+
+        Args:
+            manifest: the manifest of the step in memory.
+        """
         try:
             ours = read_manifest(self._storage)
         except CheckpointError:  # no step, or a damaged step, which `StepSearch` reports
             return False
+        # Not the whole manifests: they describe different files.
         keys = ("save_id", "world_size", "blob_bytes", "entries")
         return all(getattr(ours, key) == getattr(manifest, key) for key in keys)
 
     def make(self, manifest: Manifest, saved_rank: int, memory: Storage) -> None:
-        """Rebuild a rank's file in memory. The memory in use peaks at twice the size of its tensors.
+        """Rebuild a saved rank's file in memory. Uses at most twice the memory of the file's tensors.
+
+        Args:
+            manifest: the manifest of the step in memory.
+            saved_rank: the rank that saved the lost file.
+            memory: the step's folder in memory.
 
         Raises:
             CorruptCheckpointError: if the pieces on disk are damaged.
@@ -72,14 +82,15 @@ class StepOnDisk:
             wanted.append((piece.tensor_index, piece.region, tensor))
         reader.fill(wanted, verify=True)
         blob = bytes(reader.blobs([saved_rank])[0])
+        # Under a temporary name first, so that no incomplete file counts as good.
         working = memory.working_name(file.name, "disk")
-        memory.remove(working)  # a killed run may have left such a file
+        memory.remove(working)  # left by a killed run
         write_rank_file(memory, FileImage(file, locals_by_name, blob), Meter(), name=working)
         memory.rename(working, file.name)
 
 
 class LostPartError(CheckpointError):
-    """A part of a step is neither in any node's memory nor on disk."""
+    """A file of a step is neither in any node's memory nor on disk."""
 
 
 class HeldPart(NamedTuple):
@@ -97,8 +108,9 @@ class HeldPart(NamedTuple):
 
 
 def is_whole(held: Iterable[HeldPart]) -> bool:
-    """Whether the nodes together have the files of all ranks that saved a step."""
+    """Return whether the nodes together have the files of all ranks that saved a step."""
     parts = list(held)
+    # From any node with a good manifest; 0 if there is none.
     world_size = max(part.world_size for part in parts)
     return world_size > 0 and len({rank for part in parts for rank in part.saved_ranks}) == world_size
 
@@ -107,12 +119,13 @@ class PeerMemory:
     """One step in the memory of several nodes.
 
     Args:
-        storage: the step's folder in this node's memory; it may not exist yet.
+        coordinator: the ranks that restore the step.
+        storage: the step's folder in this node's memory; may not exist yet.
         held: for each rank, the files of the step on its node.
-        on_disk: the same step on disk.
+        on_disk: the same step on disk, if it was saved there.
 
     Attributes:
-        moves: files that were received from other nodes or rebuilt from disk; the same on all ranks.
+        moves: the moves of files between nodes, and from disk, so far; the same on all ranks.
     """
 
     def __init__(
@@ -124,14 +137,18 @@ class PeerMemory:
         self.moves: tuple[FileMove, ...] = ()
 
     def cost(self, saved_rank: int) -> int:
-        """Sort key of files: on this node, on another node, lost. Among equals, the rank's own file comes first."""
+        """Return a sort key for the file of a saved rank.
+
+        Files on this node come first, then files on other nodes, then lost files. Among equals, the file with this
+        rank's own number comes first.
+        """
         where = _ON_OTHER_NODE if saved_rank in self._anywhere else _LOST
         if saved_rank in self._on_own_node:
             where = _ON_OWN_NODE
         return where + (saved_rank != self._coordinator.rank)
 
     def bring_manifest(self) -> None:
-        """Send the manifest to every node that has no good one; a collective.
+        """Send the manifest to every node that has no good manifest; a collective.
 
         Raises:
             CorruptCheckpointError: on all ranks, if no node can read its manifest.
@@ -153,7 +170,7 @@ class PeerMemory:
         Raises:
             LostPartError: on all ranks, if any rank reads a file that neither a node nor the disk has.
         """
-        # Sorted: `everyone` compares representations, and a set has no fixed order.
+        # Sorted, because `everyone` compares representations, and sets have no fixed order.
         wanted = self._coordinator.everyone(sorted(saved_ranks - self._on_own_node))
         # Saved rank -> one of the ranks that read its file.
         lost = {
@@ -168,7 +185,7 @@ class PeerMemory:
             makers = plan_makers(wanted, lost.keys())
             self._make(manifest, makers)
             for number, maker in makers.items():
-                # All ranks of the maker's node now see the file.
+                # All ranks of the maker's node now have the file in memory.
                 for part, numbers in zip(self._held, present, strict=True):
                     if part.node == self._held[maker].node:
                         numbers.add(number)
@@ -178,7 +195,11 @@ class PeerMemory:
         )
 
     def _check_disk(self, manifest: Manifest, lost: Mapping[int, int]) -> None:
-        """Raise on all ranks unless every rank sees the same step on disk."""
+        """Raise on all ranks unless every rank finds the same step on disk; a collective.
+
+        Args:
+            lost: saved rank of each lost file -> a rank that reads the file.
+        """
         has_step = False
         with self._coordinator.together(
             "looking on disk for files that are lost in memory", "nothing was overwritten"
@@ -195,7 +216,11 @@ class PeerMemory:
             )
 
     def _make(self, manifest: Manifest, makers: Mapping[int, int]) -> None:
-        """Rebuild lost files from disk, each on one rank; a collective."""
+        """Rebuild lost files from disk, each on one rank; a collective.
+
+        Args:
+            makers: saved rank of each lost file -> the rank that rebuilds it.
+        """
         doing = f"rebuilding lost files of {self._storage.where} from disk"
         with self._coordinator.together(doing, "nothing was overwritten"):
             for number, maker in makers.items():
@@ -206,6 +231,7 @@ class PeerMemory:
         )
 
     def _move(self, wanted: Sequence[set[str]], present: Sequence[set[str]]) -> None:
+        """Send files to the nodes whose ranks need them; arguments as for `plan_moves`; a collective."""
         moves = plan_moves(wanted, present, [part.node for part in self._held])
         doing = f"receiving {self._storage.where} from other nodes' memory"
         move_files(self._coordinator, self._storage, moves, doing)

@@ -1,20 +1,20 @@
 """`RamTier`: the newest steps in the nodes' shared memory, which survives a killed worker.
 
-Format and checks are the same as on disk, but on a memory file system (``/dev/shm``): a save is one copy, and a restart
-reads it at memory speed. Every rank stores its complete local state, and every node has its own manifest. After a
-restart on the same nodes, no rank needs another node's memory. A step's save_id begins with the id of the run's branch
-(see `run_file`): steps of another run, or of a branch that a rollback has ended, are never restored, and the next save
-removes them.
+Steps have the same format and checks as on disk, but are on a memory file system (``/dev/shm``). A save is one copy,
+and a restart reads at memory speed. Every rank stores its complete local state, and every node has its own manifest, so
+that after a restart on the same nodes no rank needs another node's memory. A step's save_id begins with the id of the
+run's branch (see `run_file`). Steps of another run, or of a branch that a rollback has ended, are never restored, and
+the next save removes them.
 
     replicas=0      the loss of a node loses its part; parameters that are replicated across nodes survive
-    replicas=1      a partner node has a copy of each file, sent in the background from the memory that stores the step.
-                    A restore after the loss of one node reads no disk
+    replicas=1      a partner node has a copy of each file, which is sent in the background from the memory that stores
+                    the step. A restore after the loss of one node reads no disk
 
 On different nodes, or another number of nodes, a rank gets files from the nodes that have them (see `peer_memory`), or
 from disk if the same step was saved there; otherwise the step is skipped. A damaged file is deleted and counts as lost.
 After a restore, missing copies are made again.
 
-If a node's memory has no room for a step or a copy, the tier warns; a save to disk is not affected.
+If a node's memory has too little space for a step or a copy, the tier warns; saves to disk are not affected.
 """
 
 from __future__ import annotations
@@ -68,20 +68,20 @@ _NO_COPIES = "a step in memory could not be copied to other nodes, so the loss o
 
 
 class RamTier:
-    """Recent steps in shared memory.
+    """Saves recent steps in shared memory.
 
     Args:
         name: the run's name: the same in all restarts of a run, and different for each run on these nodes. Steps of a
             run with another root are never restored, even under the same name.
-        interval: save the steps that this number divides.
-        keep_last: number of steps to keep, at least 1. Memory holds one more step while a step is written or copied.
+        interval: only steps that are multiples of this number are saved.
+        keep_last: number of steps to keep, at least 1. Memory has one more step while a step is written or copied.
         replicas: number of other nodes that keep a copy of each node's part, sent in the background. Nodes are
-            distinguished by their memory file systems, and form cliques of ``replicas + 1``. On fewer nodes there are
-            fewer copies, with a warning.
-        mesh: a 1D mesh, such as ``mesh["replicate"]``, whose ranks keep each other's copies; default: cliques of nodes.
-            Neighboring ranks of the mesh must be on different nodes.
-        folder: a memory file system. Steps are in a private folder below it; a folder that another user may have
-            created is an error.
+            distinguished by their memory file systems, and form groups of ``replicas + 1``. If there are fewer nodes,
+            there are fewer copies, with a warning.
+        mesh: a 1D mesh, such as ``mesh["replicate"]``, whose ranks keep each other's copies. Neighboring ranks of the
+            mesh must be on different nodes. None: groups of nodes are formed by the order of ranks.
+        folder: a folder of a memory file system. Steps are in a private folder inside it. If another user may have
+            created the private folder, an error is raised.
 
     Raises:
         ValueError: if a limit is too low, the name is not a plain file name, or the mesh has several dimensions.
@@ -102,7 +102,7 @@ class RamTier:
         mesh: DeviceMesh | None = None,
         folder: str | os.PathLike[str] = "/dev/shm",
     ) -> None:
-        # The name becomes part of a folder's name.
+        # The name becomes part of a folder's name, so it must not lead to another folder or be hidden.
         is_plain = re.fullmatch(r"[\w.-]+", name) and not name.startswith(".")
         if interval < 1 or keep_last < 1 or replicas < 0 or not is_plain:
             raise ArgumentError(
@@ -123,35 +123,34 @@ class RamTier:
         self._keep_last = keep_last
         self._mesh = mesh
         self._folder = Path(folder)
-        # Not durable: a power loss erases memory anyway. Private: every user may write to /dev/shm.
+        # Not durable, because a power loss erases memory anyway. Private, because every user may write to /dev/shm.
         self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False, private=True)
         self._copier = BackgroundThread("checkpoint-copies")
         self._copies: SaveHandle | None = None
-        # The coordinator that the next four attributes were computed for. A weak reference, because the coordinator's
-        # group must not outlive the job.
+        # The coordinator that the next four attributes were computed for. A weak reference, so that this object does
+        # not keep the process group of an ended job alive.
         self._seen: weakref.ref[Coordinator] | None = None
         self._nodes: list[str] = []  # by rank
         self._leads_node = False  # whether this rank is the first of its node
         self._partners: list[list[int]] = []  # by rank, the ranks that keep copies of its file
         self._warns = True  # whether this rank also warns about errors of other ranks
-        self._copied_step = -1  # the newest step with all copies, as far as this process knows
-        self._is_swept = False
+        self._copied_step = -1  # the newest step with all copies that this process knows of
+        self._is_swept = False  # whether leftovers of killed jobs were removed
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is saved to memory."""
+        """Return whether to save this step in memory."""
         return step % self._interval == 0
 
     def begin(self, coordinator: Coordinator, run: RunFile) -> tuple[str, bool]:
         """Begin a save; a collective that does not wait for copies.
 
         Returns:
-            The step's save_id, for a save of the same state to disk; and whether any rank is still copying an earlier
-            step.
+            The step's save_id, which a save of the same state to disk must use too; and whether any rank is still
+            copying an earlier step.
         """
-        # Rank 0 draws the attempt's number; the all-reduce by MAX sends it to all ranks.
-        attempt = (
-            secrets.randbits(32) if coordinator.rank == 0 else 0
-        )  # a seeded generator would repeat the number
+        # Rank 0 draws the attempt's number. The all-reduce by MAX below sends it to all ranks. Not `random`: a script
+        # that seeds it would get the same number in every restart.
+        attempt = secrets.randbits(32) if coordinator.rank == 0 else 0
         is_copying = self._copies is not None and not self._copies.done()
         doing = "looking for copies of the previous step"
         attempt, is_copying_anywhere = coordinator.raise_together(
@@ -171,13 +170,15 @@ class RamTier:
         behind: Coordinator,
         check_replicas: CheckReplicas = "sample",
     ) -> bool:
-        """Save a step and remove older ones; a collective. Waits for the copies of the previous step.
+        """Save a step and remove older steps; a collective. Waits for the copies of the previous step.
+
+        With replicas, copies are sent and older steps are removed in the background.
 
         Args:
-            save_id: from `begin`.
+            save_id: the save_id that `begin` has returned.
             run: the run file, the same on all ranks.
-            behind: a coordinator of the same ranks, whose group is used for copies only. With replicas, older steps are
-                removed in the background too, after the copies.
+            behind: a coordinator of the same ranks whose process group is used only in the background, so that its
+                collectives do not mix with those of the main thread.
             check_replicas: as for `vescale_fsdp.checkpoint.save`.
 
         Returns:
@@ -186,13 +187,14 @@ class RamTier:
         Raises:
             CheckpointError: for an error in the state, which would stop a save to disk as well.
         """
-        self._finish_copies(coordinator)  # memory holds one step more than `keep_last` at most
+        self._finish_copies(coordinator)  # otherwise memory would have more than `keep_last + 1` steps
         try:
             self._write(coordinator, step, state, metadata, save_id, check_replicas)
         except Exception as error:
             if not is_of_storage(error):
                 raise
-            self._clear_away(step, save_id)
+            # Such as a full memory, which must not stop the training.
+            self._clear_away(step, save_id)  # frees its memory
             self._warn(coordinator, f"step {step} is not saved in memory ({self._root.where})", error)
             return False
         if any(self._partners):
@@ -212,12 +214,13 @@ class RamTier:
         save_id: str,
         check_replicas: CheckReplicas,
     ) -> None:
+        """Write and commit a step on all nodes; a collective."""
         self._find_nodes(coordinator)
         storage = self.step_storage(step)
         with ExitStack() as locks:
             with coordinator.together(f"locking {storage.where}"):
                 self._sweep()
-                if self._leads_node and coordinator.rank:  # `Saver` locks rank 0's folder
+                if self._leads_node and coordinator.rank:  # not on rank 0, whose folder `Saver` locks
                     with lock_errors(storage):
                         locks.enter_context(storage.lock())
             saver = Saver(
@@ -238,7 +241,7 @@ class RamTier:
         self._is_swept = True
 
     def _clear_away(self, step: int, save_id: str) -> None:
-        """Remove this node's files of an attempt that failed on any node."""
+        """Remove this node's files of an attempt that has failed on any node, unless the attempt was committed here."""
         if self._leads_node:
             storage, name = self.step_storage(step), f"data-{save_id}"
             with suppress(OSError, CheckpointError):  # the caller warns about the failed save
@@ -247,15 +250,16 @@ class RamTier:
                     storage.remove(name)
 
     def _warn(self, coordinator: Coordinator, problem: str, error: BaseException | None) -> None:
-        """Warn on rank 0 and on ranks with an error of their own. If a warning filter raises on one rank, all ranks
-        raise.
+        """Warn about a problem, on rank 0 and on ranks with an error of their own; a collective.
+
+        If a user's warning filter turns the warning into an exception on one rank, all ranks raise.
         """
         with coordinator.together(f"warning that {problem}", "steps on disk are not affected"):
             if error is not None and (self._warns or not isinstance(error, CheckpointError)):
                 warnings.warn(f"{problem}: {_text_of(error)}", stacklevel=5)
 
     def _finish_copies(self, coordinator: Coordinator) -> None:
-        """Wait for all copies, and warn about failed ones; a collective."""
+        """Wait for all copies, and warn about failed copies; a collective."""
         error = self._copy_error()
         doing = "waiting for the copies of the previous step"
         (has_failed,) = coordinator.raise_together(None, doing, numbers=[int(error is not None)])
@@ -263,7 +267,7 @@ class RamTier:
             self._warn(coordinator, _NO_COPIES, error)
 
     def _copy_error(self) -> BaseException | None:
-        """Wait for all copies and return their error, if any. Ctrl-C on any rank is raised on all ranks."""
+        """Wait for all copies, and return their error or None. Raises the error if Ctrl-C on any rank has caused it."""
         copies, self._copies = self._copies, None
         error = None if copies is None else copies.exception()
         if error is not None and is_interrupt(error):
@@ -273,12 +277,12 @@ class RamTier:
     def wait(self) -> None:
         """Wait until no copy is in flight, and warn about failed copies."""
         error = self._copy_error()
-        # As in `_warn`: on rank 0, and on ranks with an error of their own.
+        # The same ranks as in `_warn`, which is a collective: rank 0, and ranks with an error of their own.
         if error is not None and (self._warns or not isinstance(error, CheckpointError)):
             warnings.warn(f"{_NO_COPIES}: {_text_of(error)}", stacklevel=3)
 
     def remove(self, coordinator: Coordinator, step: int) -> None:
-        """Remove a step; a collective."""
+        """Remove a step from the memory of all nodes; a collective."""
         self._find_nodes(coordinator)
         with coordinator.together(
             f"removing step {step} from {self._root.where}", "the step may be incomplete"
@@ -299,19 +303,19 @@ class RamTier:
         return [f"{self._root.where}/{name}" for name in sorted(names)]
 
     def abandon(self) -> None:
-        """Wait until no copy is in flight, and ignore errors."""
+        """Wait until no copy is in flight, ignoring errors."""
         copies, self._copies = self._copies, None
         if copies is not None:
             copies.exception()
 
     def step_storage(self, step: int) -> Storage:
-        """The folder of a step in this node's memory."""
+        """Return the storage of a step's folder in this node's memory."""
         return self._root.child(step_name(step))
 
     def _find_nodes(self, coordinator: Coordinator) -> None:
         """Determine the node and the partners of each rank; a collective.
 
-        Repeated for each new coordinator, because an elastic job may continue on other nodes.
+        This is repeated for each new coordinator, because an elastic job may continue on other nodes.
         """
         if self._seen is not None and self._seen() is coordinator:
             return
@@ -322,7 +326,7 @@ class RamTier:
         partners: list[list[int]] = [[] for _ in nodes]
         if self._mesh is not None:
             ranks = dist.get_process_group_ranks(self._mesh.get_group())
-            rank_of = coordinator.rank_of
+            rank_of = coordinator.rank_of  # the mesh has global ranks, the coordinator those of its group
             rings = coordinator.everyone([rank if rank_of is None else rank_of[rank] for rank in ranks])
             partners = partners_in_rings(rings, nodes, self.replicas)
         elif self.replicas:
@@ -337,11 +341,11 @@ class RamTier:
                         f"{len(set(nodes))} nodes with different memory file systems",
                         stacklevel=5,
                     )
-        self._seen = weakref.ref(coordinator)  # must not keep the group of lost ranks alive
+        self._seen = weakref.ref(coordinator)  # weak, so that the group of a failed job can be freed
 
     @property
     def num_copies(self) -> int:
-        """Copies of each part on other nodes, limited by the number of nodes; known after the first save."""
+        """Number of copies of each part on other nodes, limited by the number of nodes; known after the first save."""
         return min(self.replicas, len(set(self._nodes)) - 1)
 
     def _copy(self, coordinator: Coordinator, step: int, run: RunFile) -> None:
@@ -351,16 +355,18 @@ class RamTier:
         try:
             with coordinator.together(doing):
                 manifest = read_manifest(storage)
+            # Round by round, so that each file has its first copy before any file gets a second one.
             moves = [
                 FileMove(manifest.file_name(rank), rank, keeper)
                 for number in range(self.replicas)
                 for rank, keepers in enumerate(self._partners)
-                for keeper in keepers[number : number + 1]  # empty if there are fewer copies
+                for keeper in keepers[number : number + 1]  # a slice, since there may be fewer keepers
             ]
             move_files(coordinator, storage, moves, doing)
             self._copied_step = step
         except Exception as error:
-            # Such as a full memory. After another error, ranks may be unreachable for the collective in `_retire`.
+            # An error of storage, such as a full memory: older steps are removed as usual. After any other error, ranks
+            # may be unreachable for the collective in `_retire`.
             if is_of_storage(error):
                 self._retire(coordinator, step, run)
             raise
@@ -373,6 +379,8 @@ class RamTier:
 
         Args:
             behind: as for `save`.
+            step: number of the restored step.
+            manifest: the step's manifest.
         """
         self._find_nodes(coordinator)
         if any(self._partners):
@@ -381,7 +389,7 @@ class RamTier:
             self._copies = SaveHandle(job)
 
     def _renew(self, coordinator: Coordinator, step: int, manifest: Manifest) -> None:
-        """Verify the files of a step on all nodes, and make missing copies."""
+        """Make missing copies of a step's files, after verifying the files that exist; a collective."""
         storage = self.step_storage(step)
         doing = f"renewing the copies of {storage.where}"
         if not self._missing_copies(coordinator, storage, manifest):  # the usual case: nothing is read
@@ -391,7 +399,7 @@ class RamTier:
         move_files(coordinator, storage, moves, doing)
         with coordinator.together(doing):
             for move in moves:
-                if move.receiver == coordinator.rank:
+                if move.receiver == coordinator.rank:  # memory or network may have damaged the copy
                     problem = rank_file_problem(storage, manifest, _rank_of(move.name))
                     if problem is not None:
                         storage.remove(move.name)
@@ -403,17 +411,18 @@ class RamTier:
     def _missing_copies(
         self, coordinator: Coordinator, storage: Storage, manifest: Manifest
     ) -> list[FileMove]:
-        """The moves that give each file `num_copies` copies, as far as possible; a collective."""
+        """Plan the moves after which each file has `num_copies` copies, as far as possible; a collective."""
         present: list[str] = []
         with coordinator.together(f"looking at {storage.where}"):
             present = [name for name in _files_of(manifest) if storage.exists(name)]
         return plan_copies(_files_of(manifest), coordinator.everyone(present), self._nodes, self.num_copies)
 
     def drop_damaged(self, coordinator: Coordinator, storage: Storage, manifest: Manifest) -> list[str]:
-        """Verify the files of a step on all nodes, and delete damaged ones; a collective.
+        """Verify the files of a step on all nodes, and delete damaged files; a collective.
 
         Returns:
-            A line for each deleted file, with its rank and problem; the same on all ranks.
+            One line of text per deleted file: the rank that verified it, the problem and the file's name. The same on
+            all ranks.
         """
         self._find_nodes(coordinator)
         here = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[coordinator.rank]]
@@ -429,12 +438,13 @@ class RamTier:
         return [text for texts in coordinator.everyone(dropped) for text in texts]
 
     def _retire(self, coordinator: Coordinator, saved: int, run: RunFile) -> None:
+        """Remove surplus steps from all nodes, after step ``saved`` was saved; a collective."""
         with coordinator.together(f"removing older steps from {self._root.where}", f"step {saved} is saved"):
             if self._leads_node:
                 remove_chosen(self._root, lambda folders: self._surplus_steps(folders, saved, run))
 
     def _surplus_steps(self, folders: Sequence[StepFolder], saved: int, run: RunFile) -> list[int]:
-        """Older steps beyond ``keep_last``, and all steps that do not belong to the run."""
+        """Return the steps to remove: older steps beyond ``keep_last``, and all steps that do not belong to the run."""
         foreign = [
             step
             for step, is_committed in folders
@@ -442,11 +452,11 @@ class RamTier:
         ]
         own = [folder for folder in folders if folder[0] not in foreign]
         too_many = surplus_steps(own, saved, keep_last=self._keep_last)
-        # The newest step with all copies stays: if later copies have failed, only it survives the loss of a node.
+        # The newest step with all copies stays: if later copies have failed, no other step survives the loss of a node.
         return [*foreign, *(step for step in too_many if step != self._copied_step)]
 
     def _save_ids(self, step: int) -> list[str]:
-        """The save_ids of all attempts to save a step that have data in this node's memory."""
+        """Return the save_ids of all attempts to save a step whose data is in this node's memory."""
         names = self.step_storage(step).list_folder("")
         return [name.removeprefix("data-") for name in names if name.startswith("data-")]
 
@@ -456,19 +466,23 @@ class RamTier:
         return node_name(self._folder)
 
     def held(self, run: RunFile | None) -> dict[tuple[int, str], HeldPart]:
-        """The files of a run on this node, by step number and save_id."""
+        """Return the files of a run in this node's memory, by (step number, save_id).
+
+        Args:
+            run: the run file; None if the run has saved nothing.
+        """
         node = self.node
         parts: dict[tuple[int, str], HeldPart] = {}
         if run is None:
-            return parts  # the run has saved nothing, so all steps here belong to another run
+            return parts  # all steps in this memory belong to other runs
         for number in committed_steps(self._root):
             storage = self.step_storage(number)
             try:
                 manifest = read_manifest(storage)
-            except NoCheckpointError:  # removed since it was listed
+            except NoCheckpointError:  # the step was removed after it was listed
                 continue
             except CheckpointError:
-                # A damaged manifest: another node may have a good one. The data folder's name contains the save_id.
+                # A damaged manifest. Another node may have a good manifest, and the data folder's name has the save_id.
                 for save_id in self._save_ids(number):
                     if run.includes(number, save_id):
                         parts[number, save_id] = HeldPart(node, self._saved_ranks(storage, save_id))
@@ -480,7 +494,7 @@ class RamTier:
         return parts
 
     def _saved_ranks(self, storage: Storage, save_id: str) -> tuple[int, ...]:
-        """The ranks that have a file in a step's data folder."""
+        """Return the saved ranks whose files are in a step's data folder."""
         ranks = map(parse_rank_file_name, storage.list_folder(f"data-{save_id}"))
         return tuple(rank for rank in ranks if rank is not None)
 
@@ -490,17 +504,18 @@ class RamTier:
 
 
 def _files_of(manifest: Manifest) -> list[str]:
-    """The paths of a step's rank files, in the order of ranks."""
+    """Return the paths of a step's rank files, in the order of ranks."""
     return [manifest.file_name(rank) for rank in range(manifest.world_size)]
 
 
 def _rank_of(name: str) -> int:
+    """Return the saved rank of a rank file, from its path."""
     rank = parse_rank_file_name(name.rpartition("/")[2])
     assert rank is not None, name
     return rank
 
 
 def _text_of(error: BaseException) -> str:
-    """An error and its notes, which name the rank, as text for a warning."""
+    """Return an error and its notes, which name the rank, as text for a warning."""
     notes: list[str] = error.__dict__.get("__notes__", [])  # PEP 678
     return "; ".join([f"{type(error).__name__}: {error}", *notes])

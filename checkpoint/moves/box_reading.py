@@ -18,8 +18,10 @@ from vescale_fsdp.layout.geometry import Box, contiguous_strides
 Locate = Callable[[StoredChunk], StoredChunk]
 ReadBytes = Callable[[str, int, memoryview], None]  # (file, offset, buffer to fill)
 
-_GAP_BYTES = 64 * 2**10  # largest gap that is read and discarded: a second read would cost more
-_COVER_BYTES = 4 * 2**20  # largest scratch read for items that are not contiguous in the file
+# 64 KiB: gaps up to this size are read and discarded, since a second read would cost more.
+_GAP_BYTES = 64 * 2**10
+# 4 MiB: maximum size of a scratch buffer for items that are not contiguous in the file.
+_COVER_BYTES = 4 * 2**20
 
 
 def read_box(tensor: StoredTensor, box: Box, out: np.ndarray, locate: Locate, read: ReadBytes) -> None:
@@ -29,18 +31,19 @@ def read_box(tensor: StoredTensor, box: Box, out: np.ndarray, locate: Locate, re
         tensor: the stored tensor.
         box: the part of the tensor to read.
         out: the destination: shape ``box.sizes``, the tensor's raw dtype, any strides.
-        locate: returns a chunk with the file offset of its items.
+        locate: returns the chunk with the file offset of its items, see `Source.located`.
         read: fills a buffer from a file.
     """
     for chunk in tensor.chunks:
         part = box.intersect(chunk.box)
         if part is not None:
-            # With the ellipsis, indexing a 0-d array returns an array, not a scalar.
+            # The ellipsis makes indexing of a 0-d array return an array instead of a scalar.
             index: tuple[Any, ...] = (*part.slices(box.offsets), ...)
             _read_part(locate(chunk) if chunk.file else chunk, part, out[index], read)
 
 
 def _read_part(chunk: StoredChunk, part: Box, view: np.ndarray, read: ReadBytes) -> None:
+    """Read a part of one chunk into ``view``."""
     if not chunk.file:  # a chunk of zeros, which is not stored
         view[...] = np.zeros((), dtype=view.dtype)
         return
@@ -52,7 +55,7 @@ def _read_part(chunk: StoredChunk, part: Box, view: np.ndarray, read: ReadBytes)
 
 
 def _flip(view: np.ndarray, signs: int) -> None:
-    """XOR every item with ``signs``; items of 16 bytes as two halves, since numpy has no integers of that size."""
+    """XOR every item with ``signs``. Items of 16 bytes are two halves, because numpy has no integers of that size."""
     if view.dtype.itemsize <= 8:
         view ^= view.dtype.type(signs)
         return
@@ -68,13 +71,18 @@ def _read_strided(
     strides: tuple[int, ...],
     view: np.ndarray,
 ) -> None:
-    """Read items ``offset + sum(index * stride) * itemsize`` of a file into ``view`` of shape ``sizes``."""
+    """Read a strided array of shape ``sizes`` from a file into ``view``.
+
+    The item at ``index`` is at byte ``offset + sum(index * strides) * itemsize`` of the file.
+    """
     itemsize = view.dtype.itemsize
     is_run = all(n == 1 or s == c for n, s, c in zip(sizes, strides, contiguous_strides(sizes), strict=True))
-    if is_run and view.flags.c_contiguous:
+    if is_run and view.flags.c_contiguous:  # no scratch buffer, and no copy
         read(offset, _bytes_of(view))
         return
+    # Bytes from the first to the last item.
     cover = (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))) * itemsize
+    # The dim that spans most of the file.
     dim = max(range(len(sizes)), key=lambda d: (sizes[d] - 1) * strides[d])
     step = strides[dim] * itemsize
     # If the gap between two slices along this dim is large, each slice is read separately.
@@ -82,14 +90,15 @@ def _read_strided(
         parts = [(index, index + 1) for index in range(sizes[dim])]
         _read_parts(read, offset, dim, parts, strides, view)
         return
-    # A contiguous run may be twice as large: it has no gaps, which would be read in vain.
+    # The limit is twice as large for a contiguous run, because no byte of it is read in vain.
     if cover <= _COVER_BYTES or (is_run and cover <= 2 * _COVER_BYTES):
         scratch = np.empty(cover // itemsize, dtype=view.dtype)
         read(offset, _bytes_of(scratch))
         byte_strides = tuple(s * itemsize for s in strides)
+        # Not writeable: it is only read, and items of a strided view may share memory.
         view[...] = np.lib.stride_tricks.as_strided(scratch, sizes, byte_strides, writeable=False)
         return
-    # Split the dim that spans most of the file, to get few wide reads instead of many narrow ones.
+    # Split the dim that spans most of the range, to get few wide reads instead of many narrow ones.
     half = sizes[dim] // 2
     _read_parts(read, offset, dim, [(0, half), (half, sizes[dim])], strides, view)
 
@@ -109,5 +118,5 @@ def _read_parts(
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    """The memory of a contiguous array as bytes."""
+    """Return the memory of a contiguous array as bytes, without a copy."""
     return array.reshape(-1).view(np.uint8).data

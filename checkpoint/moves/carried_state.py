@@ -1,13 +1,13 @@
-"""The state that a conversion carries from a source to a target, by flattened name: models, optimizers, other values.
+"""`CarriedState`: the state that a conversion carries from a source to a target: models, optimizers, other values.
 
-Frameworks nest the model at different depths: at the root (torchtitan), under ``model`` (the DCP tutorials,
-VeOmni), ``pytorch_model_fsdp_0`` (accelerate's file), ``app.model`` (a Stateful wrapper). The path of each
-entry in the saved state distinguishes containers from dots inside a parameter's name. If paths are missing, only names
-can be used.
+Entries have flattened names. Frameworks nest the model at different depths: at the root (torchtitan), under ``model``
+(the DCP tutorials, VeOmni), ``pytorch_model_fsdp_0`` (accelerate's file), ``app.model`` (a Stateful wrapper). The path
+of each entry in the saved state shows which dots in a name separate containers, and which are part of a parameter's
+name. If a format does not store paths, only names can be used.
 
 A state of several models (``generator`` and ``discriminator``) can be converted to formats that store several models.
-Formats for one model require a choice: `ModelNames.require_one`. An optimizer belongs to the model that has its
-parameters, with the same shapes. If several models match, the position decides
+Formats for one model require a choice: `ModelNames.require_one`. An optimizer belongs to the model that has the
+optimizer's parameters, with the same shapes. If several models match, the position decides
 (``{"generator": {"model": ..., "optimizer": ...}}``), then the name (``optim_g``). If neither decides, an error is
 raised.
 """
@@ -29,20 +29,20 @@ from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of, nest, 
 from vescale_fsdp.checkpoint.state.optimizer_state import optimizer_state
 from vescale_fsdp.errors import ConversionError, some
 
-# opt_state: in JAX train states
+# Names of an optimizer's container; opt_state is used in JAX train states.
 _OPTIMIZER = re.compile(r"^((optim|optimizer|optimizers)(_?\d+|_state_dict)?|opt_state)$")
-# params: in JAX train states; params and params_ema together are two models
+# Names of a model's container. params is used in JAX train states; params and params_ema together are two models.
 _MODEL = re.compile(r"^(model|model_state_dict|module|state_dict|pytorch_model_fsdp(_\d+)?|params(_\w+)?)$")
-_OPTIMIZER_KEYS = ("state", "param_groups")
-# Entries next to a model at the root that may contain tensors, such as torchtitan's train_state.step.
+_OPTIMIZER_KEYS = ("state", "param_groups")  # the keys of torch's optimizer state dicts
+# Containers that may have tensors and are next to a model at the root, such as torchtitan's train_state.step.
 _TRAINING = re.compile(
     r"^(train(er|ing)?(_state)?|progress|data_?loader|sampler|(lr_)?schedulers?|(rng|random)(_states?)?|"
     r"dl_state_dict(_\d+)?|custom_checkpoint_\d+)$"
 )
-# Objects that a user registers with accelerate. They may contain a model, which is not the trained one.
+# Objects that a user registers with accelerate. They may contain a model, but not the trained model.
 _USERS = re.compile(r"^custom_checkpoint_\d+$")
-_OUTERMOST = "module."  # added by DDP
-_PROGRESS = "loops"  # Lightning's counters; names of some counters contain "optimizer"
+_OUTERMOST = "module."  # the prefix that DDP adds to names
+_PROGRESS = "loops"  # Lightning's counters, not an optimizer, although some names in it contain "optimizer"
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class ModelNames:
         names: name in the source -> name in the model, tensors only.
         optimizer: names of optimizer entries, tensors and values.
         others: names of all other entries (schedulers, counters, random states).
-        candidates: the models' containers, if the source has several models and none was chosen; ``names`` then has
-            the full names of all models' tensors.
+        candidates: names of the models' containers, if the source has several models and no prefix chose one of them.
+            ``names`` then contains all models' tensors by their full names.
     """
 
     prefix: str
@@ -65,10 +65,10 @@ class ModelNames:
     candidates: tuple[str, ...] = field(default=())
 
     def require_one(self, reason: str, where: str) -> None:
-        """Check that there is only one model.
+        """Check that the source has only one model, or that one was chosen.
 
         Args:
-            reason: why one model is needed.
+            reason: why one model is needed, for the message.
             where: the source, for the message.
 
         Raises:
@@ -86,10 +86,13 @@ class ModelNames:
 
 
 def find_model(source: Source, prefix: str | None = None) -> ModelNames:
-    """Split a source's entries into model, optimizers and others; ``prefix`` overrides the detection of the model.
+    """Split a source's entries into model, optimizers and others.
+
+    Args:
+        prefix: prefix of the model's names; None to detect it.
 
     Raises:
-        ConversionError: if no tensor is left for the model.
+        ConversionError: if the model would have no tensor.
     """
     paths = {name: source.path(name) for name in (*source.tensors, *source.values)}
     shapes = {name: tensor.info.shape for name, tensor in source.tensors.items()}
@@ -108,16 +111,16 @@ def split_entries(
         where: the state, for messages.
 
     Raises:
-        ConversionError: if no tensor is left for the model.
+        ConversionError: if the model would have no tensor.
     """
-    optimizer = dict.fromkeys(optimizer_names(paths))
+    optimizer = dict.fromkeys(optimizer_names(paths))  # an ordered set
     rest = [name for name in shapes if name not in optimizer]
     candidates: tuple[str, ...] = ()
     if prefix is None:
-        counters = {name for name in rest if not shapes[name]}
+        counters = {name for name in rest if not shapes[name]}  # 0-d tensors
         models = _find_models({name: paths[name] for name in rest}, counters)
         prefix = _prefix(models[0]) if len(models) == 1 else ""
-        if not prefix:
+        if not prefix:  # a model at the root, where training counters are too
             rest = [name for name in rest if not _is_training(paths[name])]
         if len(models) > 1:
             candidates = tuple(name_of(model) for model in models)
@@ -138,11 +141,11 @@ def split_entries(
 
 
 def container_of(prefix: str, paths: Iterable[Path]) -> Path:
-    """The path of the container with the given name prefix.
+    """Return the path of the container whose names have this prefix.
 
     Args:
         prefix: the container's flattened name and a dot.
-        paths: paths of the model's tensors.
+        paths: paths of the model's tensors, which show how the name is split into keys.
     """
     name = prefix.rstrip(".")
     heads = (path[:depth] for path in paths for depth in range(len(path)))
@@ -150,18 +153,22 @@ def container_of(prefix: str, paths: Iterable[Path]) -> Path:
 
 
 def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: str) -> dict[str, str]:
-    """Remove the name parts that wrappers (torch.compile, DDP, FSDP1, activation checkpointing) added.
+    """Remove the name parts that wrappers (torch.compile, DDP, FSDP1, activation checkpointing) have added.
 
     Args:
         names: name in the source -> name in the model.
-        counters: source names of 0-d tensors, such as ``n_averaged`` of an averaged model. DDP's prefix is removed even
-            if these tensors lack it.
+        counters: source names of 0-d tensors, such as ``n_averaged`` of an averaged model. They may lack DDP's prefix,
+            which is removed if all other names have it.
+
+    Returns:
+        Name in the source -> name in the unwrapped model.
 
     Raises:
         ConversionError: if two tensors would get the same name.
     """
     unwrapped = {old: without_wrappers(new) for old, new in names.items()}
     weights = [old for old in unwrapped if old not in counters]
+    # Only if all weights have it, since a model may have a submodule named "module". A loop, because wrappers nest.
     while weights and all(unwrapped[old].startswith(_OUTERMOST) for old in weights):
         unwrapped = {old: new.removeprefix(_OUTERMOST) for old, new in unwrapped.items()}
     first: dict[str, str] = {}
@@ -178,12 +185,12 @@ def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: 
 
 
 def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
-    """Names of optimizer entries: in containers with an optimizer's name or keys, or with such names at the root.
+    """Return the names of optimizer entries: in containers with an optimizer's name or keys, or so named at the root.
 
     Args:
         paths: flattened name -> path, of all entries of a state.
     """
-    # A container with param_groups is an optimizer, whatever its name.
+    # A container with param_groups is an optimizer's, whatever its name.
     groups = re.compile(r"param_groups(\.|$)")
     containers = {
         path[:depth]
@@ -193,7 +200,8 @@ def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
     }
 
     def is_optimizer(path: Path) -> bool:
-        if len(path) == 1:  # only a flattened name: the containers are unknown
+        """Return whether an entry at this path belongs to an optimizer."""
+        if len(path) == 1:  # the path is only a flattened name, so its containers are unknown
             return re.match(r"^(optim|optimizer)\.(state|param_groups)\.", str(path[0])) is not None
         if path[0] == _PROGRESS:
             return False
@@ -207,13 +215,18 @@ def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
 
 
 def _is_training(path: Sequence[str | int]) -> bool:
+    """Return whether an entry is in a container of counters, schedulers or random states at the root."""
     return len(path) > 1 and _TRAINING.match(str(path[0])) is not None
 
 
 def _find_models(paths: Mapping[str, Path], counters: Collection[str]) -> list[Path]:
-    """Containers of models: the outermost containers with a model's name; if there are none, the outermost containers.
+    """Return the containers of models: the outermost containers with a model's name, else the outermost containers.
 
     The root is not a model if it contains only counters and several containers.
+
+    Args:
+        paths: name -> path of the tensors outside of optimizers.
+        counters: names of 0-d tensors.
     """
     containers = list(dict.fromkeys(path[:-1] for path in paths.values()))
     if named := [c for c in containers if c and _MODEL.match(str(c[-1])) and not _USERS.match(str(c[0]))]:
@@ -236,9 +249,9 @@ class CarriedState:
     """Tensors and values by flattened name.
 
     Args:
-        views: the tensors.
-        values: all other entries.
-        paths: path of each name in the nested state; names without a path are at the root.
+        views: name -> tensor.
+        values: name -> value, for all other entries.
+        paths: name -> path in the nested state; names without a path are at the root.
         model: the split of the entries into model, optimizer and others, by their names in this state.
         is_model: names in this state that belong to the model.
         left_out: names in the source that are not in this state.
@@ -256,26 +269,26 @@ class CarriedState:
     file_metadata: Mapping[str, str] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
-        """The path of an entry in the nested state."""
+        """Return the path of an entry in the nested state."""
         return self.paths.get(name, (name,))
 
     @cached_property
     def container(self) -> Path:
-        """The path of the only model in the nested state. Renaming rules do not change it."""
+        """The path of the only model's container in the nested state. Renaming rules do not change it."""
         name, fqn = next(iter(self.model.names.items()))
         return container_of(name.removesuffix(fqn), map(self.path, self.model.names))
 
     def filtered(self, include: Sequence[str], exclude: Sequence[str]) -> CarriedState:
-        """The state with only the names that match an ``include`` pattern, if any, and no ``exclude`` pattern.
+        """Return the state with only the entries that match an ``include`` pattern, if any, and no ``exclude`` pattern.
 
         Raises:
-            ConversionError: for a pattern that matches no name, or if no tensor is left.
+            ConversionError: if a pattern matches no name, or no tensor is left.
         """
         if not include and not exclude:
             return self
         names = [*self.views, *self.values]
         for pattern in (*include, *exclude):
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if not any(fnmatchcase(name, pattern) for name in names):  # probably misspelled
                 raise _no_match(pattern, names)
         kept = {n for n in names if _matches(n, include, default=True) and not _matches(n, exclude)}
         if not kept.intersection(self.views):
@@ -283,7 +296,7 @@ class CarriedState:
         return self.restricted_to(kept)
 
     def restricted_to(self, kept: Set[str]) -> CarriedState:
-        """The state with only these entries; the other names are added to ``left_out``."""
+        """Return the state with only these entries; the names of all other entries are added to ``left_out``."""
         return replace(
             self,
             views={name: view for name, view in self.views.items() if name in kept},
@@ -292,7 +305,7 @@ class CarriedState:
         )
 
     def without(self, names: Iterable[str]) -> CarriedState:
-        """The state without these tensors; they are not added to ``left_out``."""
+        """Return the state without these tensors, which other entries contain; ``left_out`` does not change."""
         dropped = set(names)
         if not dropped:
             return self
@@ -301,10 +314,10 @@ class CarriedState:
     def with_replaced(
         self, made: Mapping[str, tuple[TensorView, str]], gone: Set[str], warnings: tuple[str, ...] = ()
     ) -> CarriedState:
-        """The state with some of the model's tensors replaced.
+        """Return the state with some of the model's tensors replaced.
 
         Args:
-            made: new name -> (new tensor, name of one of the tensors that it replaces).
+            made: new name -> (new tensor, name of a replaced tensor, from which the new path is derived).
             gone: names of all replaced tensors.
             warnings: messages to the user about the change.
         """
@@ -326,7 +339,7 @@ class CarriedState:
         )
 
     def with_aliases(self, aliases: Mapping[str, str]) -> CarriedState:
-        """The state with additional names for tensors of its model.
+        """Return the state with additional names for tensors of its model.
 
         Args:
             aliases: new name -> existing name of the tensor.
@@ -349,30 +362,42 @@ class CarriedState:
         first: dict[object, str] = {}
         aliases = {}
         for name, view in self.views.items():
+            # All empty tensors of one shape would have equal keys.
             if view.info.numel and (kept := first.setdefault(view.sameness, name)) != name:
                 aliases[name] = kept
         return aliases
 
     def with_model_views(self, change: Callable[[list[TensorView]], Iterable[TensorView]]) -> CarriedState:
-        """The state after ``change``, which returns new views of the model's tensors under the same names."""
+        """Return the state with changed views of its model.
+
+        Args:
+            change: takes the views of the model's tensors, and returns new views with the same names.
+        """
         old = [view for name, view in self.views.items() if name in self.is_model]
         changed = {view.info.name: view for view in change(old)}
         return replace(self, views={name: changed.get(name, view) for name, view in self.views.items()})
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    """Rename a text that ends like ``old``: from the first different letter on, its end becomes that of ``new``."""
+    """Rename a text that ends like ``old``.
+
+    From the first letter in which ``old`` and ``new`` differ, the end of the text is replaced: ``model.a.x`` becomes
+    ``model.a.y`` for ``a.x`` and ``a.y``.
+    """
+    # Not strict: the names may have different lengths.
     differ = (at for at, letters in enumerate(zip(old, new, strict=False)) if letters[0] != letters[1])
     same = next(differ, min(len(old), len(new)))
     return text.removesuffix(old[same:]) + new[same:]
 
 
 def _matches(name: str, patterns: Sequence[str], *, default: bool = False) -> bool:
-    # Not `fnmatch`, which ignores case on some systems.
+    """Return whether a name matches any of the patterns; ``default`` if there are none."""
+    # Not `fnmatch`, which ignores case on some operating systems.
     return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else default
 
 
 def _no_match(pattern: str, names: Sequence[str]) -> ConversionError:
+    """Return the error for a name pattern that matches none of the names."""
     return ConversionError(
         "A name pattern selects no tensor to convert.",
         expected=f"patterns that match names such as {', '.join(names[:3])}",
@@ -382,10 +407,14 @@ def _no_match(pattern: str, names: Sequence[str]) -> ConversionError:
 
 
 def model_state(source: Source, prefix: str | None = None) -> CarriedState:
-    """The state of only the model, under the model's names, without the parts that wrappers add (``_orig_mod``)."""
+    """Return only the model, under the model's names without the parts that wrappers add (``_orig_mod``).
+
+    Args:
+        prefix: prefix of the model's names in the source; None to detect it.
+    """
     model = find_model(source, prefix)
     model.require_one("a Hugging Face repository has only one", source.url)
-    counters = {name for name in model.names if not source.info(name).shape}
+    counters = {name for name in model.names if not source.info(name).shape}  # may lack DDP's prefix
     names = unwrapped_names(model.names, counters, source.url)
     views = {new: SourceView(source, old, new) for old, new in names.items()}
     renamed = [f"{old} becomes {new}" for old, new in names.items() if new != model.names[old]]
@@ -396,14 +425,21 @@ def model_state(source: Source, prefix: str | None = None) -> CarriedState:
     )
     left_out = (*model.optimizer, *model.others, *source.omitted)
     own = replace(model, names={name: name for name in views})
+    # No values and no paths: a repository has only tensors, whose names are not nested.
     return CarriedState(views, {}, {}, own, frozenset(views), left_out, warnings, source.file_metadata)
 
 
 def whole_state(source: Source, prefix: str | None = None, new_prefix: str | None = None) -> CarriedState:
-    """The state of all entries of the source; the model's container is renamed to ``new_prefix``, unless it is None."""
+    """Return the state of all entries of the source.
+
+    Args:
+        prefix: prefix of the model's names in the source; None to detect it.
+        new_prefix: prefix of the model's names in the result; None to keep all names.
+    """
     model = find_model(source, prefix)
     if new_prefix is not None:
         model.require_one("--prefix renames only one", source.url)
+    # An empty prefix moves the model to the root.
     if new_prefix is not None and new_prefix and not new_prefix.endswith("."):
         new_prefix += "."
     names: dict[str, str] = {}
@@ -412,7 +448,7 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
         path = source.path(name)
         if new_prefix is not None and name in model.names:
             short = model.names[name]
-            path = (*(part for part in new_prefix.split(".") if part), short)
+            path = (*(part for part in new_prefix.split(".") if part), short)  # an empty prefix gives no key
             names[name] = f"{new_prefix}{short}"
         else:
             names[name] = name
@@ -430,8 +466,8 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
     return CarriedState(views, values, paths, own, frozenset(own.names), source.omitted)
 
 
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")  # in CamelCase and snake_case
-# Words in containers' names that are ignored when an optimizer's name is compared with models' names.
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")  # a word in CamelCase or snake_case
+# Words that are ignored when the name of an optimizer's container is compared with names of models' containers.
 _COMMON_WORDS = {
     "opt",
     "optim",
@@ -450,15 +486,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def optimizer_container(path: Path) -> Path | None:
-    """The container of an optimizer entry: its path before ``state`` or ``param_groups``; None if neither is in it."""
+    """Return the container of an optimizer entry: its path up to ``state`` or ``param_groups``; None without these."""
     for depth, part in enumerate(path):
+        # A flattened optimizer has keys such as "state.layer.weight.exp_avg".
         if str(part).split(".", 1)[0] in _OPTIMIZER_KEYS:
             return path[:depth]
     return None
 
 
 def optimizers_of(state: CarriedState) -> dict[Path, list[str]]:
-    """Container -> names of the optimizer entries in it."""
+    """Return the names of a state's optimizer entries, by the path of the optimizer's container."""
     entries = {name: state.path(name) for name in (*state.views, *state.values) if name not in state.is_model}
     by_container: dict[Path, list[str]] = {}
     for name in optimizer_names(entries):
@@ -469,23 +506,24 @@ def optimizers_of(state: CarriedState) -> dict[Path, list[str]]:
 
 
 class _Entry(NamedTuple):
-    """A leaf of an optimizer's nested state: a reference to the carried entry of this name."""
+    """A leaf of an optimizer's nested state, which stands for the carried entry of this name."""
 
     name: str
 
 
 def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
-    """The state with its optimizers converted to another of torch's forms, or without optimizers.
+    """Return the state with its optimizers converted to another of torch's forms, or without optimizers.
 
     Args:
         form: ``"keep"``, ``"drop"``, ``"nested"`` or ``"flattened"`` (see `optimizer_state`).
 
     Raises:
-        ConversionError: if an optimizer has neither form, or an entry belongs to no parameter.
+        ConversionError: if an optimizer has none of torch's forms, or an entry belongs to no parameter.
     """
     if form == "keep":
         return state
-    if form == "drop":  # by name: the optimizer need not have one of torch's forms
+    # Before the forms are detected, because other frameworks' optimizers have none of them.
+    if form == "drop":
         return state.restricted_to({*state.views, *state.values}.difference(state.model.optimizer))
     params = frozenset(str(state.path(name)[-1]) for name in state.is_model)
     for container, names in optimizers_of(state).items():
@@ -499,11 +537,16 @@ def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
 def _with_form(
     state: CarriedState, container: Path, names: list[str], form: str, params: frozenset[str]
 ) -> CarriedState:
-    """The state with one optimizer converted to ``form``."""
+    """Return the state with one optimizer converted to ``form``.
+
+    Args:
+        names: the optimizer's entries.
+        params: names of the parameters, which may contain dots.
+    """
     leaves: dict[Path, Any] = {}
     for name in names:
         path = state.path(name)[len(container) :]
-        # Options are read here, because `optimizer_state` compares groups by their values.
+        # Options are read now, because `optimizer_state` compares the values of groups. All other values stay unread.
         is_option = str(path[0]).split(".", 1)[0] == "param_groups"
         leaves[path] = state.values[name]() if is_option and name in state.values else _Entry(name)
     optimizer = optimizer_state(nest(leaves), params)
@@ -516,7 +559,7 @@ def _with_form(
             todo="keep the form (--optimizer keep), or leave the entry out with --exclude",
         )
     tree = optimizer.nested() if form == "nested" else optimizer.flattened()
-    if not optimizer.groups:
+    if not optimizer.groups:  # do not add an empty list that the source lacks
         tree.pop("param_groups", None)
     views = {name: view for name, view in state.views.items() if name not in names}
     values = {name: value for name, value in state.values.items() if name not in names}
@@ -536,18 +579,23 @@ def _with_form(
 
 
 def own_optimizer(state: CarriedState, container: Path, params: Shapes) -> frozenset[str]:
-    """Names of the optimizer entries that belong to the model in ``container`` with these parameters.
+    """Return the names of the optimizer entries that belong to one model.
+
+    Args:
+        container: path of the model's container.
+        params: parameter name -> shape, of this model.
 
     Raises:
-        ConversionError: if an optimizer may belong to this model or to another.
+        ConversionError: if it is not clear whether an optimizer belongs to this model.
     """
     others, optimizers = other_models(state), optimizers_of(state)
-    if not others:
+    if not others:  # the only model: all optimizers are its own
         return frozenset(name for names in optimizers.values() for name in names)
     models = {container: params, **others}
     own: set[str] = set()
     for optimizer, names in optimizers.items():
         owners = _owners(state, optimizer, names, models)
+        # If several other models remain, the optimizer is not this model's, and their ambiguity does not matter.
         if not owners or (len(owners) > 1 and container in owners):
             candidates = [name_of(owner) or "the root" for owner in owners or models][:4]
             raise ConversionError(
@@ -563,7 +611,7 @@ def own_optimizer(state: CarriedState, container: Path, params: Shapes) -> froze
 
 
 def other_models(state: CarriedState) -> dict[Path, Shapes]:
-    """Containers of tensors that belong neither to the model nor to an optimizer."""
+    """Return further models: container -> name -> shape of tensors that are not the model's or an optimizer's."""
     known = {*state.is_model, *state.model.optimizer}
     shapes: dict[Path, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, view in state.views.items():
@@ -577,7 +625,15 @@ def other_models(state: CarriedState) -> dict[Path, Shapes]:
 def _owners(
     state: CarriedState, optimizer: Path, names: Iterable[str], models: Mapping[Path, Shapes]
 ) -> list[Path]:
-    """Models that the optimizer may belong to: only one if its parameters, its position or its name decide."""
+    """Return the containers of the models that an optimizer may belong to.
+
+    It is one container if the optimizer's parameters, their shapes, its position or its name decide.
+
+    Args:
+        optimizer: path of the optimizer's container.
+        names: names of its entries.
+        models: container -> parameter name -> shape.
+    """
     entries = [
         (key, state.views[name].info.shape)
         for name in names
@@ -585,7 +641,10 @@ def _owners(
     ]
 
     def parameter(key: str, params: Shapes) -> str | None:
-        """The parameter of an entry's key: the longest parameter name that equals the key or is a prefix of it."""
+        """Return the parameter that an entry's key begins with; None if there is none.
+
+        In the flattened form, the key also contains the kind: ``layer.weight.exp_avg``.
+        """
         while key not in params and "." in key:
             key = key.rpartition(".")[0]
         return key if key in params else None
@@ -595,16 +654,16 @@ def _owners(
         model
         for model in named
         if all(
-            # A step count has one item; a moment has the shape of its parameter.
+            # A step count has one item. A moment has the shape of its parameter.
             shape in ((), (1,), models[model][str(parameter(key, models[model]))])
             for key, shape in entries
         )
     ]
-    owners = fitting or named
-    if len(owners) > 1:
+    owners = fitting or named  # some optimizers' moments have other shapes than the parameters
+    if len(owners) > 1:  # the position: the models that share the longest path with the optimizer
         depths = {model: _num_shared(optimizer, model) for model in owners}
         owners = [model for model in owners if depths[model] == max(depths.values())]
-    if len(owners) > 1:
+    if len(owners) > 1:  # the name, without the part of the path that all share
         common = _num_shared(optimizer, *owners)
         own = _words(optimizer[common:])
         alike = [model for model in owners if _are_alike(own, _words(model[common:]))]
@@ -613,7 +672,7 @@ def _owners(
 
 
 def parameter_key(path: Path, container: Path) -> str | None:
-    """The part of an optimizer entry's path that starts with the parameter's name; None for an option."""
+    """Return the key, in an optimizer entry's path, that begins with a parameter's name; None for an option."""
     kind, *rest = path[len(container) :]
     if kind == "state" and rest:
         return str(rest[0])
@@ -621,16 +680,18 @@ def parameter_key(path: Path, container: Path) -> str | None:
 
 
 def _num_shared(*paths: Path) -> int:
-    """The length of the paths' common prefix."""
+    """Return the length of the paths' common prefix."""
     return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 
 def _words(path: Path) -> frozenset[str]:
+    """Return the words of a container's name, in lower case and without `_COMMON_WORDS`."""
     return frozenset(word.lower() for word in _WORD.findall(name_of(path))) - _COMMON_WORDS
 
 
 def _are_alike(left: frozenset[str], right: frozenset[str]) -> bool:
-    if not left or not right:
+    """Return whether the words of an optimizer's and a model's container are similar."""
+    if not left or not right:  # ``model`` and ``optimizer``: only common words
         return left == right
-    # A prefix is enough: ``optim_g`` is the optimizer of ``generator``.
+    # A common beginning is enough: ``optim_g`` is the optimizer of ``generator``.
     return any(a.startswith(b) or b.startswith(a) for a in left for b in right)

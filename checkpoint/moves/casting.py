@@ -1,8 +1,8 @@
 """Cast float tensors to another dtype during a conversion. Only float16, bfloat16, float32 and float64 are cast.
 
-Besides one dtype for all tensors, name patterns can have their own dtype, which takes precedence: router biases or
-state-space parameters may have to stay float32. Integers, booleans, complex numbers and floats of 8 bits or less are
-never cast. Scales of quantized weights are cast only by a pattern that matches their names.
+A default dtype applies to all float tensors. Name patterns with their own dtype override it, for example for router
+biases or state-space parameters that must stay float32. Integers, booleans, complex numbers and floats of 8 bits or
+less are never cast. Scales of quantized weights are cast only by a pattern that matches their names.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class CastRules:
         """Parse ``--dtype`` options such as ``bfloat16`` or ``*.gate.bias=float32``.
 
         Raises:
-            ConversionError: for a dtype other than float16, bfloat16, float32 and float64, or two options for the same
-                names.
+            ConversionError: for a dtype other than float16, bfloat16, float32 and float64, or if two options give one
+                pattern different dtypes.
         """
         default: DType | None = None
         patterns: dict[str, DType] = {}
         for text in texts:
-            pattern, _, name = text.rpartition("=")
+            pattern, _, name = text.rpartition("=")  # the last "=", because a pattern may contain one
             if text.startswith("="):
                 raise ConversionError(
                     "A --dtype option has an empty name pattern.",
@@ -61,19 +61,20 @@ class CastRules:
         return cls(default, patterns)
 
     def apply(self, views: Sequence[TensorView], kept: Collection[str] = ()) -> list[TensorView]:
-        """The tensors, cast by the rules.
+        """Return the tensors, cast by the rules.
 
         Args:
-            kept: names of tensors that only a pattern casts, not the default.
+            kept: names of tensors that the default does not apply to, such as scales.
 
         Raises:
-            ConversionError: for a pattern that matches no tensor, or a tensor that must not be cast.
+            ConversionError: if a pattern matches no tensor, or a tensor that is not a float.
         """
         unused = set(self.patterns)
         cast_views: list[TensorView] = []
         for view in views:
             info = view.info
             pattern = next((p for p in self.patterns if fnmatchcase(info.name, p)), None)
+            # Also patterns that an earlier pattern overrides here: they are not misspelled.
             unused -= {p for p in unused if fnmatchcase(info.name, p)}
             default = None if info.name in kept else self.default
             dtype = self.patterns[pattern] if pattern is not None else default
@@ -92,7 +93,7 @@ def require_one_rule_each(option: str, texts: Sequence[str]) -> None:
     """Check that no two options, such as ``*.bias=bf16`` and ``*.bias=fp16``, give one pattern different values.
 
     Raises:
-        ConversionError: if two options do; names both.
+        ConversionError: if two options conflict; the message contains both.
     """
     given: dict[str, str] = {}
     for text in texts:
@@ -107,21 +108,21 @@ def require_one_rule_each(option: str, texts: Sequence[str]) -> None:
 
 
 def float_type(name: str) -> DType:
-    """The dtype for a name such as ``bfloat16`` or ``bf16``.
+    """Return the dtype for a name such as ``bfloat16`` or ``bf16``.
 
     Raises:
-        ConversionError: if it is not float16, bfloat16, float32 or float64.
+        ConversionError: if the name is not that of float16, bfloat16, float32 or float64.
     """
     try:
         dtype = dtype_from_torch(_SHORT.get(name, name))
-    except ConversionError:  # an unknown name gets the error below
+    except ConversionError:  # an unknown name: the error below lists the possible names
         dtype = None
     if dtype is None or dtype.kind != "float":
         raise ConversionError(
             "Weights cannot be cast to this type.",
             expected="float16, bfloat16, float32 or float64",
             got=name,
-            todo="use one of these; to quantize, use a tool that chooses scales: a cast alone loses values",
+            todo="use one of these; a cast to fewer bits would need scales, which --quantize computes",
         )
     return dtype
 
@@ -130,6 +131,7 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "floa
 
 
 def _bad(expected: str, got: str) -> ConversionError:
+    """Return the error for a pattern that matches no tensor, or a tensor that cannot be cast."""
     return ConversionError(
         "A --dtype pattern cannot be applied.",
         expected=expected,
@@ -144,7 +146,7 @@ class CastView(WrapperView):
 
     Args:
         dtype: the dtype to cast to.
-        lost: filled by reads: box -> number of finite values in it that became infinite.
+        lost: filled by reads: box -> number of finite values in the box that became infinite.
     """
 
     dtype: DType
@@ -161,10 +163,10 @@ class CastView(WrapperView):
         from vescale_fsdp.views.float_codes import cast_into
 
         source = self.inner.info.dtype
-        raw = np.empty(box.sizes, dtype=source.raw)
+        raw = np.empty(box.sizes, dtype=source.raw)  # integers of the item's size: numpy has no bfloat16
         self.inner.read_into(box, raw)
         if lost := cast_into(raw, source, out, self.dtype):
-            self.lost[box] = lost  # by box, so that a second read is not counted again
+            self.lost[box] = lost  # by box, so that a second read of a box is not counted again
 
     @property
     def overflows(self) -> int:

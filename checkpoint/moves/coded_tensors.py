@@ -1,11 +1,11 @@
-"""Views that dequantize codes and scales, or quantize tensors, block by block while they are streamed.
+"""Views that dequantize codes and scales, or quantize floats, block by block while tensors are streamed.
 
     fp8        weight [n, k]          ScaledView(DecodedView(codes), scales, blocks of 128 x 128)
     mxfp4      blocks [e, n, k/32, 16]   the same with [e, n, k/2] bytes of two values, and a scale per 32 values
     bnb nf4    bytes [n * k / 2]      the same with flat bytes, and bitsandbytes' own tables and scales
 
-A requested box is processed in tiles of 2^18 values, so that memory use stays at a few MiB. Codes are computed from
-complete blocks: if a box begins inside a block, the complete block is read.
+A requested box is processed in tiles of at most 2^18 values, which keeps memory use at a few MiB. Codes are computed
+from complete blocks: if a box begins inside a block, the whole block is read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _U8 = dtype_from_torch("uint8")
 
 
 class _ComputedView(TensorView):
-    """A tensor with values computed from other views: none of its bytes are stored."""
+    """Base of tensors whose values are computed from other views, so that none of their bytes are stored."""
 
     inputs: tuple[TensorView, ...]
 
@@ -56,7 +56,7 @@ class _ComputedView(TensorView):
 
 @dataclass(frozen=True, eq=False)
 class RawBytesView(_ComputedView):
-    """The bytes of a 1D tensor, as uint8 [numel * itemsize]: for codes that are stored with another dtype."""
+    """The bytes of a 1D tensor as uint8 [numel * itemsize], for codes that are stored with another dtype."""
 
     items: TensorView
 
@@ -78,7 +78,7 @@ class RawBytesView(_ComputedView):
         out[...] = raw.view(np.uint8)[skipped : skipped + box.sizes[0]]
 
     def _items_of(self, box: Box) -> Box:
-        """The items that contain a box of bytes."""
+        """Return the box of items that contain a box of bytes."""
         each = self.items.info.dtype.itemsize
         first, stop = box.offsets[0] // each, -(-(box.offsets[0] + box.sizes[0]) // each)
         return Box((first,), (stop - first,))
@@ -90,14 +90,14 @@ class RawBytesView(_ComputedView):
         return f"bytes of {self.items.identity()}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # eq=False: an array can be neither hashed nor compared to a bool
 class DecodedView(_ComputedView):
     """Codes decoded by a table, as float32.
 
     Args:
         codes: a tensor with one byte per item.
-        table: [256, n]: the n values, adjacent in the last dim, that each byte encodes.
-        kind: name of the table, for `identity`.
+        table: array [256, n] with the n values that each byte encodes; they are adjacent in the last dim of the result.
+        kind: text that identifies the table, for `identity`.
     """
 
     codes: TensorView
@@ -111,6 +111,7 @@ class DecodedView(_ComputedView):
     @cached_property
     def info(self) -> TensorInfo:
         codes = self.codes.info
+        # A 0-d scale is one value: it has no last dim to widen.
         shape = (*codes.shape[:-1], codes.shape[-1] * self.table.shape[1]) if codes.shape else ()
         return TensorInfo(codes.name, shape, _F32)
 
@@ -126,7 +127,7 @@ class DecodedView(_ComputedView):
         out[...] = values.view(out.dtype).reshape(box.sizes)
 
     def _bytes_of(self, box: Box) -> tuple[Box, int]:
-        """The bytes that encode a box, and the number of leading values in the first byte that are not in the box."""
+        """Return the bytes that encode a box, and how many values of the first byte precede the box."""
         each = self.table.shape[1]
         if not box.sizes or each == 1:
             return box, 0
@@ -141,17 +142,17 @@ class DecodedView(_ComputedView):
         return f"{self.kind} values of {self.codes.identity()}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # eq=False: a dict cannot be hashed
 class ScaledView(_ComputedView):
     """Values multiplied by the scale of their block: ``values * scales * factor + offset``.
 
     Args:
-        values: float32.
-        scales: float32, one per block, with as many dims as the values.
+        values: a float32 tensor.
+        scales: a float32 tensor with one scale per block, and with as many dims as the values.
         block: size of a block in each dim; the last block of a dim may be smaller.
         dtype: dtype of the result.
-        factor, offset: numbers for all values; None for no multiplication or addition.
-        lost: filled by reads: tile -> number of finite values that became infinite in the result's dtype.
+        factor, offset: constants for all values; None to skip the multiplication or addition.
+        lost: filled by reads: tile -> number of its finite values that became infinite in the result's dtype.
     """
 
     values: TensorView
@@ -183,23 +184,23 @@ class ScaledView(_ComputedView):
                 values *= np.float32(self.factor)
             if self.offset is not None:
                 values += np.float32(self.offset)
-            # With the ellipsis, indexing a 0-d array returns an array, not a scalar.
+            # The ellipsis makes indexing of a 0-d array return an array instead of a scalar.
             index: tuple[Any, ...] = (*tile.slices(box.offsets), ...)
             if lost := cast_into(values.view(np.uint32), _F32, out[index], self.dtype):
-                self.lost[tile] = lost  # by tile, so that a second read is not counted again
+                self.lost[tile] = lost  # by tile, so that a second read of a tile is not counted again
 
     @property
     def overflows(self) -> int:
         return sum(self.lost.values()) + super().overflows
 
     def _scales_of(self, tile: Box) -> np.ndarray:
-        """The scale of each value in a tile; in dims with only one scale, an array that broadcasts."""
+        """Return the scale of each value in a tile, as an array that broadcasts to the tile."""
         import numpy as np
 
         part = _blocks_of(tile, self.block)
         scales = _floats(self.scales, part)
         for dim, size in enumerate(self.block):
-            if size > 1 and part.sizes[dim] > 1:
+            if size > 1 and part.sizes[dim] > 1:  # a single scale broadcasts without a copy
                 skipped = tile.offsets[dim] - part.offsets[dim] * size
                 wide = np.repeat(scales, size, axis=dim)
                 scales = wide[(slice(None),) * dim + (slice(skipped, skipped + tile.sizes[dim]),)]
@@ -217,13 +218,13 @@ class ScaledView(_ComputedView):
 
 @dataclass(frozen=True, eq=False)
 class EncodedView(_ComputedView):
-    """The codes or the scales of a quantized tensor; its last two dims must be divisible by the block size.
+    """The codes or the scales of a quantized tensor, whose last two dims must be divisible by the block size.
 
     Args:
-        values: the float32 tensor.
-        encoding: the quantization.
+        values: the float32 tensor to quantize.
+        encoding: the quantization scheme.
         name: name of the result.
-        wants_scales: whether the view is the scales; otherwise the codes.
+        wants_scales: whether this view is the scales or the codes.
     """
 
     values: TensorView
@@ -237,7 +238,7 @@ class EncodedView(_ComputedView):
 
     @property
     def _cell(self) -> tuple[int, ...]:
-        """Number of values in each dim that become one item of the result."""
+        """Number of values, in each dim, that become one item of the result."""
         lead = (1,) * (len(self.values.info.shape) - 2)
         each = self.encoding
         return (*lead, each.rows, each.cols) if self.wants_scales else (*lead, 1, each.values_per_byte)
@@ -252,25 +253,29 @@ class EncodedView(_ComputedView):
 
     @property
     def _block(self) -> tuple[int, ...]:
+        """Number of values, in each dim, that share a scale."""
         return (*(1,) * (len(self._cell) - 2), self.encoding.rows, self.encoding.cols)
 
     def _whole_blocks(self, box: Box) -> Box:
-        """The complete blocks of values that a box of the result is computed from."""
+        """Return the box of complete blocks of values that a box of the result is computed from."""
         return _times(_blocks_of(_times(box, self._cell), self._block), self._block)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
 
         for tile in _tiles(self._whole_blocks(box), self._block):
+            # Blocks are encoded as a whole, and then clipped to the box.
             encoded, result_box = self._encoded(_floats(self.values, tile)), _blocks_of(tile, self._cell)
             if (wanted := result_box.intersect(box)) is not None:
                 out[wanted.slices(box.offsets)] = encoded[wanted.slices(result_box.offsets)].view(out.dtype)
 
     def _encoded(self, values: np.ndarray) -> np.ndarray:
+        """Return the codes or the scales of an array of complete blocks; may write into the array."""
         import numpy as np
 
         each, (*lead, rows, cols) = self.encoding, values.shape
         tiled = values.reshape(*lead, rows // each.rows, each.rows, cols // each.cols, each.cols)
-        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # checked below, once per block
+        # Warnings are off, because the check of `largest` finds infinities and NaNs with less work.
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             largest = np.abs(tiled).max(axis=(-3, -1))
             if not np.isfinite(largest).all():
                 raise self._refusal()
@@ -281,7 +286,7 @@ class EncodedView(_ComputedView):
             return each.codes(values)
 
     def _refusal(self) -> ConversionError:
-        """The error for infinities or NaNs: one of them would spoil all values of its block, which share a scale."""
+        """Return the error for infinities or NaNs: one such value would spoil the scale of its whole block."""
         import numpy as np
 
         shape = self.values.info.shape
@@ -306,7 +311,7 @@ class EncodedView(_ComputedView):
 
 
 def _floats(view: TensorView, box: Box) -> np.ndarray:
-    """Read a box of a float32 tensor."""
+    """Read a box of a float32 view as an array of floats."""
     import numpy as np
 
     raw = np.empty(box.sizes, dtype=_F32.raw)  # views read raw bits
@@ -315,30 +320,33 @@ def _floats(view: TensorView, box: Box) -> np.ndarray:
 
 
 def _blocks_of(box: Box, block: tuple[int, ...]) -> Box:
-    """The box of block numbers that a box of items overlaps."""
+    """Return the box of block numbers that a box of items overlaps."""
     first = tuple(o // b for o, b in zip(box.offsets, block, strict=True))
     stop = tuple(-(-(o + n) // b) for o, n, b in zip(box.offsets, box.sizes, block, strict=True))
     return Box(first, tuple(b - a for a, b in zip(first, stop, strict=True)))
 
 
 def _times(box: Box, block: tuple[int, ...]) -> Box:
-    """The box of all items in a box of block numbers."""
+    """Return the box of all items in a box of block numbers."""
     offsets = tuple(o * b for o, b in zip(box.offsets, block, strict=True))
     return Box(offsets, tuple(n * b for n, b in zip(box.sizes, block, strict=True)))
 
 
 def _tiles(box: Box, block: Sequence[int]) -> Iterator[Box]:
-    """Split a box into tiles of at most `_TILE_NUMEL` items, at block boundaries. The box must begin at one."""
+    """Split a box at block boundaries into tiles of at most `_TILE_NUMEL` items; a single block is never split.
+
+    The box must begin at a block boundary.
+    """
     if box.numel <= _TILE_NUMEL:
         if box.numel:
             yield box
         return
     for dim, size in enumerate(block):
         half = -(-box.sizes[dim] // size) // 2 * size  # half of the blocks
-        if half:
+        if half:  # the first dim with at least two blocks
             for start, count in ((0, half), (half, box.sizes[dim] - half)):
                 offsets, sizes = list(box.offsets), list(box.sizes)
                 offsets[dim], sizes[dim] = box.offsets[dim] + start, count
                 yield from _tiles(Box(tuple(offsets), tuple(sizes)), block)
             return
-    yield box  # a single block, which is not split
+    yield box  # a single block

@@ -1,22 +1,23 @@
-"""The jobs that fill an output file: which bytes to read, in which order, and the output offset of each.
+"""Plan the jobs that fill an output file: the bytes to read, their order, and their offsets in the output.
 
-Most conversions change no byte of a tensor: runs of bytes are copied from source files to offsets in the output. Jobs
-follow the order of the *source*: the disk reads forward, many small tensors share a read, and each stripe of a file
-with checksums is read and hashed once, whichever tensors are in it:
+Most conversions change no byte of a tensor: they copy runs of bytes from source files to offsets in the output. These
+jobs follow the order of the *source*. The disk then reads forward, many small tensors share a read, and each stripe of
+a file with checksums is read and hashed once, whichever tensors are in it:
 
     source file   |  q  |  k  | v |     o     |  gap  | up ...       one Move per run of bytes
                   '---- cell 0 ----'---- cell 1 ----'- ...           one job per cell: moves are cut at its ends
     output        | header |  k  |     o     |  q  | ...
 
-Computed tensors (casts, concatenations, strided boxes) are instead split into *segments*: runs of items of the result.
-An output file that stores checksums of its own stripes is split into *stretches*, byte ranges of the output. One
-thread assembles, hashes and writes each stretch front to back; the table of checksums comes last. If the source has
-the same order, as is usual, it is read forward too.
+Computed tensors (casts, concatenations, strided boxes) are split into *segments* instead: runs of items of the result.
+An output file that stores checksums of its own stripes is split into *stretches*: byte ranges of the output. One thread
+assembles, hashes and writes each stretch front to back; the table of checksums is written last. Usually the source has
+the same order, and is then read forward too.
 
     file         | header |   a   |       b       |    c    | table |
     stretches    |------ 0 -------|------ 1 -------|-- 2 ---|           ends at multiples of `FilePlan.stretch_bytes`
 
-All jobs depend only on the plan and the buffer size, so a resumed conversion gets the same jobs.
+All jobs depend only on the plan and the buffer size. A resumed conversion can therefore recompute the bounds of all
+writes, which its digests depend on.
 """
 
 from __future__ import annotations
@@ -33,20 +34,21 @@ from vescale_fsdp.checkpoint.moves.verified_reads import Begun, VerifiedReads
 from vescale_fsdp.checkpoint.storage.base import reading_source
 from vescale_fsdp.layout.geometry import round_up
 
-_CELL_BYTES = 4 * 2**20  # bytes of a source file per job
-_STEP_BYTES = 2**20  # bytes that are read, hashed and written while they are in the cache
-_MAX_GAP_BYTES = 64 * 2**10  # largest gap that is read and discarded: another read would cost more
+_CELL_BYTES = 4 * 2**20  # 4 MiB of a source file per job
+_STEP_BYTES = 2**20  # 1 MiB is read, hashed and written at a time, so that it stays in the CPU's cache
+# 64 KiB: gaps up to this size are read and discarded, as another read would cost more.
+_MAX_GAP_BYTES = 64 * 2**10
 
 
 class Segment(NamedTuple):
-    """Items [start, stop) of the tensor in content number ``content`` of a file."""
+    """Items [start, stop) of the flattened tensor that is content number ``content`` of a file."""
 
     content: int
     start: int
     stop: int
 
     def place(self, plan: FilePlan) -> tuple[int, int]:
-        """The byte offset in the output, and the size in bytes."""
+        """Return the byte offset in the output, and the size in bytes."""
         items = plan.tensor(self.content)
         itemsize = items.view.info.dtype.itemsize
         offset = plan.offsets[self.content] + (self.start - items.start) * itemsize
@@ -54,7 +56,7 @@ class Segment(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A run of bytes of content number ``content`` that is copied unchanged from a source file to the output."""
+    """A run of bytes, of content number ``content``, that is copied unchanged from a source file to the output."""
 
     offset: int  # byte offset in the source file
     target: int  # byte offset in the output
@@ -80,13 +82,13 @@ Job = Segment | MoveJob
 
 
 def jobs_in_order(plan: FilePlan, buffer_bytes: int) -> Iterator[Segment]:
-    """The jobs of a file, front to back, for outputs that are streams."""
+    """Return the jobs of a file front to back, for outputs that are streams."""
     for index, items in plan.tensors:
         yield from _segments(index, items, buffer_bytes)
 
 
 def jobs_by_source(plan: FilePlan, buffer_bytes: int) -> Iterator[Job]:
-    """The jobs of a file, in the order of the source."""
+    """Return the jobs of a file in the order of the source, followed by the jobs of computed tensors."""
     sources: dict[tuple[int, str], Source] = {}
     moves: dict[tuple[int, str], list[Move]] = {}
     computed: list[tuple[int, TensorItems]] = []
@@ -107,23 +109,26 @@ def jobs_by_source(plan: FilePlan, buffer_bytes: int) -> Iterator[Job]:
 
 
 def _segments(index: int, items: TensorItems, buffer_bytes: int) -> Iterator[Segment]:
+    """Split the items of a content into segments of at most one buffer."""
     step = buffer_bytes // items.view.info.dtype.itemsize
     for start in range(items.start, items.stop, step):
         yield Segment(index, start, min(start + step, items.stop))
 
 
 def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) -> Iterator[MoveJob]:
+    """Return the jobs for the moves from one source file, in the order of the file."""
     checked = source.checked(file)
-    unit, end, max_gap = 1, sys.maxsize, _MAX_GAP_BYTES
+    unit, end, max_gap = 1, sys.maxsize, _MAX_GAP_BYTES  # no stripes: jobs need no alignment
     if checked is not None:
-        # No gap is read over (0): whole stripes inside it would be read and hashed in vain.
+        # Jobs cover whole stripes, so that each stripe is hashed in one job. No gaps are read (0), because whole
+        # stripes in a gap would be read and hashed in vain.
         unit, end, max_gap = checked.stripe_bytes, checked.checked_bytes, 0
     size = unit * max(1, cell_bytes // unit)
     cells: dict[int, list[Move]] = {}
     for move in moves:
         for piece in _cut(move, size):
             cells.setdefault(piece.offset // size, []).append(piece)
-    for cell in sorted(cells):  # so that a disk reads forward
+    for cell in sorted(cells):  # in file order, so that the disk reads forward
         for start, stop, group in _groups(cells[cell], unit, end, max_gap):
             yield MoveJob(source, file, start, stop, tuple(group))
 
@@ -138,13 +143,15 @@ def _cut(move: Move, size: int) -> Iterator[Move]:
 
 
 def _groups(moves: list[Move], unit: int, end: int, max_gap: int) -> Iterator[tuple[int, int, list[Move]]]:
-    """Group moves without a gap of more than ``max_gap`` bytes; returns (first byte, end, moves) of each group.
+    """Group moves, so that no group has a gap of more than ``max_gap`` bytes.
 
-    First byte and end are rounded outward to multiples of ``unit``, the end to at most ``end``.
+    Returns:
+        (first byte, end, moves) of each group. First byte and end are rounded outward to multiples of ``unit``, but the
+        end is at most ``end``.
     """
     group: list[Move] = []
     first = last = 0
-    for move in sorted(moves):
+    for move in sorted(moves):  # by offset, the first field
         start = move.offset // unit * unit
         stop = min(round_up(move.offset + move.nbytes, unit), end)
         if group and start - last > max_gap:
@@ -156,12 +163,13 @@ def _groups(moves: list[Move], unit: int, end: int, max_gap: int) -> Iterator[tu
 
 
 def steps(job: MoveJob, buffer_bytes: int) -> Iterator[tuple[int, int, list[Move]]]:
-    """The reads of a job: first byte, end, and the moves clipped to this range. Together they cover the job's bytes."""
+    """Return the reads of a job: (first byte, end, moves clipped to this range). They cover all bytes of the job."""
     size = min(_STEP_BYTES, buffer_bytes)
     first = 0
     for start in range(job.start, job.stop, size):
         stop = min(start + size, job.stop)
         clipped = []
+        # Moves that end before this range are skipped for good, so that a job takes linear time.
         while first < len(job.moves) and job.moves[first].offset + job.moves[first].nbytes <= start:
             first += 1
         for move in job.moves[first:]:
@@ -174,7 +182,7 @@ def steps(job: MoveJob, buffer_bytes: int) -> Iterator[tuple[int, int, list[Move
 
 
 def writes(plan: FilePlan, jobs: Iterator[Job], buffer_bytes: int) -> list[tuple[int, int]]:
-    """Byte offset in the output and size of every write of the jobs, in file order."""
+    """Return the output's byte offset and the size of every write of the jobs, in file order."""
     written: list[tuple[int, int]] = []
     for job in jobs:
         if isinstance(job, Segment):
@@ -186,22 +194,24 @@ def writes(plan: FilePlan, jobs: Iterator[Job], buffer_bytes: int) -> list[tuple
 
 
 class Stretch(NamedTuple):
-    """Bytes [start, stop) of the output."""
+    """Bytes [start, stop) of the output, which one thread assembles and writes front to back."""
 
     start: int
     stop: int
 
 
 def stretches(plan: FilePlan) -> Iterator[Stretch]:
-    """The stretches of a file, without its last content: the table that is computed from the stretches."""
+    """Return the stretches of a file. They exclude its last content, the table that is computed from their bytes."""
     end = plan.offsets[-1]
     for start in range(0, end, plan.stretch_bytes):
         yield Stretch(start, min(start + plan.stretch_bytes, end))
 
 
 def stretch_steps(plan: FilePlan, stretch: Stretch, buffer_bytes: int) -> Iterator[tuple[int, int]]:
-    """First byte and end of each write of a stretch. With computed tensors, writes are as large as the
-    buffer, because a small write may have to read many source bytes for a few items.
+    """Return first byte and end of each write of a stretch.
+
+    If the file has computed tensors, writes are as large as the buffer, because a small write may have to read many
+    source bytes for a few items.
     """
     step = _STEP_BYTES if plan.is_moved else buffer_bytes
     for start in range(stretch.start, stretch.stop, step):
@@ -220,7 +230,7 @@ class StretchFiller:
         self._begun: dict[VerifiedReads, Begun] = {}
 
     def fill(self, start: int, data: memoryview) -> int:
-        """Fill ``data`` with the file's bytes from ``start`` on; returns the number of tensor bytes among them."""
+        """Fill ``data`` with the file's bytes from ``start`` on; returns the number of tensor bytes in them."""
         plan, stop, nbytes = self._plan, start + len(data), 0
         runs: list[tuple[int, ByteRange]] = []  # offset in `data`, and the source bytes to read there
         for index in range(bisect_right(plan.offsets, start) - 1, len(plan.contents)):
@@ -228,11 +238,12 @@ class StretchFiller:
             if offset >= stop:
                 break
             low, high = max(start, offset), min(stop, offset + content.nbytes)
-            if low >= high:
+            if low >= high:  # an empty content
                 continue
             if isinstance(content, FixedBytes):
                 data[low - start : high - start] = content.data[low - offset : high - offset]
                 continue
+            # Only the last content is computed, which stretches exclude.
             assert isinstance(content, TensorItems), f"{plan.name}: content {index} is computed"
             itemsize, position = content.view.info.dtype.itemsize, low - start
             first, end = (content.start + (at - offset) // itemsize for at in (low, high))
@@ -250,23 +261,25 @@ class StretchFiller:
         return nbytes
 
     def finish(self) -> None:
-        """Verify the checksums of all bytes read."""
+        """Verify the stripes of the source that this stretch has read only in part."""
         with reading_source():
             for reads, begun in self._begun.items():
                 reads.finish(begun)
 
 
 def compute_items(view: TensorView, first: int, stop: int, data: memoryview) -> None:
-    """Fill ``data`` with items [first, stop) of a view that changes its tensor."""
-    import numpy as np  # imported late: most conversions compute nothing
+    """Fill ``data`` with items [first, stop) of a view whose items are computed."""
+    import numpy as np  # imported late, because most conversions compute nothing
 
     with reading_source():
         read_range(view, first, stop, np.frombuffer(data, dtype=np.uint8))
 
 
 def _append(runs: list[tuple[int, ByteRange]], position: int, piece: ByteRange) -> None:
-    """Add a run of source bytes to read into ``position``. It is merged into the last run if it continues that run in
-    the source and in the output: adjacent small tensors are one read.
+    """Add a run of source bytes that is to be read into ``position``.
+
+    A run that continues the last run, in the source and in the output, is merged with it: adjacent small tensors then
+    take one read.
     """
     if runs:
         at, last = runs[-1]

@@ -1,20 +1,20 @@
-"""Write the files of a conversion by a few threads, each with one fixed buffer.
+"""Write the files of a conversion with a few threads, each of which has one buffer of fixed size.
 
-A thread takes a job (see `copy_jobs`), reads or computes its bytes into its buffer, and writes them to their planned
-offset. Memory use is bounded by the buffers, whatever the size of the model or of its largest tensor.
+A thread takes a job (see `copy_jobs`), reads or computes the job's bytes into its buffer, and writes them to their
+planned offset. The buffers bound the memory use, whatever the size of the model or of its largest tensor.
 
     512 MiB budget, 4 threads -> 4 buffers of 8 MiB      64 MiB budget, 8 threads -> 8 buffers of 2 MiB
 
-Files that accept writes in any order are shared by all threads; files that are streams are written by one thread each.
-Every buffer is compared with the source's checksums, if there are any, and hashed for the journal: hashing data in the
-cache takes a tenth of the time of writing it.
+All threads share the files that accept writes in any order; a stream is written by one thread. Every buffer is compared
+with the source's checksums, if there are any, and hashed for the journal. Hashing data in the cache takes a tenth of
+the time of writing it.
 
-A file is finished when the checksums of all bytes that it was made from have been verified. Reads verify them as they
-go (see `verified_reads`). A checksum may also cover bytes that belong to no tensor of the file: the rest of a storage
-larger than its tensor, or of a record that is split across files. These bytes are read at the end. A tensor that is
-complete in a file is verified before that file is finished. A tensor that is split across files is verified by the
-process that writes its first item, after that process's files are complete. No process therefore waits for another, and
-together they read each byte at most twice.
+A file is finished when the checksums of all bytes that it was made from have been verified. Reads verify checksums
+during the copy (see `verified_reads`). A checksum may also cover bytes that belong to no tensor of the file: the rest
+of a storage that is larger than its tensor, or of a record that is split across files. These bytes are read at the end.
+A tensor that is complete in a file is verified before that file is finished. A tensor that is split across files is
+verified by the process that writes its first item, after this process has written all its files. Therefore no process
+waits for another, and together the processes read each byte at most twice.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ Progress = Callable[[int], None]  # called with the number of tensor bytes done 
 
 
 def no_progress(nbytes: int) -> None:
-    """The default for `Progress` arguments."""
+    """Do nothing: the default for `Progress` arguments."""
 
 
-_MAX_THREADS = 1024  # more threads only wait for each other
-_MAX_BUFFER_BYTES = 8 * 2**20  # larger buffers read no faster
-_MIN_BUFFER_BYTES = 2**20
-# A view that changes its tensor needs scratch as large as the buffer, up to three times (read, work, result).
+_MAX_THREADS = 1024  # more threads would only wait for each other
+_MAX_BUFFER_BYTES = 8 * 2**20  # 8 MiB: reads with larger buffers are not faster
+_MIN_BUFFER_BYTES = 2**20  # 1 MiB
+# The buffer, and up to three scratch buffers of its size for a view that computes items (read, work, result).
 _BUFFERS_PER_THREAD = 4
 
 
@@ -66,9 +66,9 @@ class CopyLimits:
     """Limits for the memory and the threads of a conversion.
 
     Args:
-        memory_budget_bytes: size of all working buffers together.
+        memory_budget_bytes: total size of all working buffers.
         threads: number of threads that read and write at the same time.
-        decoded_bytes: extra memory per thread, for sources that must decode a complete chunk.
+        decoded_bytes: additional memory per thread, for sources whose chunks must be decoded as a whole.
 
     Examples:
         >>> CopyLimits(memory_budget_bytes=64 << 20, threads=8).usable_threads
@@ -91,12 +91,16 @@ class CopyLimits:
 
     @property
     def usable_threads(self) -> int:
-        """The number of threads that the budget has buffers for."""
+        """Number of threads: as requested, or fewer if the budget is too small for their buffers."""
         least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
         return min(self.threads, _MAX_THREADS, self.memory_budget_bytes // least)
 
     def decoding(self, name: str, nbytes: int) -> CopyLimits:
-        """Limits for a source with compressed chunks, of which the largest takes ``nbytes`` (in tensor ``name``).
+        """Return limits for a source with compressed chunks.
+
+        Args:
+            name: the tensor with the largest chunk.
+            nbytes: memory that decoding this chunk takes.
 
         Raises:
             ConversionError: if the budget is too small for this chunk.
@@ -120,7 +124,7 @@ class CopyLimits:
 
 
 class _WorkingFile:
-    """A file being written: its number of open jobs, and the checksums so far."""
+    """A file being written: the number of its unfinished jobs, and the checksums so far."""
 
     def __init__(self, plan: FilePlan, out: FileWriter, num_jobs: int) -> None:
         self.plan, self.out = plan, out
@@ -130,14 +134,14 @@ class _WorkingFile:
         self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3) of each write
 
     def do(self, job: Job | Stretch, buffer: memoryview) -> tuple[int, bool]:
-        """Do one job; returns its number of tensor bytes, and whether it was the file's last job."""
+        """Do one job; returns its number of tensor bytes, and whether it was the file's last unfinished job."""
         nbytes = 0
         if isinstance(job, Segment):
             nbytes = self._compute(job, buffer)
         elif isinstance(job, Stretch):
             nbytes = self._put_together(job, buffer)
         else:
-            begun: Begun = {}  # empty again after the job: jobs cover complete stripes
+            begun: Begun = {}  # empty again at the end of the job, because jobs cover complete stripes
             for start, stop, moves in steps(job, len(buffer)):
                 data = buffer[: stop - start]
                 job.source.reads.read(job.file, start, data, begun)
@@ -150,6 +154,7 @@ class _WorkingFile:
             return nbytes, self._left == 0
 
     def _put_together(self, stretch: Stretch, buffer: memoryview) -> int:
+        """Assemble and write a range of the output front to back; returns its number of tensor bytes."""
         filler, nbytes = StretchFiller(self.plan), 0
         for start, stop in stretch_steps(self.plan, stretch, len(buffer)):
             data = buffer[: stop - start]
@@ -159,6 +164,7 @@ class _WorkingFile:
         return nbytes
 
     def _compute(self, segment: Segment, buffer: memoryview) -> int:
+        """Compute and write the items of a segment; returns its number of bytes."""
         offset, nbytes = segment.place(self.plan)
         view = self.plan.tensor(segment.content).view
         compute_items(view, segment.start, segment.stop, buffer[:nbytes])
@@ -166,8 +172,13 @@ class _WorkingFile:
         return nbytes
 
     def _write(self, offset: int, data: memoryview, content: int | None = None) -> None:
-        """Write bytes and update the checksums; ``content`` is None for the bytes of a stretch, which have no CRCs."""
+        """Write bytes and update the checksums.
+
+        Args:
+            content: number of the content that the bytes belong to; None for a stretch, whose file needs no CRCs.
+        """
         self.out.write_at(offset, [data])
+        # Outside of the lock, so that threads hash at the same time.
         digest = checksum_of(data)
         kind = None if content is None else self.plan.tensor(content).crc
         crc = kind.of(data) if kind else 0
@@ -185,23 +196,25 @@ class _WorkingFile:
                 self.out.write_at(offset, [content.data])
             elif isinstance(content, ComputedBytes):
                 data = content.make(self._crc_of)
-                planned = content.nbytes
+                planned = content.nbytes  # offsets of later contents depend on it
                 assert len(data) == planned, f"{self.plan.name}: {len(data)} bytes, planned {planned}"
                 self.out.write_at(offset, [data])
 
     def _crc_of(self, index: int) -> int:
+        """Return the CRC of a tensor that has been written, by the number of its content."""
         kind = self.plan.tensor(index).crc
         assert kind is not None
-        # By offset: threads finish in any order.
+        # Sorted by offset, because threads write the pieces in any order.
         return kind.join((crc, nbytes) for _, crc, nbytes in sorted(self._crcs.get(index, ())))
 
     @property
     def digest(self) -> str:
-        """One checksum of all writes, in file order; `written_digest` computes the same from the written file."""
+        """One checksum of all writes, in file order; `written_digest` recomputes it from the written file."""
         return _join_digests(digest for _, digest in sorted(self._digests))
 
 
 def _join_digests(digests: Iterable[int]) -> str:
+    """Return the hash of several hashes: xxh3 cannot be combined from pieces like a CRC."""
     return hex_checksum_of(b"".join(digest.to_bytes(8, "little") for digest in digests))
 
 
@@ -212,6 +225,7 @@ def written_digest(
 
     Args:
         read: returns bytes of the file, by offset and size.
+        buffer_bytes: buffer size of the run that wrote the file, which determines the bounds of its writes.
         in_order: whether the file was written front to back.
     """
     if plan.stretch_bytes and not in_order:
@@ -230,9 +244,10 @@ class Copier:
     Args:
         limits: limits for memory and threads.
         create: opens an output file; called just before its first byte is written.
-        retrying: calls a function that writes one file from its start, and calls it again if it fails.
-        progress: called with the tensor bytes done since the last call, from several threads.
-        on_finished: called with each finished (not yet published) file and its digest, by one thread at a time.
+        retrying: calls a function that writes one file from its start, and repeats the call after transient errors.
+        progress: called with the number of tensor bytes done since the last call, from several threads.
+        on_finished: called with each finished file, before its publication, and the file's digest; by one thread at a
+            time.
     """
 
     limits: CopyLimits
@@ -246,20 +261,20 @@ class Copier:
         """Write all files, each front to back if ``in_order``.
 
         Raises:
-            Exception: the first error of any thread; the other threads stop. Output files are not aborted.
+            Exception: the first error of any thread; all other threads stop. The caller must abort the output files.
         """
         if in_order:
             in_threads(self.limits.usable_threads, self._stream, plans)
         else:
-            try:  # outputs on disk are written without `retrying`, which unwraps a SourceError
+            try:  # files on disk are written without `retrying`, so a SourceError must be unwrapped here
                 in_threads(self.limits.usable_threads, self._work, self._jobs(plans))
             except SourceError as carried:
-                raise carried.error from carried.error.__cause__  # `from` keeps the first cause
+                raise carried.error from carried.error.__cause__  # keeps the error's own cause
 
     def _finish(self, file: _WorkingFile, known: int = 0) -> None:
         """Write the fixed and computed bytes from content ``known`` on, verify the file's tensors, and close it."""
         file.write_known(known, len(file.plan.contents))
-        with reading_source():
+        with reading_source():  # damage of the source is no reason to write the file again
             for source, name in tensors_to_verify(file.plan, whole=True):
                 source.verify(name)
         file.out.close()
@@ -267,31 +282,31 @@ class Copier:
             self.on_finished(file.plan, file.digest)
 
     def _jobs(self, plans: Sequence[FilePlan]) -> Iterator[tuple[_WorkingFile, Job | Stretch]]:
-        """The jobs of files that are written in any order; each file is created when its first job is taken."""
+        """Return the jobs of files that are written in any order; a file is created when its first job is taken."""
         for plan in plans:
             jobs: list[Job | Stretch] = [
                 *(stretches(plan) if plan.stretch_bytes else jobs_by_source(plan, self.limits.buffer_bytes))
             ]
             file = _WorkingFile(plan, self.create(plan), len(jobs))
-            if not jobs:  # no job will be the last one
+            if not jobs:  # usually the last job finishes the file
                 self._finish(file)
             for job in jobs:
                 yield file, job
 
     def _work(self, jobs: Shared[tuple[_WorkingFile, Job | Stretch]]) -> None:
-        """Do jobs until there are none."""
-        # An anonymous map: pages that are never touched take no memory.
+        """Do jobs until no job is left."""
+        # An anonymous mapping instead of a bytearray: pages that are never touched take no memory.
         buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))
         for file, job in jobs:
             nbytes, is_last = file.do(job, buffer)
             self.progress(nbytes)
             if is_last:
-                # Stretches contain all contents but the last one.
+                # Stretches have written all contents except for the last one.
                 self._finish(file, len(file.plan.contents) - 1 if file.plan.stretch_bytes else 0)
 
     def _stream(self, plans: Shared[FilePlan]) -> None:
-        """Write files front to back, one after the other."""
-        buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))  # takes no memory until it is touched
+        """Write files front to back, one after another."""
+        buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))  # untouched pages take no memory
         for plan in plans:
             self.retrying(partial(self._write_in_order, plan, plans, buffer))
 
@@ -309,15 +324,15 @@ class Copier:
                 done += nbytes
             self._finish(file, known)
         except Exception:
-            self.progress(-done)  # a retry starts from the beginning of the file
+            self.progress(-done)  # `retrying` may write the file again from its start
             raise
 
 
 def tensors_to_verify(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, str]]:
-    """The stored tensors that are verified with a file, because it contains their first item.
+    """Return the stored tensors to verify with a file: those whose first item is in the file.
 
     Args:
-        whole: select the tensors that are complete in this file; otherwise the tensors that are split across files.
+        whole: whether to select the tensors that are complete in this file, or those that are split across files.
     """
     num_items = Counter[str]()
     for _, items in plan.tensors:
@@ -329,9 +344,9 @@ def tensors_to_verify(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, 
 
 
 def verify_rest(plans: Sequence[FilePlan], threads: int) -> None:
-    """After all files are complete, verify the tensors that are split across files, and that no source has changed.
+    """After all files are complete, verify tensors that are split across files, and check that no source has changed.
 
-    Most formats have no checksums that would detect a source that changed during the conversion.
+    Most formats have no checksums, which would detect that a source changed during the conversion.
 
     Raises:
         CorruptCheckpointError: if a checksum of the source does not match.
@@ -345,6 +360,6 @@ def verify_rest(plans: Sequence[FilePlan], threads: int) -> None:
     if cut := [each for plan in plans for each in tensors_to_verify(plan, whole=False)]:
         in_threads(threads, work, cut)
     views = (items.view for plan in plans for _, items in plan.tensors)
-    # Each source once; by id, because a `Source` is not hashable.
+    # Each source once, by id, because a `Source` is not hashable.
     for source in {id(source): source for view in views for source, _ in view.sources()}.values():
         source.require_unchanged()

@@ -1,9 +1,9 @@
 """The output plan of a conversion, for any target format. It is made from metadata, before any tensor is read.
 
-A plan consists of data files (tensors and the bytes around them) and closing files (settings, index, manifest), in the
-order in which they are published: the file that makes the folder a checkpoint comes last. A data file is a sequence of
-contents of known sizes: fixed bytes, tensors, and bytes computed from the checksums of tensors before them (for zip
-directories). The sizes determine all offsets, so contents can be written in any order.
+A plan consists of data files (tensors and the bytes around them) and closing files (settings, index, manifest). Files
+are published in this order, and the file that makes the folder a checkpoint comes last. A data file is a sequence of
+contents of known sizes: fixed bytes, tensors, and bytes that are computed from the checksums of preceding tensors (for
+zip directories). The sizes determine all offsets, so contents can be written in any order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FixedBytes(NamedTuple):  # NamedTuples, because a plan may have a hundred 
 
     @property
     def nbytes(self) -> int:
-        """Size in the file."""
+        """Number of bytes in the file."""
         return len(self.data)
 
 
@@ -46,26 +46,26 @@ class TensorItems(NamedTuple):
     view: TensorView
     start: int
     stop: int
-    crc: Crc | None = None  # the CRC to compute for `ComputedBytes`
+    crc: Crc | None = None  # the kind of CRC that `ComputedBytes` of this file need; None if they need no CRC
 
     @property
     def nbytes(self) -> int:
-        """Size in the file."""
+        """Number of bytes in the file."""
         return (self.stop - self.start) * self.view.info.dtype.itemsize
 
 
 class ComputedBytes(NamedTuple):
-    """Bytes computed from the CRCs of tensors before them in the file."""
+    """Bytes that are computed from the CRCs of preceding tensors in the file."""
 
     nbytes: int
-    make: Callable[[CrcOf], bytes]
+    make: Callable[[CrcOf], bytes]  # returns `nbytes` bytes
 
 
 Content = FixedBytes | TensorItems | ComputedBytes
 
 
 def whole(view: TensorView) -> TensorItems:
-    """All items of a tensor."""
+    """Return the content that consists of all items of a tensor."""
     return TensorItems(view, 0, view.info.numel)
 
 
@@ -76,8 +76,8 @@ class FilePlan:
     Args:
         name: the file's name.
         contents: the file's contents, front to back.
-        stretch_bytes: if not 0, the file is written in stretches of this many bytes, each front to back (see
-            `copy_jobs`); only its last content is computed.
+        stretch_bytes: if not 0, the file is written in ranges of this many bytes, each front to back (see
+            `copy_jobs`). Only the last content of such a file may be `ComputedBytes`.
     """
 
     name: str
@@ -86,13 +86,13 @@ class FilePlan:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Byte offset of every content."""
-        # The last sum is the size of the file.
+        """Byte offset of each content in the file."""
+        # The last sum is the size of the file, not an offset.
         return tuple(accumulate((content.nbytes for content in self.contents), initial=0))[:-1]
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole file."""
+        """Size of the file in bytes."""
         return sum(content.nbytes for content in self.contents)
 
     @property
@@ -111,7 +111,7 @@ class FilePlan:
         return all(items.view.byte_ranges(items.start, items.stop) is not None for _, items in self.tensors)
 
     def tensor(self, index: int) -> TensorItems:
-        """Content number ``index``, which is a tensor."""
+        """Return content number ``index``, which must be a tensor."""
         items = self.contents[index]
         assert isinstance(items, TensorItems), f"content {index} of {self.name} is not a tensor"
         return items
@@ -133,11 +133,11 @@ class OutputPlan:
         kind: the target format.
         files: data files.
         closing: small files; the one that makes the folder a checkpoint comes last.
-        is_stale: returns whether an old file of this name in the target is removed when the plan is published.
+        is_stale: returns whether to remove an old file of this name from the target when the result is published.
         single_file: whether the target is a single file rather than a folder.
-        wrap: returns the writer to use for an output file, given the file's name and its plain writer.
-        when_written: called before the closing files are created, when all data files are complete, whichever runs and
-            processes wrote them.
+        wrap: takes the name and the plain writer of an output file, and returns the writer to use. None: the plain one.
+        when_written: called when all data files are complete, whichever processes wrote them, and before closing files
+            are created.
     """
 
     kind: str
@@ -154,7 +154,10 @@ class OutputPlan:
         return sum(file.tensor_nbytes for file in self.files)
 
     def fingerprint(self) -> str:
-        """A digest of the names, sizes and contents of all files, computed from metadata; equal for equal plans."""
+        """Return a digest of the names, sizes and contents of all files, from metadata. Equal plans have equal digests.
+
+        A resumed run compares it with the digest in the journal.
+        """
         digest = RunningDigest(self.kind.encode())
         for file in self.files:
             digest.update(f"\n{file.name} {file.nbytes}".encode())

@@ -1,15 +1,15 @@
-"""Comparison of replicas before a commit: one all-reduce of a few numbers, while files are written.
+"""Compare the replicas of tensors before a commit, by one all-reduce of a few numbers, while files are written.
 
-Each replica of a tensor writes a share of it. If replicas differed, the file would mix their values into a tensor that
+Each replica of a tensor writes a share of the tensor. If replicas differed, the files would contain a mixture that
 existed on no rank. Every rank therefore computes a digest of its replicas, from a strided sample or from all elements.
-The replicas of one region form a ring: each adds a hash W of its digest d and its own number, and subtracts a hash of
-its digest and the next replica's number.
+The replicas of one region form a ring. Each replica adds a hash W of its digest d and its own number, and subtracts a
+hash of its digest and the next replica's number.
 
     replica 0 of 2      + W(d0, 0) - W(d0, 1)
     replica 1 of 2      + W(d1, 1) - W(d1, 0)       the sum over all ranks and regions is 0 if d0 == d1
 
-The all-reduce has the same size for any number of ranks and tensors. Only if the sum is not 0, ranks exchange more, to
-name tensors and ranks. A sample takes 2 us per tensor and 2.5 us per MB: 1.1 ms for 10 tensors of 40 MB, 1.9 ms for
+The all-reduce has the same size for any number of ranks and tensors. Only if the sum is not 0, ranks exchange more data
+to name tensors and ranks. A sample takes 2 us per tensor and 2.5 us per MB: 1.1 ms for 10 tensors of 40 MB, 1.9 ms for
 300 of 2 MB, 2.5 ms for 1,000 of 200 KB, 10 ms for 5,000 of 20 KB (minima of 15 runs on two shared cores).
 """
 
@@ -34,20 +34,20 @@ from vescale_fsdp.errors import ArgumentError, CheckpointError, some
 
 CheckReplicas = Literal["all", "sample", False]
 
-# A sample has one element per 32 KiB of a tensor. Each element is a cache miss.
+# A sample has one element per 32 KiB of a tensor. More would take longer, because each element is a cache miss.
 _BYTES_PER_ELEMENT = 32 << 10
-_LEAST_ELEMENTS = 32  # of a sample; smaller tensors are compared whole
+_LEAST_ELEMENTS = 32  # minimum size of a sample; smaller tensors are compared as a whole
 _CHUNK_BYTES = 16 << 20  # 16 MiB: for "all", tensors are copied to the host in pieces of this size
-_NUM_WORDS = 4  # words of 32 bits in a sum: a difference goes unnoticed once in 2**128
-_MOD = 1 << 32  # the words have 32 bits
-_MAX_NAMED = 8  # most tensors for which an error names the ranks that differ
+_NUM_WORDS = 4  # number of 32-bit words in a sum: one difference in 2**128 is not noticed
+_MOD = 1 << 32  # words have 32 bits
+_MAX_NAMED = 8  # maximum number of tensors for which an error names the ranks that differ
 
 
 def check_choice(check_replicas: object) -> None:
     """Check a ``check_replicas`` argument.
 
     Raises:
-        ValueError: for any other value than "all", "sample" and False.
+        ValueError: if the value is not "all", "sample" or False.
     """
     if check_replicas is not False and check_replicas not in ("all", "sample"):
         raise ArgumentError(
@@ -58,11 +58,11 @@ def check_choice(check_replicas: object) -> None:
 
 
 class _Replica(NamedTuple):
-    """This rank's place in a ring.
+    """This rank's position in a ring of replicas.
 
     Attributes:
-        kind: number of the distribution that all tensors of the ring share.
-        coordinates: coordinates of the region that the ring's ranks store.
+        kind: number of the sharding that all tensors of the ring share.
+        coordinates: coordinates of the region that all ranks of the ring store.
         number, size: this replica's number in the ring, and the number of replicas.
     """
 
@@ -72,7 +72,12 @@ class _Replica(NamedTuple):
     size: int
 
     def words(self, digest: bytes) -> list[int]:
-        """The words that this rank adds to the sum over all ranks, modulo 2**32."""
+        """Return the words that this rank adds to the sum over all ranks, modulo 2**32.
+
+        Args:
+            digest: digest of this rank's tensors in the ring.
+        """
+        # The ring's identity is hashed too, so that equal differences in two rings do not cancel out.
         ring = f"{self.kind} {self.coordinates} ".encode()
         own, following = (
             struct.unpack("<4I", digest_of(b"%s%d " % (ring, number) + digest))
@@ -92,15 +97,15 @@ def begin_comparison(
 
     Args:
         plan: returns the manifest of the save.
-        locals_by_name: this rank's tensors.
+        locals_by_name: name -> this rank's part of the tensor.
         left_out: returns the names of tensors that the save does not write.
 
     Returns:
-        A function that waits for the result; a collective, to be called before the commit. If replicas differ, it
-        raises `CheckpointError` on all ranks, with the names of tensors and ranks. A rank that failed to read its
-        tensors raises its own error.
+        A function that waits for the result; a collective, to be called before the commit. If replicas differ, the
+        function raises `CheckpointError` on all ranks, with the names of tensors and ranks. If a rank failed to read
+        its tensors, the function raises too: on that rank, the error of the read.
     """
-    if not check_replicas or coordinator.world_size == 1:
+    if not check_replicas or coordinator.world_size == 1:  # off, or no other rank has replicas
         return lambda: None
     error: BaseException | None = None
     words = [0] * _NUM_WORDS
@@ -112,7 +117,7 @@ def begin_comparison(
                 manifest, locals_by_name, coordinator.rank, check_replicas, left_out(manifest)
             )
             words = replicas.words()
-    except BaseException as caught:  # noqa: BLE001  raised by `finish`: other ranks wait for this rank's numbers
+    except BaseException as caught:  # noqa: BLE001  raised in `finish`, since other ranks wait in the all-reduce
         error = caught
     arrive = coordinator.begin_sum([int(error is not None), *words])
 
@@ -121,14 +126,18 @@ def begin_comparison(
         if failed:
             coordinator.raise_together(error, "comparing replicas")
         if any(word % _MOD for word in total):
-            assert replicas is not None
+            assert replicas is not None  # no rank has failed, so this rank has not either
             _raise_difference(replicas, coordinator)
 
     return finish
 
 
 class _Replicas:
-    """The tensors that this rank has replicas of, and their digests."""
+    """This rank's tensors that other ranks have replicas of; computes their digests.
+
+    Attributes:
+        entries: all tensors that the save writes, in the same order on all ranks.
+    """
 
     def __init__(
         self,
@@ -139,27 +148,28 @@ class _Replicas:
         left_out: Collection[str],
     ) -> None:
         self._locals_by_name = locals_by_name
-        # Each save samples different elements, so that some later save detects a small difference.
-        self._phase = int(manifest.save_id, 16) >> 1  # fits an int64
+        # Each save samples different elements, so that a small difference is detected by one of the next saves.
+        self._phase = int(manifest.save_id, 16) >> 1  # one bit less, to fit in an int64
         self._samples = check_replicas == "sample"
         self.entries: list[Entry] = []  # the same on all ranks
         self._own: list[tuple[_Replica, list[int]]] = []  # this rank's rings, with indices into `entries`
         kinds: dict[tuple[int, int], list[int]] = {}
         skipped = frozenset(left_out)
         for number, (entry, holders) in enumerate(zip(manifest.entries, manifest.holders, strict=True)):
-            if entry.name in skipped or not entry.numel:
+            if entry.name in skipped or not entry.numel:  # not written, or nothing to compare
                 continue
+            # Tensors with the same sharding share a ring, so that the digest is computed once for all of them.
             indices = kinds.get((holders, entry.axes))
             if indices is None:
                 indices = kinds[holders, entry.axes] = []
                 position = manifest.holders_of(number).position(rank)
-                if position is not None and position[2] > 1:
+                if position is not None and position[2] > 1:  # this rank has a replica, and there are several
                     self._own.append((_Replica(len(kinds), *position), indices))
             indices.append(len(self.entries))
             self.entries.append(entry)
 
     def words(self) -> list[int]:
-        """The words that this rank adds to the sum, which is 0 if all replicas are equal."""
+        """Return the words that this rank adds to the sum; the sum is 0 if all replicas are equal."""
         total = [0] * _NUM_WORDS
         for replica, indices in self._own:
             own = replica.words(self._digest(indices))
@@ -167,7 +177,7 @@ class _Replicas:
         return total
 
     def words_by_entry(self) -> list[int]:
-        """As `words`, but separately for each of `entries`, concatenated."""
+        """Return one group of `words` for each of `entries`, concatenated."""
         all_words = [0] * (_NUM_WORDS * len(self.entries))
         for replica, indices in self._own:
             for index in indices:
@@ -176,7 +186,7 @@ class _Replicas:
         return all_words
 
     def digests(self, wanted: Collection[int]) -> dict[int, tuple[str, str]]:
-        """The ring and the hex digest of each of this rank's replicas among the given entries."""
+        """Return index -> (ring, hex digest) of this rank's replicas, for the wanted indices of `entries`."""
         return {
             index: (f"{replica.coordinates}", self._digest([index]).hex())
             for replica, own in self._own
@@ -185,12 +195,13 @@ class _Replicas:
         }
 
     def _digest(self, indices: Sequence[int]) -> bytes:
-        """One digest of several of this rank's tensors, in the given order."""
+        """Return one digest of several of this rank's tensors, in the given order."""
         tensors = [self._locals_by_name[self.entries[index].name] for index in indices]
         hasher = RunningDigest()
         if self._samples:
             dtypes = [tensor.dtype for tensor in tensors]
-            for dtype in dict.fromkeys(dtypes):  # in one order on all ranks
+            # `_sample` takes tensors of one dtype. A dict keeps the order of the entries, the same on all ranks.
+            for dtype in dict.fromkeys(dtypes):
                 alike = [tensor for tensor, own in zip(tensors, dtypes, strict=True) if own is dtype]
                 hasher.update(_sample(alike, self._phase).data)
         else:
@@ -200,7 +211,7 @@ class _Replicas:
 
 
 class _Memory(NamedTuple):
-    """A range of this process's memory, as a numpy array interface. It does not keep the memory alive."""
+    """A range of this process's memory, which numpy can read through the array interface. Does not keep it alive."""
 
     address: int  # address of the first item
     numel: int
@@ -214,10 +225,10 @@ class _Memory(NamedTuple):
 
 
 def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]:
-    """The bits of every n-th element of each tensor, in row-major order, as a 1D array. All tensors have one dtype.
+    """Return the bits of every n-th element of each tensor, in row-major order, as a 1D array.
 
-    Dense host tensors are read by their addresses, all in one call: creating a view of each would take longer
-    than reading the sample.
+    All tensors must have the same dtype. Dense host tensors are read by their addresses, all in one numpy call, because
+    creating a view of each tensor would take longer than reading the sample.
     """
     itemsize = tensors[0].itemsize
     numels = _of_each(torch.Tensor.numel, tensors, np.int64)
@@ -225,14 +236,17 @@ def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]
         tensors = [tensor for tensor in tensors if tensor.numel()]
         numels = numels[numels > 0]
     steps = numels // np.maximum(_LEAST_ELEMENTS, numels * itemsize // _BYTES_PER_ELEMENT)
-    steps = np.maximum(1, steps) | 1  # odd, so that samples of rows of even length reach all columns
+    # Odd, so that a sample reaches all columns even if rows have an even length.
+    steps = np.maximum(1, steps) | 1
+    # At most the last element, so that each tensor has at least one element in the sample.
     firsts = phase % np.minimum(steps, numels)
     counts = (numels - firsts + steps - 1) // steps
     addresses = _of_each(torch.Tensor.data_ptr, tensors, np.int64)
-    # Aligned, because `_gathered` counts addresses in items.
+    # Aligned to items, because `_gathered` counts addresses in items.
     is_dense = _of_each(torch.Tensor.is_contiguous, tensors, np.bool_) & (addresses % itemsize == 0)
     is_dense &= _of_each(attrgetter("is_cpu"), tensors, np.bool_)
-    is_dense &= ~_of_each(torch.Tensor.is_neg, tensors, np.bool_)  # not negated in memory
+    # A lazy negation: memory has the opposite sign.
+    is_dense &= ~_of_each(torch.Tensor.is_neg, tensors, np.bool_)
     if tensors and tensors[0].is_complex():
         is_dense &= ~_of_each(torch.Tensor.is_conj, tensors, np.bool_)
     if is_dense.all():
@@ -248,19 +262,20 @@ def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]
     ]
     if len({view.device for view in views}) > 1:
         views = [view.cpu() for view in views]  # `torch.cat` needs one device
-    # Joined on the device, so that there is one copy to the host.
+    # Joined on the device, so that one copy to the host is enough.
     sample[~is_gathered] = bytes_of(torch.cat(views).cpu()).numpy().view(sample.dtype)
     return sample
 
 
 def _bits(itemsize: int) -> np.dtype[Any]:
-    """A numpy dtype of this size, for copies of bits; complex128 for 16 bytes, since numpy has no such integer."""
+    """Return a numpy dtype of this size for copying bits: an integer, or complex128 for 16 bytes."""
     return np.dtype(f"u{itemsize}" if itemsize <= 8 else f"c{itemsize}")
 
 
 def _of_each(
     ask: Callable[[torch.Tensor], object], tensors: Sequence[torch.Tensor], dtype: type[np.generic]
 ) -> np.ndarray[Any, Any]:
+    """Return the results of ``ask`` for each tensor."""
     return np.fromiter(map(ask, tensors), dtype, len(tensors))
 
 
@@ -271,13 +286,14 @@ def _gathered(
     counts: np.ndarray[Any, Any],
     itemsize: int,
 ) -> np.ndarray[Any, Any]:
-    """Elements ``firsts + k * steps`` with ``k < counts`` of each of several dense tensors; 1D."""
+    """Return elements ``firsts + k * steps``, for all ``k < counts``, of each of several dense tensors; 1D."""
     if not addresses.size:
         return np.empty(0, _bits(itemsize))
     lowest = int(addresses.min())
     starts = (addresses - lowest) // itemsize + firsts
     lasts = starts + (counts - 1) * steps
-    # Indices are one running sum over all tensors: each stride leads to the next element, also across tensors.
+    # Indices into one array that spans all tensors are a running sum of strides: between the elements of a tensor, and
+    # from the last element of a tensor to the first one of the next tensor.
     strides = np.repeat(steps, counts)
     strides[0] = starts[0]
     strides[np.cumsum(counts)[:-1]] = starts[1:] - lasts[:-1]
@@ -285,13 +301,13 @@ def _gathered(
     return memory[np.cumsum(strides)]
 
 
-# Dtypes that `torch.cat` copies bit by bit. Tensors of other dtypes are viewed as integers, which costs time.
+# Dtypes that torch indexes and concatenates bit by bit. Other dtypes are viewed as integers first, which costs time.
 _COPIED_AS_THEY_ARE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64})
 
 
 def _strided(tensor: torch.Tensor, first: int, step: int) -> torch.Tensor:
-    """Every ``step``-th element from element ``first`` on, in row-major order, 1D, on the tensor's device."""
-    if tensor.dtype not in _COPIED_AS_THEY_ARE:  # torch cannot index or concatenate some other dtypes
+    """Return every ``step``-th element from element ``first`` on, in row-major order, 1D, on the tensor's device."""
+    if tensor.dtype not in _COPIED_AS_THEY_ARE:  # torch cannot index or concatenate some of these dtypes
         tensor = tensor.resolve_conj().resolve_neg()
         tensor = tensor.view(carrier_of(tensor.dtype))
     numel = tensor.numel()
@@ -306,10 +322,10 @@ def _strided(tensor: torch.Tensor, first: int, step: int) -> torch.Tensor:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """All elements of a tensor in contiguous pieces; non-contiguous tensors are copied some rows at a time."""
+    """Return all elements of a tensor in contiguous pieces; non-contiguous tensors are copied some rows at a time."""
     if tensor.is_contiguous():
         flat = tensor.view(-1)
-        # Host memory is hashed in place, without a copy.
+        # Host memory is hashed without a copy, so one piece is enough.
         size = flat.numel() if tensor.device.type == "cpu" else _CHUNK_BYTES // tensor.itemsize
         yield from map(dense, flat.split(size))
     else:
@@ -318,7 +334,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _raise_difference(replicas: _Replicas, coordinator: Coordinator) -> None:
-    """Find the tensors that differ and their ranks, and raise the same error on all ranks."""
+    """Find the tensors that differ and their ranks, and raise the same error on all ranks; a collective."""
     doing = "comparing replicas"
     words: list[int] = []
     with coordinator.together(doing), torch.no_grad():
@@ -339,7 +355,7 @@ def _raise_difference(replicas: _Replicas, coordinator: Coordinator) -> None:
     raise CheckpointError(
         "Replicas of a tensor differ between ranks.",
         expected="the same values on all ranks that have the same part of a tensor",
-        # Not strict: only the first tensors are described.
+        # Not strict: `differences` contains only the first `_MAX_NAMED` tensors.
         got="; ".join(f"{name}: {text}" for name, text in zip(names, differences, strict=False)),
         where=some(names, _MAX_NAMED),
         todo="nothing was committed. Give all replicas the same values (the same seed before sharding, a broadcast, an "
@@ -349,7 +365,12 @@ def _raise_difference(replicas: _Replicas, coordinator: Coordinator) -> None:
 
 
 def _format_difference(index: int, everyone: Sequence[Mapping[int, tuple[str, str]]]) -> str:
-    """The groups of ranks with equal values, as text, for the first region of a tensor that has several groups."""
+    """Return, as text, the groups of ranks with equal values, for the first region of a tensor where ranks differ.
+
+    Args:
+        index: index of the tensor in `_Replicas.entries`.
+        everyone: for each rank, the result of `_Replicas.digests`.
+    """
     rings: dict[str, dict[str, list[int]]] = {}
     for rank, digests_of_rank in enumerate(everyone):
         if index in digests_of_rank:

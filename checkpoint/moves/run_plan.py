@@ -28,12 +28,12 @@ from vescale_fsdp.errors import CorruptCheckpointError
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run.
+    """The outcome of `run_plan`.
 
     Attributes:
         written: names of the files that this run wrote.
         kept: names of the files that an earlier run had finished.
-        published: whether the result is published.
+        published: whether the result is published: all files have their final names.
     """
 
     written: tuple[str, ...] = ()
@@ -57,24 +57,25 @@ def run_plan(
 ) -> Outcome:
     """Write this process's part of a plan, and publish the result if all other parts are complete.
 
+    After an error, all files of this run are removed. One exception: after an OSError, such as a full disk, or Ctrl-C,
+    finished files are kept under their temporary names, for ``resume``.
+
     Args:
         plan: the output plan.
-        source: the source. The source must not contain the target, and the target must not contain the source.
-        url: the target.
+        source: the source. Neither may it contain the target, nor may the target contain it.
+        url: path or URL of the target.
         limits: limits for memory and threads.
         overwrite: replace an existing target.
         resume: continue an interrupted run of the same plan, or start a new one if there was none.
         dry_run: check the target, but write nothing.
-        part: index and number of shares: this process writes share ``index``.
+        part: (index, count): this process writes share number ``index`` of ``count`` shares.
         requested: the options that determine the plan, by their command-line names.
-        progress: called with the tensor bytes written since the last call, from several threads.
+        progress: called with the number of tensor bytes written since the last call, from several threads.
         announce: called once, before the first write, with the total number of tensor bytes.
 
     Raises:
         ConversionError: if the target cannot be used, or an interrupted run had another plan.
-        CorruptCheckpointError: if the source is damaged. After an error all files of this run are removed. One
-            exception: if the run ran out of space or was stopped by the user, finished files are kept for ``resume``
-            (under their temporary names).
+        CorruptCheckpointError: if the source is damaged.
     """
     result = ResultFiles(
         {file.name: file.nbytes for file in plan.files},
@@ -90,17 +91,19 @@ def run_plan(
         overwrite=overwrite,
         resume=resume,
         part=part,
+        # The source's files too, so that the error of a resumed run says that they have changed.
         requested={"SRC": source.url, "files of SRC": source.fingerprint, **requested},
     )
     announce(plan.tensor_nbytes)
-    if dry_run:
+    if dry_run:  # only now, because `Output` has checked the target
         return Outcome()
     index, count = part
     files = plan.files[index::count]
     if resume and output.had_journal and output.is_published:
         return Outcome(published=True)  # another part has published since the target was listed
+    # Without a journal, the target may have a published result: of this conversion, or of an older source.
     if resume and not output.had_journal and _is_written(plan, files, output, limits):
-        progress(sum(file.tensor_nbytes for file in files))
+        progress(sum(file.tensor_nbytes for file in files))  # all of them are done
         return Outcome(kept=output.share, published=True)
     kept = output.resume(partial(_intact_files, files, output, limits)) if resume else ()
     todo = [file for file in files if file.name not in kept]
@@ -114,7 +117,8 @@ def run_plan(
             lambda file, digest: output.finish(file.name, digest, limits.buffer_bytes),
         )
         copier.copy(todo, in_order=output.store.in_order)
-        # Before publishing. All files, also those kept from an earlier run: a tensor can be split across both.
+        # All files, also those that an earlier run has finished: a tensor may be split across both kinds. Before
+        # publication, so that no damaged result gets its final names.
         verify_rest(files, limits.usable_threads)
         published = output.publish({file.name: file.pieces for file in plan.closing}, plan.when_written)
     return Outcome(
@@ -123,17 +127,19 @@ def run_plan(
 
 
 def _wrapped(plan: OutputPlan, file: FilePlan, writer: FileWriter) -> FileWriter:
+    """Return the writer that the plan uses for a file."""
     return plan.wrap(file.name, writer) if plan.wrap else writer
 
 
 def _is_written(plan: OutputPlan, files: tuple[FilePlan, ...], output: Output, limits: CopyLimits) -> bool:
-    """Whether the target already contains this result, because an earlier run was stopped after publishing.
+    """Return whether the target already contains this result, because an earlier run was stopped after publication.
 
-    Names and sizes are the same for every step of a training run, so all bytes are computed again from the source and
-    compared.
+    Files of every step of a training run have the same names and sizes. Therefore all bytes are computed again from the
+    source and compared.
 
     Raises:
-        ConversionError: if bytes differ, and neither an interrupted run nor ``overwrite`` allows replacing them.
+        ConversionError: if bytes differ, and there is neither an interrupted run nor ``overwrite``, which allow
+            replacing the files.
     """
     if not output.may_be_complete:
         return False
@@ -150,7 +156,7 @@ def _is_written(plan: OutputPlan, files: tuple[FilePlan, ...], output: Output, l
     except OtherBytesError:
         if output.may_replace:
             return False
-        raise output.other_result() from None
+        raise output.other_result() from None  # the message says all that the user needs
     verify_rest(files, limits.usable_threads)
     return True
 
@@ -158,14 +164,19 @@ def _is_written(plan: OutputPlan, files: tuple[FilePlan, ...], output: Output, l
 def _intact_files(
     files: tuple[FilePlan, ...], output: Output, limits: CopyLimits, finished: Mapping[str, tuple[str, int]]
 ) -> frozenset[str]:
-    """Names of the finished files that still match their recorded digests; reads every file."""
+    """Return the names of the finished files that still match their recorded digests; reads all these files.
+
+    Args:
+        finished: file name -> (digest, buffer size that the digest was computed with), from the journal.
+    """
     intact: set[str] = set()
 
     def is_intact(file: FilePlan) -> bool:
         digest, buffer_bytes = finished[file.name]
         for name in output.finished_copies(file.name):
             read = partial(output.store.read, name)
-            with suppress(CorruptCheckpointError):  # another process has just renamed the file
+            # The file is missing if another process has just renamed it.
+            with suppress(CorruptCheckpointError):
                 if written_digest(file, read, buffer_bytes, in_order=output.store.in_order) == digest:
                     return True
         return False

@@ -1,7 +1,7 @@
-"""`Source`: an open checkpoint of any format, with its tensors, its other values, and reads of any box.
+"""`Source`: an open checkpoint of any format, with its tensors and other values; reads any box of a tensor.
 
-A `Source` is mostly data (see `stored_tensor.py`): each format's reader only determines the location of every tensor's
-bytes. One routine then reads boxes of any format (`box_reading.py`), and all reads are verified with the format's
+A `Source` is mostly data (see `stored_tensor.py`): each format's reader only determines where the bytes of every tensor
+are stored. One routine reads boxes of any format (`box_reading.py`), and all reads are verified with the format's
 checksums (`verified_reads.py`).
 """
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 BoxReader = Callable[[Box], "np.ndarray"]
 StoredValue = Callable[[], Any]
-"""Returns a value that is not a tensor (number, string, list, dict), which is read only on this call."""
+"""Returns a value that is not a tensor (number, string, list, dict). The value is read only when this is called."""
 
 
 class ByteRange(NamedTuple):
-    """A range of a file that contains consecutive items of a tensor, unchanged."""
+    """A range of a file that stores consecutive items of a tensor without changes."""
 
     source: Source
     file: str
@@ -40,7 +40,7 @@ class ByteRange(NamedTuple):
 
 
 def constant(value: Any) -> StoredValue:
-    """A `StoredValue` of a value that is already in memory."""
+    """Return a `StoredValue` for a value that is already in memory."""
     return lambda: value
 
 
@@ -66,18 +66,18 @@ class Source:
         facts: label -> text, for ``inspect`` to print.
         readers: name -> function that reads a box (raw items), for tensors with encoded bytes, such as compressed
             chunks.
-        decoded: name -> bytes of memory to decode one chunk, for tensors with chunks that are decoded as a whole.
-        aliases: name -> earlier name of the same tensor, if the tensors' file locations do not show it.
+        decoded: name -> bytes of memory that decoding one chunk takes, for tensors whose chunks are decoded whole.
+        aliases: name -> earlier name of the same tensor, if equal file locations do not show that.
         file: name of the file, if the checkpoint is a single file; empty for a folder.
-        omitted: entries that this package cannot convert (values that differ per rank).
+        omitted: names of entries that this package cannot convert (values that differ per rank).
         layouts: the sharding of groups of tensors, if the format stores it.
-        checked: returns the stripes and checksums of a file; None if the format has no checksums, or has them for byte
-            ranges instead (see `verified_reads`).
+        checked: returns the stripes and checksums of a file; None if the format has no checksums, or has checksums of
+            byte ranges instead (see `verified_reads`).
         file_metadata: ``__metadata__`` of all safetensors files, merged; torchao describes quantized tensors there.
         warnings: messages for the user of a conversion, about properties that the format does not store.
         folder_problems: returns the reasons why loaders of this folder would fail although every file is good.
-        locate: determines the location of a chunk's items, for formats that store the location in the file; None if the
-            metadata contains all locations.
+        locate: reads the location of a chunk's items from its file, for formats whose metadata lacks it (the records
+            of torch archives); None if the metadata contains all locations.
 
     Examples:
         >>> import torch
@@ -103,7 +103,7 @@ class Source:
     checked: Callable[[str], StripedFile | None] = lambda _: None
     file_metadata: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    folder_problems: Callable[[], Iterable[str]] = tuple
+    folder_problems: Callable[[], Iterable[str]] = tuple  # `tuple()` returns no problems
     locate: Callable[[TensorInfo, StoredChunk], StoredChunk] | None = None
     _located: dict[tuple[str, int], StoredChunk] = field(default_factory=dict)
     _intervals: dict[str, list[_Interval] | None] = field(default_factory=dict)
@@ -119,11 +119,12 @@ class Source:
 
     @cached_property
     def ties(self) -> dict[str, str]:
-        """Name -> earlier name, for tensors stored as the same bytes as an earlier tensor."""
+        """Name -> earlier name, for tensors that are stored as the same bytes as an earlier tensor."""
         starts: dict[tuple[str, int], str] = {}
         first: dict[object, str] = {}
         ties = dict(self.aliases)
         for name, tensor in self.tensors.items():
+            # Empty tensors would all be equal. Tensors with a reader have no file location to compare.
             if tensor.info.numel and name not in self.readers:
                 other = starts.setdefault((tensor.chunks[0].file, tensor.chunks[0].offset), name)
                 if other == name:
@@ -140,11 +141,12 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the files' names, sizes and modification times: it changes when a file is replaced."""
+        """A digest of the files' names, sizes and modification times, which changes when a file is replaced."""
         chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
+        # Sorted, because sets differ in order between processes.
         stamps = [
             f"{file} {self.store.required_info(file).stamp}"
-            for file in sorted({c.file for c in chunks if c.file})  # a set has another order in each process
+            for file in sorted({c.file for c in chunks if c.file})
         ]
         return hex_checksum_of("\n".join([self.url, *stamps]).encode())
 
@@ -152,9 +154,11 @@ class Source:
         """Check that no file was replaced since `fingerprint` was computed.
 
         Raises:
-            ConversionError: if a file was replaced or removed: the data read may be a mixture of two checkpoints.
+            ConversionError: if a file was replaced or removed. The data that was read may be a mixture of two
+                checkpoints then.
         """
-        before = self.__dict__.pop("fingerprint", None)  # clears the cache; None if it was never computed
+        # Clears the cached property, so that it is computed again; None if it was never computed.
+        before = self.__dict__.pop("fingerprint", None)
         try:
             is_same = before is None or self.fingerprint == before
         except CorruptCheckpointError:  # a file is gone
@@ -169,10 +173,10 @@ class Source:
             )
 
     def info(self, name: str) -> TensorInfo:
-        """Name, shape and dtype of a tensor.
+        """Return name, shape and dtype of a tensor.
 
         Raises:
-            ConversionError: if there is no tensor of this name.
+            ConversionError: if the source has no tensor of this name.
         """
         if name not in self.tensors:
             raise ConversionError(
@@ -185,7 +189,7 @@ class Source:
         return self.tensors[name].info
 
     def path(self, name: str) -> tuple[str | int, ...]:
-        """The path of an entry in the nested state."""
+        """Return the path of an entry in the nested state."""
         return self.paths.get(name, (name,))
 
     def read_into(self, name: str, box: Box, out: np.ndarray) -> None:
@@ -197,13 +201,13 @@ class Source:
         if name in self.readers:
             out[...] = self.readers[name](box).view(out.dtype)
             return
-        from vescale_fsdp.checkpoint.moves.box_reading import read_box
+        from vescale_fsdp.checkpoint.moves.box_reading import read_box  # imported late: it imports numpy
 
         tensor = self.tensors[name]
         read_box(tensor, box, out, lambda chunk: self.located(tensor.info, chunk), self.reads.read)
 
     def verify(self, name: str) -> None:
-        """Verify the byte ranges with checksums around a tensor's chunks; reads the bytes that no thread has read yet.
+        """Verify the byte ranges with checksums that contain a tensor's chunks; reads their unread bytes.
 
         Raises:
             CorruptCheckpointError: if a checksum does not match.
@@ -214,7 +218,9 @@ class Source:
                 self.reads.verify_range(checked)
 
     def byte_ranges(self, name: str, start: int, stop: int) -> list[ByteRange] | None:
-        """The byte ranges of items [start, stop) of the flattened tensor, in order; None if they are not contiguous.
+        """Return the byte ranges of items [start, stop) of the flattened tensor, in order.
+
+        None: some chunk is not a contiguous run of the flattened tensor, or its bytes must be decoded.
 
         Raises:
             CorruptCheckpointError: if a file does not match the metadata.
@@ -226,6 +232,7 @@ class Source:
             return None
         itemsize = self.tensors[name].info.dtype.itemsize
         ranges = []
+        # From the last interval that begins at or before `start`.
         for interval in intervals[max(0, bisect_right(intervals, start, key=lambda i: i.start) - 1) :]:
             if interval.start >= stop:
                 break
@@ -236,10 +243,11 @@ class Source:
         return ranges
 
     def _find_intervals(self, tensor: StoredTensor) -> list[_Interval] | None:
+        """Return a tensor's chunks as sorted runs of the flattened tensor; None if a chunk is not such a run."""
         intervals = []
         for chunk in tensor.chunks:
             start = run_start(tensor.info.shape, chunk.box)
-            if start is None or not chunk.file:
+            if start is None or not chunk.file:  # zeros without a file have no bytes to copy
                 return None
             located = self.located(tensor.info, chunk)
             if located.signs or not located.is_row_major:
@@ -248,14 +256,14 @@ class Source:
         return sorted(intervals)
 
     def located(self, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
-        """The chunk with the offset, strides, checksum and flipped bits of its items; see `locate`.
+        """Return the chunk with the offset, strides, checksum and inverted bits of its items; see `locate`.
 
         Raises:
             CorruptCheckpointError: if the file does not match the metadata.
         """
         if self.locate is not None and chunk.file:
             key = (chunk.file, chunk.offset)
-            if key not in self._located:
+            if key not in self._located:  # a location costs a read of the file, so it is kept
                 self._located[key] = self.locate(info, chunk)
             chunk = self._located[key]
         if chunk.checked is not None:

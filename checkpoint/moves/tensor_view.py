@@ -1,7 +1,7 @@
-"""`TensorView`: a tensor as a target needs it, which is read from a source box by box, and changed on the way.
+"""`TensorView`: a tensor in the form that a target needs; reads from a source box by box, and changes what it reads.
 
-A `TensorView` has its own name, shape and dtype, and reads any of its boxes on demand. Views wrap other views, so that
-a renamed, cast or stacked tensor is streamed in small parts like any other.
+A `TensorView` has its own name, shape and dtype, and reads any of its boxes on demand. Views wrap other views. A
+renamed, cast or stacked tensor can therefore be streamed in small parts like a stored tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TensorView(ABC):
     """A tensor that can be read box by box."""
 
-    __slots__ = ()  # else subclasses with slots would have a dict as well
+    __slots__ = ()  # without this, subclasses with slots would have a dict too: there may be 100,000 views
 
     @property
     @abstractmethod
@@ -35,47 +35,49 @@ class TensorView(ABC):
 
     @abstractmethod
     def read_into(self, box: Box, out: np.ndarray) -> None:
-        """Read a box into ``out`` (shape ``box.sizes``, raw dtype, any strides). Thread-safe."""
+        """Read a box into ``out``: shape ``box.sizes``, the view's raw dtype, any strides. Thread-safe."""
 
     def byte_ranges(self, start: int, stop: int) -> list[ByteRange] | None:
-        """The byte ranges that contain items [start, stop) of the flattened tensor; None if items are computed."""
+        """Return the byte ranges that contain items [start, stop) of the flattened tensor; None if items must be
+        computed or are not contiguous in files.
+        """
         return None
 
     @abstractmethod
     def sources(self) -> Iterator[tuple[Source, str]]:
-        """The stored tensors that the view reads."""
+        """Return (source, name) of each stored tensor that the view reads."""
 
     @abstractmethod
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
-        """The boxes of stored tensors that a box of the view is read from; boxes may occur twice."""
+        """Return the boxes of stored tensors that a box of the view is read from; a box may occur twice."""
 
     @abstractmethod
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
-        """The same view, without casts, over other tensors: ``leaf`` returns the replacement of each stored tensor."""
+        """Return this view without casts, with each stored tensor replaced by the result of ``leaf``."""
 
     @property
     def stored(self) -> SourceView | None:
-        """The stored tensor with the same shape and the same items up to casts; None if there is no such tensor."""
+        """The stored tensor whose items this view only renames or casts; None if there is no such tensor."""
         return None
 
     @property
     def overflows(self) -> int:
-        """Number of finite values read so far that a cast has turned into infinities."""
+        """Number of finite values, among those read so far, that a cast has turned into infinities."""
         return 0
 
     @abstractmethod
     def identity(self) -> str:
-        """Text that identifies the origin of the values: views with equal identities have equal values, across runs."""
+        """Return text that identifies the values: views with equal texts have equal values, also in different runs."""
 
     @property
     def sameness(self) -> Hashable:
-        """A key that is equal for views of the same tensor, even under different names; valid within one process."""
+        """A key that is equal for views of the same tensor under any names; valid only within one process."""
         return self.info.shape, self.info.dtype, self.identity()
 
 
 @dataclass(frozen=True, slots=True)
 class SourceView(TensorView):
-    """A tensor of a source under another name."""
+    """A stored tensor of a source, under a name that may be new."""
 
     source: Source
     source_name: str
@@ -110,6 +112,7 @@ class SourceView(TensorView):
 
     @property
     def sameness(self) -> Hashable:
+        # By id: `fingerprint`, which `identity` uses, reads the metadata of every file.
         return id(self.source), self.source.ties.get(self.source_name, self.source_name)
 
     def identity(self) -> str:
@@ -121,10 +124,10 @@ class SourceView(TensorView):
 class MappedView(TensorView):
     """A tensor with the items of its inputs at other positions (concatenated, sliced, reshaped, ..).
 
-    Its name is that of the first input.
+    Its name is the name of the first input.
 
     Raises:
-        ConversionError: if the tensors do not fit the map.
+        ConversionError: if the shapes or dtypes of the inputs do not match the map.
     """
 
     map: IndexMap
@@ -138,10 +141,11 @@ class MappedView(TensorView):
         if (misfit := self.map.misfit(self._shapes)) is not None:
             number, expected = misfit
             raise self._refused(self.inputs[number].info, expected, self._shapes[number])
-        if first.dtype.is_packed and isinstance(self.map, Reshape):
+        if first.dtype.is_packed and isinstance(self.map, Reshape):  # the last dim counts bytes, not elements
             raise self._refused(first, "a dtype with whole bytes per element", first.dtype.name)
 
     def _refused(self, info: TensorInfo, expected: object, got: object) -> ConversionError:
+        """Return the error for an input that does not match the map."""
         return ConversionError(
             self.map.problem,
             expected=expected,
@@ -164,14 +168,16 @@ class MappedView(TensorView):
 
         if not box.numel:
             return
-        # The offsets and strides of pieces refer to a row-major box.
+        # Offsets and strides of pieces refer to a row-major array, so any other `out` is filled through a copy.
         flat = (out if out.flags.c_contiguous else np.empty(box.sizes, dtype=out.dtype)).reshape(-1)
-        if self.map.has_gaps:  # gaps are zeros
+        if self.map.has_gaps:  # items that no input provides are zeros
             flat[...] = np.zeros((), dtype=out.dtype)
+        # Pieces from the same box of an input share one read.
         for (number, part), group in groupby(
             self.map.pieces(self._shapes, box), key=lambda p: (p.input, p.box)
         ):
             pieces = tuple(group)
+            # A single piece without a reshape is read to its final position, without a copy.
             if len(pieces) == 1 and pieces[0].shape is None:
                 self.inputs[number].read_into(part, _strided(flat, pieces[0], part.sizes))
                 continue
@@ -189,7 +195,7 @@ class MappedView(TensorView):
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
         pieces = self.map.pieces(self._shapes, box) if box.numel else ()
-        for number, part in dict.fromkeys((piece.input, piece.box) for piece in pieces):
+        for number, part in dict.fromkeys((piece.input, piece.box) for piece in pieces):  # each box once
             yield from self.inputs[number].parts(part)
 
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
@@ -204,7 +210,7 @@ class MappedView(TensorView):
 
 
 def _strided(flat: np.ndarray, piece: InputPiece, sizes: tuple[int, ...]) -> np.ndarray:
-    """The strided view of a flattened box that a piece is written to."""
+    """Return the view of a flattened box that a piece is written to."""
     from numpy.lib.stride_tricks import as_strided
 
     return as_strided(flat[piece.offset :], sizes, [n * flat.itemsize for n in piece.strides])
@@ -212,7 +218,7 @@ def _strided(flat: np.ndarray, piece: InputPiece, sizes: tuple[int, ...]) -> np.
 
 @dataclass(frozen=True)
 class WrapperView(TensorView):
-    """A view with the items of one other view at the same positions."""
+    """Base of views with the items of one other view at the same positions."""
 
     inner: TensorView
 
@@ -232,7 +238,7 @@ class WrapperView(TensorView):
 
 @dataclass(frozen=True)
 class RenamedView(WrapperView):
-    """Another view under a new name."""
+    """A view under a new name."""
 
     name: str
 
@@ -257,7 +263,7 @@ class RenamedView(WrapperView):
 
 @dataclass(frozen=True)
 class ZerosView(TensorView):
-    """A tensor of zeros, without a stored tensor."""
+    """A tensor of zeros, which reads no stored tensor."""
 
     made: TensorInfo
 
@@ -284,7 +290,7 @@ class ZerosView(TensorView):
 
 
 def read_range(view: TensorView, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
-    """Read items [start, stop) of the flattened tensor into ``buffer`` (bytes); returns the filled part."""
+    """Read items [start, stop) of the flattened tensor into ``buffer``, an array of bytes; returns the filled part."""
     info = view.info
     filled = buffer[: (stop - start) * info.dtype.itemsize]
     items = filled.view(info.dtype.raw)
@@ -296,11 +302,11 @@ def read_range(view: TensorView, start: int, stop: int, buffer: np.ndarray) -> n
 
 
 def pieces_of(view: TensorView, nbytes: int, step: int | None = None) -> Iterator[np.ndarray]:
-    """Read all items of a tensor in order, through one reused buffer.
+    """Read all items of a tensor in order; yields pieces of one reused buffer, each valid until the next piece.
 
     Args:
         nbytes: size of the buffer.
-        step: items per piece; None for as many as the buffer holds.
+        step: number of items per piece; None for as many as the buffer can contain.
     """
     import numpy as np
 
@@ -311,11 +317,13 @@ def pieces_of(view: TensorView, nbytes: int, step: int | None = None) -> Iterato
 
 
 def repeated_dims(view: TensorView) -> tuple[int, ...]:
-    """Dims along which stored items are repeated by a stride of zero, as after ``tensor.expand``."""
+    """Return the dims along which a stride of zero repeats stored items, as after ``tensor.expand``."""
     stored = view.stored
+    # Computed or decoded items have no strides.
     if stored is None or stored.source_name in stored.source.readers:
         return ()
     chunks = stored.source.tensors[stored.source_name].chunks
+    # Several chunks may have different strides; zeros without a file have none.
     if len(chunks) != 1 or not chunks[0].file or chunks[0].box.sizes != view.info.shape:
         return ()
     steps = zip(view.info.shape, chunks[0].steps, strict=True)
@@ -323,7 +331,7 @@ def repeated_dims(view: TensorView) -> tuple[int, ...]:
 
 
 def without_repeats(view: TensorView, dims: Iterable[int]) -> TensorView:
-    """The tensor reduced to index 0 in each of these dims, which keep a size of 1."""
+    """Return the tensor reduced to index 0 in each of these dims, which get a size of 1."""
     for dim in dims:
         view = MappedView(Slice(dim, 0, 1), (view,))
     return view

@@ -1,4 +1,4 @@
-"""Run work in several threads that share one iterator of items. The first error stops all threads and is raised."""
+"""Run work in several threads that share one iterator of items. The first error stops all threads, and is raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """An iterator that several threads share; it ends early after `stop`."""
+    """An iterator that several threads share; `stop` ends it early.
+
+    Generators are not thread-safe, so a lock protects each step.
+    """
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items, self._lock = iter(items), threading.Lock()
@@ -31,14 +34,14 @@ class Shared(Generic[T]):
 
 
 def in_threads(count: int, work: Callable[[Shared[T]], None], items: Iterable[T]) -> None:
-    """Run ``work(shared items)`` in ``count`` threads, and wait for all of them.
+    """Run ``work(shared items)`` in ``count`` threads, and wait for all threads.
 
-    `Thread.join` is not used: after a Ctrl-C during a join, Python 3.11 regards the thread as ended, and a second join
-    returns while the thread still runs.
+    An event per thread replaces `Thread.join`: after a Ctrl-C during a join, Python 3.11 regards the thread as ended,
+    and a second join returns while the thread still runs.
 
     Raises:
-        BaseException: the first error of any thread, or the interrupt of the wait. All threads have ended then, unless
-            the wait for their end was interrupted too.
+        BaseException: the first error of any thread, or the KeyboardInterrupt that ended the wait. All threads have
+            ended by then, unless a second interrupt came during the wait for their end.
     """
     shared = Shared(items)
     errors: list[BaseException] = []
@@ -46,7 +49,7 @@ def in_threads(count: int, work: Callable[[Shared[T]], None], items: Iterable[T]
     def run(ended: threading.Event) -> None:
         try:
             work(shared)
-        except BaseException as error:  # noqa: BLE001  raised again by the waiting thread
+        except BaseException as error:  # noqa: BLE001  the waiting thread raises it again
             shared.stop()
             errors.append(error)
         finally:
@@ -62,10 +65,10 @@ def in_threads(count: int, work: Callable[[Shared[T]], None], items: Iterable[T]
             thread.start()
         for ended in events:
             ended.wait()
-    except BaseException:  # Ctrl-C reaches the waiting thread only
+    except BaseException:  # Ctrl-C: only the waiting (main) thread gets it
         shared.stop()
         for thread, ended in zip(threads, events, strict=True):
-            if thread.ident is not None:  # otherwise not started yet; if it starts later, it gets no item
+            if thread.ident is not None:  # None: not started. If it still starts, it gets no items.
                 ended.wait()
         raise
     if errors:

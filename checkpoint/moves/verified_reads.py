@@ -1,15 +1,15 @@
-"""Reads of a checkpoint's files that are verified with the format's checksums, without reading bytes twice if possible.
+"""Verify reads of a checkpoint's files with the format's checksums, if possible without reading bytes twice.
 
-*Ranges* have one CRC each: a record of a torch.save archive, or a chunk of a zarr array. They may be gigabytes, and
-several threads read pieces of them in any order. CRCs of pieces can be combined to the CRC of the range: the CRC of
-each piece is computed while it is in the cache, and the range is verified when its last piece has been read:
+A *range* has one CRC: a record of a torch.save archive, or a chunk of a zarr array. It may have gigabytes, and several
+threads read its pieces in any order. The CRC of each piece is computed while the piece is in the CPU's cache. When the
+last piece has been read, the CRCs of the pieces are combined and compared with the CRC of the range:
 
     range   |.......... saved with CRC c ..........|
     pieces  |--- 2 ---|-- 0 --|         |--- 1 ---|        crc(2) + crc(0) + ... = c ?
     unread                    '---------'                  read at the end, if no tensor needs these bytes
 
-*Stripes* split a file into equal parts with an xxh3-64 each; these cannot be combined. A thread that reads forward
-hashes a stripe part by part. A stripe that a thread reads only in part is read again completely:
+*Stripes* are equal parts of a file with an xxh3-64 each. These hashes cannot be combined from pieces. A thread that
+reads forward hashes a stripe part by part. A stripe that a thread reads only in part is read again as a whole:
 
     stripe  |---------- 7 ----------|---------- 8 ----------|
     reads   |  1  |  2  |  3  |  4  |  5  |  6  |            7 is verified; 8 is incomplete and is read again
@@ -27,7 +27,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import Crc, RunningChecksum
 from vescale_fsdp.errors import CorruptCheckpointError
 
-_SCRATCH_BYTES = 2**20  # bytes that are hashed while they are in the cache
+_SCRATCH_BYTES = 2**20  # 1 MiB is read and hashed at a time, so that it stays in the CPU's cache
 
 # (file, stripe) -> the checksum so far, and the offset of the next byte to hash.
 Begun = dict[tuple[str, int], tuple[RunningChecksum, int]]
@@ -61,25 +61,25 @@ class StripedFile(Protocol):
 
     @property
     def stripe_bytes(self) -> int:
-        """Size of a stripe; the last stripe may be shorter."""
+        """Size of a stripe in bytes; the last stripe may be shorter."""
 
     @property
     def checked_bytes(self) -> int:
-        """Number of bytes from the file's start that stripes cover."""
+        """Number of bytes, from the start of the file, that stripes cover."""
 
     def hash_stripe(self, index: int, scratch: bytearray) -> int:
         """Read a stripe through ``scratch``, and return its xxh3-64."""
 
     def verify_stripe(self, index: int, checksum: int) -> None:
-        """Raise CorruptCheckpointError if the stripe was saved with another checksum."""
+        """Raise CorruptCheckpointError if ``checksum`` differs from the saved checksum of the stripe."""
 
 
 class SeenPieces(NamedTuple):
     """The pieces of a range that a process has read.
 
     Attributes:
-        file, start: the range's file and first byte.
-        pieces: first byte, end and CRC of each piece.
+        file, start: file and first byte of the range, which identify it.
+        pieces: (first byte, end, CRC) of each piece.
     """
 
     file: str
@@ -97,14 +97,14 @@ class _Seen:
     is_verified: bool = False
 
     def has_room(self, start: int, stop: int) -> bool:
-        """Whether no byte of [start, stop) has been read yet."""
+        """Return whether no byte of [start, stop) has been read yet."""
         after = bisect_left(self.pieces, (start,))  # (start,) sorts before every piece that begins there
         return (after == 0 or self.pieces[after - 1][1] <= start) and (
             after == len(self.pieces) or stop <= self.pieces[after][0]
         )
 
     def verify(self) -> None:
-        """Compare the CRC of the completely read range."""
+        """Compare the CRC of the range, whose bytes have all been read, with the saved CRC."""
         checked, saved = self.checked, self.checked.saved()
         crc = checked.kind.join((crc, stop - start) for start, stop, crc in self.pieces)
         if crc != saved:
@@ -128,17 +128,18 @@ class VerifiedReads:
 
     def __init__(self, store: Storage, striped: Callable[[str], StripedFile | None]) -> None:
         self._store, self._striped = store, striped
-        # `_lock` is never held during a read.
+        # `_lock` protects the dicts and is never held during a read; `_rereading` is held during second reads.
         self._lock, self._rereading = threading.Lock(), threading.Lock()
-        self._starts: dict[str, list[int]] = {}
-        self._ranges: dict[str, list[_Seen]] = {}  # by file, in the order of the starts
-        self._verified: dict[str, set[int]] = {}  # stripes, by file
+        self._starts: dict[str, list[int]] = {}  # file -> first bytes of its ranges, sorted for `bisect`
+        self._ranges: dict[str, list[_Seen]] = {}  # file -> its ranges, in the order of `_starts`
+        self._verified: dict[str, set[int]] = {}  # file -> indices of its verified stripes
 
     def read(self, file: str, offset: int, buffer: memoryview, begun: Begun | None = None) -> None:
-        """Fill ``buffer`` from a file. A range is verified when its last byte has been read.
+        """Fill ``buffer`` from a file. A range or stripe is verified when its last byte has been read.
 
         Args:
-            begun: the stripes that this thread has read in part; `finish` verifies them. None: verify them at once.
+            begun: the stripes that this thread has read in part, updated by this call. The thread passes the dict to
+                all its reads, and then to `finish`, which verifies these stripes. None: they are verified at once.
 
         Raises:
             CorruptCheckpointError: if the file is too short, or the checksum of a completed stripe or range does not
@@ -157,7 +158,10 @@ class VerifiedReads:
     def _hash_stripes(
         self, striped: StripedFile, file: str, offset: int, data: memoryview, begun: Begun
     ) -> None:
+        """Hash the stripes of bytes that were just read, and verify the stripes that are complete."""
+        # No lock: at worst, two threads verify the same stripe.
         verified = self._verified.setdefault(file, set())
+        # Bytes after `checked_bytes`, such as the table of checksums itself, have no stripe.
         stripe_bytes, stop = striped.stripe_bytes, min(offset + len(data), striped.checked_bytes)
         while offset < stop:
             index = offset // stripe_bytes
@@ -165,7 +169,7 @@ class VerifiedReads:
             part = data[: end - offset]
             if index not in verified:
                 checksum, following = begun.pop((file, index), (RunningChecksum(), first))
-                if following != offset:  # this thread did not read the bytes before `offset`
+                if following != offset:  # this thread has not read the stripe's bytes before `offset`
                     self._reread(striped, file, index)
                 else:
                     checksum.update(part)
@@ -177,7 +181,7 @@ class VerifiedReads:
             offset, data = end, data[len(part) :]
 
     def finish(self, begun: Begun) -> None:
-        """Verify the stripes that were read in part.
+        """Verify the stripes that were read only in part, by reading them again; clears ``begun``.
 
         Raises:
             CorruptCheckpointError: if a checksum does not match.
@@ -189,14 +193,15 @@ class VerifiedReads:
         begun.clear()
 
     def _reread(self, striped: StripedFile, file: str, index: int) -> None:
+        """Read a whole stripe and verify it, unless another thread has done so."""
         verified = self._verified.setdefault(file, set())
-        with self._rereading:  # threads that share a stripe read it again only once
+        with self._rereading:  # several threads may share a stripe, which only one of them should read again
             if index not in verified:
                 striped.verify_stripe(index, striped.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
                 verified.add(index)
 
     def add(self, checked: CheckedRange) -> None:
-        """Register a range to verify; ranges of a file must be equal or disjoint."""
+        """Register a range to verify. Two ranges of a file must be equal or disjoint."""
         with self._lock:
             starts = self._starts.setdefault(checked.file, [])
             index = bisect_left(starts, checked.start)
@@ -217,10 +222,10 @@ class VerifiedReads:
                 self._add_piece(seen, low, high, seen.checked.kind.of(data[low - offset : high - offset]))
 
     def unread(self, checked: CheckedRange) -> list[tuple[int, int]]:
-        """First byte and end of each unread part of a range; empty if the range is verified.
+        """Return first byte and end of each unread part of a range; empty if the range is verified.
 
         Raises:
-            CorruptCheckpointError: if the range is completely read and its CRC does not match.
+            CorruptCheckpointError: if all bytes of the range have been read and its CRC does not match.
         """
         if not checked.nbytes:
             return []
@@ -235,24 +240,29 @@ class VerifiedReads:
 
     def verify_range(self, checked: CheckedRange) -> None:
         """Read the bytes of a range that no thread has read, which verifies it; raises the same errors as `read`."""
-        while gaps := self.unread(checked):  # other threads may meanwhile read a part of a gap
+        # Repeated, because CRCs of pieces that overlap reads of other threads are not used: a gap may remain.
+        while gaps := self.unread(checked):
             for gap in gaps:
                 for start in range(*gap, _SCRATCH_BYTES):
                     nbytes = min(_SCRATCH_BYTES, gap[1] - start)
                     self.read(checked.file, start, memoryview(bytearray(nbytes)))
 
     def seen_in_part(self) -> list[SeenPieces]:
-        """The pieces, read so far, of ranges that are not verified yet."""
+        """Return the pieces, read so far, of all ranges that are not verified yet."""
         with self._lock:
             return [
                 SeenPieces(file, seen.checked.start, tuple(seen.pieces))
-                for file, ranges in sorted(self._ranges.items())  # in one order on all ranks
+                for file, ranges in sorted(self._ranges.items())  # in the same order on all ranks
                 for seen in ranges
                 if seen.pieces and not seen.is_verified
             ]
 
     def verify_with(self, others: Iterable[SeenPieces]) -> None:
-        """Verify ranges that other processes have read in part; raises the same errors as `read`."""
+        """Verify ranges that several processes have read in part; raises the same errors as `read`.
+
+        Args:
+            others: the pieces that other processes have read, from their `seen_in_part`.
+        """
         known: dict[tuple[str, int], CheckedRange] = {}
         for file, first, pieces in others:
             seen = self._seen_of(file, first)
@@ -263,17 +273,20 @@ class VerifiedReads:
             self.verify_range(checked)
 
     def _seen_of(self, file: str, start: int) -> _Seen:
+        """Return the registered range that begins at byte ``start`` of a file."""
         with self._lock:
             return self._ranges[file][bisect_left(self._starts[file], start)]
 
     def _within(self, file: str, start: int, stop: int) -> list[_Seen]:
+        """Return the registered ranges that share bytes with [start, stop) of a file."""
         with self._lock:
             starts = self._starts.get(file, [])
-            first = max(0, bisect_right(starts, start) - 1)
+            first = max(0, bisect_right(starts, start) - 1)  # the last range that begins at or before `start`
             ranges = self._ranges.get(file, [])[first : bisect_left(starts, stop)]
         return [seen for seen in ranges if seen.checked.stop > start]
 
     def _add_piece(self, seen: _Seen, start: int, stop: int, crc: int) -> None:
+        """Add a piece to a range, and verify the range if this was its last piece."""
         with self._lock:
             if not seen.has_room(start, stop):
                 return  # CRCs of overlapping pieces cannot be combined; `verify_range` reads the gaps

@@ -2,16 +2,16 @@
 
 The interface is small, so that tests can replace a store by a faulty one:
 
-    create     start a new file, written at any offset, or front to back where `in_order` is True
+    create     start a new file, which is written at any offset, or front to back if `in_order` is True
     retrying   repeat work after transient errors
-    open_file  open an existing file, read at any offset
-    commit     write one small object, whole or not at all, durable on return; can refuse to replace an existing one
-    lock       keep other jobs out of the folder, where the store supports locks
+    open_file  open an existing file, which is read at any offset
+    commit     write one small object atomically, durable on return; can refuse to replace an existing object
+    lock       keep other jobs out of the folder, if the store supports locks
 
-A conversion writes each file under a `working_name` and renames it when it is complete. A stream appears when it is
-closed: its working name is its own name. Small files are *staged*: all of them are written before the first is
-published. Reads are exact: `read_into` fills the buffer or raises, so that a truncated file is never read as a shorter
-tensor.
+A conversion writes each file under a `working_name` and renames it when it is complete. A *stream* (a file of an object
+store) becomes visible only when it is closed, so its working name is its final name. Small files are *staged*: all of
+them are written before the first one is published. Reads are exact: `read_into` fills the buffer or raises, so that a
+truncated file is never read as a shorter tensor.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
-_MKDIR_TRIES = 5  # a conversion process that fails may remove a folder that this process has just made
+_MKDIR_TRIES = 5  # another process that fails may remove a folder just after this process has made it
 
 
 class MadeFolders:
-    """The folders that a storage has made, parents of its root included; a failed conversion removes the empty ones.
+    """The folders that a storage has made, so that a failed conversion can remove those that are empty.
 
     Args:
-        root: the storage's folder; None for stores without folders.
+        root: the storage's folder, whose parents are made too; None for stores without folders.
         sync: makes the names in a folder durable.
     """
 
@@ -43,15 +43,15 @@ class MadeFolders:
 
     @property
     def levels(self) -> int:
-        """How many folders among the root and its parents were made."""
+        """Number of folders among the root and its parents that were made."""
         return len(self._made.intersection(self._upwards()))
 
     def adopt_levels(self, levels: int) -> None:
-        """Count the lowest ``levels`` folders of the root and its parents as made, by the run that is resumed."""
+        """Treat the lowest ``levels`` folders of the root and its parents as made: by the run that is resumed."""
         self._made.update(self._upwards()[:levels])
 
     def adopt_parents(self, files: Iterable[str]) -> None:
-        """Count the folders between the root and these files as made."""
+        """Treat the folders between the root and these files as made."""
         if self._root:
             for file in files:
                 self._made.update((self._root / file).parents[: file.count("/")])
@@ -60,7 +60,7 @@ class MadeFolders:
         return [self._root, *self._root.parents] if self._root else []
 
     def using(self, folder: Path, action: Callable[[], T]) -> T:
-        """Make the folder and its parents, and call ``action``, which makes a file in the folder."""
+        """Make a folder and its parents, then return the result of ``action``, which makes a file in the folder."""
         for _ in range(_MKDIR_TRIES - 1):
             with contextlib.suppress(FileNotFoundError):
                 self.make(folder)
@@ -69,7 +69,7 @@ class MadeFolders:
         return action()
 
     def make(self, folder: Path | None = None) -> None:
-        """Make a folder (default: the root) and its parents; names of new folders are durable on return."""
+        """Make a folder (by default the root) and its parents, durably."""
         missing, at = [], folder or self._root
         while at is not None and not at.is_dir():
             missing.append(at)
@@ -82,10 +82,11 @@ class MadeFolders:
                     raise
             else:
                 self._made.add(absent)
-            self._sync(absent.parent)  # another process may have made the folder and not synced it yet
+            # Also if another process made the folder: it may not have synced it yet.
+            self._sync(absent.parent)
 
     def remove_empty(self) -> None:
-        """Remove the made folders that are empty."""
+        """Remove the folders that this storage has made and that are empty."""
         for folder in sorted(self._made, key=lambda path: -len(path.parts)):  # inner folders first
             with contextlib.suppress(OSError):  # not empty, or already removed by another process
                 folder.rmdir()
@@ -101,7 +102,7 @@ Buffer = Any
 
 
 class FileInfo(NamedTuple):
-    """A file's size, and a stamp: a text that changes when the file is replaced. Neither needs a read of the file."""
+    """A file's size, and a stamp: text that changes when the file is replaced. Both come from metadata."""
 
     size_bytes: int
     stamp: str
@@ -110,17 +111,16 @@ class FileInfo(NamedTuple):
 class StorageError(CheckpointError):
     """A storage cannot be used: it is full, denies access, is locked by another job or cannot be opened.
 
-    Callers treat it like an OSError.
+    Callers treat this error like an OSError.
     """
 
 
-ALLOW_WRITES = (
-    "let this job's user write to it (chown, chmod), mount it for writing"  # an argument of `bad_root`
-)
+# A `cure` for `bad_root`.
+ALLOW_WRITES = "let this job's user write to it (chown, chmod), mount it for writing"
 
 
 def bad_root(where: str, problem: str, cure: str) -> StorageError:
-    """The error for a path that cannot be saved to; ``cure`` says what to do."""
+    """Return the error for a path that cannot be saved to; ``cure`` is advice to the user."""
     return StorageError(
         "This path cannot be saved to.",
         expected="a folder, or a prefix of an object store, to read and write",
@@ -131,7 +131,7 @@ def bad_root(where: str, problem: str, cure: str) -> StorageError:
 
 
 class SourceError(Exception):
-    """Carries an error of the data source through `Storage.retrying`, which does not retry it; see `reading_source`."""
+    """Carries an error of the data source through `Storage.retrying`, without a retry; see `reading_source`."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -140,7 +140,10 @@ class SourceError(Exception):
 
 @contextmanager
 def reading_source() -> Iterator[None]:
-    """Marks the reads of a data source inside work for `Storage.retrying`, which does not retry their errors."""
+    """Mark reads of a data source inside the work of `Storage.retrying`.
+
+    Writing again would not repair the source, so `retrying` raises the errors of these reads at once.
+    """
     try:
         yield
     except Exception as error:
@@ -148,10 +151,7 @@ def reading_source() -> Iterator[None]:
 
 
 class FileWriter(ABC):
-    """A file being written. Readers see it only after `close` has returned.
-
-    The context manager closes the file, or aborts it after an error.
-    """
+    """A file being written. The context manager closes the file, or aborts it after an error."""
 
     def __enter__(self) -> FileWriter:
         return self
@@ -162,13 +162,13 @@ class FileWriter(ABC):
             return
         try:
             self.close()
-        except BaseException:  # a file that is not complete must not stay
+        except BaseException:  # such as a full disk: an incomplete file must not stay
             self.abort()
             raise
 
     @abstractmethod
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        """Write buffers one after another, starting at an offset; thread-safe."""
+        """Write the buffers one after another from an offset on. Thread-safe."""
 
     @abstractmethod
     def close(self) -> None:
@@ -180,10 +180,10 @@ class FileWriter(ABC):
 
 
 class FileReader(ABC):
-    """A file open for reading at any offset, from any thread.
+    """A file that is open for reading at any offset, from any thread.
 
     Attributes:
-        looks_in_place: whether `view` maps the page cache and does not copy.
+        looks_in_place: whether `view` maps the page cache instead of copying bytes.
     """
 
     looks_in_place: bool = False
@@ -191,18 +191,18 @@ class FileReader(ABC):
     @property
     @abstractmethod
     def size_bytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
 
     @abstractmethod
     def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        """Fill writable buffers one after another, starting at an offset.
+        """Fill the buffers one after another with the file's bytes from an offset on.
 
         Raises:
             EOFError: if the file ends before the last buffer is full.
         """
 
     def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
-        """Bytes [start, stop). They may be mapped from the page cache, and must not be written to.
+        """Return bytes [start, stop) of the file. They may be mapped from the page cache, so never write to them.
 
         Raises:
             EOFError: if the file ends before ``stop_bytes``.
@@ -212,7 +212,7 @@ class FileReader(ABC):
         return data
 
     def is_at_hand(self, start_bytes: int, stop_bytes: int) -> bool:
-        """Whether these bytes are in the page cache."""
+        """Return whether a read of these bytes would be fast because they are in the page cache."""
         return False
 
     @abstractmethod
@@ -221,20 +221,20 @@ class FileReader(ABC):
 
 
 class Storage(ABC):
-    """One folder that contains one checkpoint, or the steps of a run. Names are relative, with ``/``."""
+    """One folder, of a checkpoint or of a run's steps. Names of files are relative, with ``/``."""
 
-    # Whether files are streams: written front to back, visible when they are closed, never renamed.
+    # Whether files are streams: written front to back, visible only when closed, never renamed.
     in_order: bool = False
-    max_gap_bytes: int = 64 << 10  # 64 KiB: reading over a gap of this size costs less than a second request
+    # 64 KiB: to read and discard a gap of this size costs less than a second read.
+    max_gap_bytes: int = 64 << 10
     write_threads: int = 4
-    read_threads: int = 4  # for cached bytes
-    far_read_threads: int = 4  # for bytes that are not cached: some threads wait while other threads copy
+    read_threads: int = 4  # for bytes in the page cache
+    far_read_threads: int = 4  # for all other bytes: some threads wait while other threads copy
     is_shared: bool = False  # whether all ranks read the same files over a network
-    abandoned_after_s: float = (
-        60.0  # temporary files of this age are not in use if no job has locked the folder
-    )
-    visible_is_durable: bool = False  # whether every file that can be read survives a loss of power
-    folders: MadeFolders = MadeFolders()  # the folders that this storage has made
+    # Temporary files of this age are not in use if no job has locked the folder.
+    abandoned_after_s: float = 60.0
+    visible_is_durable: bool = False  # whether every file that can be read survives a power loss
+    folders: MadeFolders = MadeFolders()  # the folders that this storage has made; empty for object stores
 
     @property
     @abstractmethod
@@ -243,85 +243,89 @@ class Storage(ABC):
 
     @abstractmethod
     def child(self, name: str) -> Storage:
-        """The storage of a folder inside this one."""
+        """Return the storage of a folder inside this folder."""
 
     @abstractmethod
     def create(self, name: str, size_bytes: int) -> FileWriter:
-        """Start a new file of a known size."""
+        """Start a new file. ``size_bytes`` is the planned size, for reserving space; 0 if it is not known."""
 
     @abstractmethod
     def open_file(self, name: str) -> FileReader:
-        """Open a file.
+        """Open a file for reading.
 
         Raises:
-            FileNotFoundError: if there is none.
-            ValueError: if the name is that of a folder, a pipe or another thing that is not a regular file.
+            FileNotFoundError: if there is no file of this name.
+            ValueError: if the name belongs to a folder, a pipe or anything else that is not a regular file.
         """
 
     @abstractmethod
     def read_small(self, name: str, *, limit_bytes: int) -> bytes:
-        """All bytes of a small file.
+        """Read all bytes of a small file.
+
+        Args:
+            limit_bytes: maximum size, so that a hostile file cannot fill the memory.
 
         Raises:
-            FileNotFoundError: if there is none.
+            FileNotFoundError: if there is no file of this name.
             ValueError: if the file is larger than the limit, or is not a regular file.
         """
 
     @abstractmethod
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
-        """Write a small object, whole or not at all, durable on return.
+        """Write a small object atomically; it is durable on return.
 
-        After an error the object may or may not exist: only a read shows which.
+        After an error the object may exist or not; a read shows which.
 
         Raises:
-            FileExistsError: if it exists and ``replace`` is False.
+            FileExistsError: if the object exists and ``replace`` is False.
         """
 
     @abstractmethod
     def exists(self, name: str) -> bool:
-        """Whether a file exists now; cached listings are not used."""
+        """Return whether a file exists now, without using cached listings."""
 
     def lay_out(self, name: str, size_bytes: int) -> FileWriter:
-        """Start a new file that several processes write; its size is set and its blocks are reserved.
+        """Start a new file that several processes write: set its size, and reserve its blocks.
 
         Raises:
-            UnsupportedOperation: where files are streams, which have one writer.
+            UnsupportedOperation: if files are streams, which have only one writer.
         """
         raise UnsupportedOperation(f"{self.where}: a file has one writer")
 
     def join(self, name: str) -> FileWriter:
-        """Open a file that another process has laid out; `abort` does not remove it. Raises as `lay_out`."""
+        """Open a file that another process has laid out, for writing; `abort` keeps it. Raises as `lay_out`."""
         raise UnsupportedOperation(f"{self.where}: a file has one writer")
 
     def beside(self, name: str) -> Storage:
-        """The storage of a sibling folder. Raises as `take_over`."""
+        """Return the storage of a sibling folder. Raises as `take_over`."""
         raise UnsupportedOperation(f"{self.where}: folders are not renamed")
 
     def take_over(self, other: Storage, last: str = "") -> None:
-        """Replace the content of this folder by that of a sibling, atomically where possible; the sibling is removed.
+        """Replace this folder by its sibling ``other``, atomically where possible, and remove the sibling.
 
         Args:
-            last: the file that is moved last where the replacement is not atomic; it is missing until then.
+            last: the file that makes the folder a checkpoint. If files must be moved one by one, it is removed first
+                and moved last.
 
         Raises:
-            UnsupportedOperation: where folders cannot be renamed.
+            UnsupportedOperation: if the store cannot rename folders.
         """
         raise UnsupportedOperation(f"{self.where}: folders are not renamed")
 
     def check_not_planted(self) -> None:  # noqa: B027  object stores have no links
-        """Check that the folder, which has a predictable name, is not a link and does not belong to another user.
+        """Check that another user has not created this folder, whose name can be predicted.
 
         Raises:
-            CheckpointError: if it is a link, or belongs to another user.
+            CheckpointError: if the folder is a link, or belongs to another user.
         """
 
     def is_link(self, name: str) -> bool:
-        """Whether a folder is a symbolic link."""
+        """Return whether a folder inside this one is a symbolic link."""
         return False
 
     @abstractmethod
     def list_folder(self, name: str) -> list[str]:
-        """Names directly inside a folder, sorted; empty if there is no such folder."""
+        """Return the names directly inside a folder, sorted; empty if there is no such folder."""
 
     @abstractmethod
     def sync_folder(self, name: str) -> None:
@@ -329,76 +333,76 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file, a link or a whole folder, if it exists. Links are not followed."""
+        """Remove a file, a folder with its content, or a link (not its target); do nothing if the name is absent."""
 
     def remove_empty(self, name: str) -> None:  # noqa: B027  object stores have no folders
         """Remove a folder if it is empty."""
 
     def check_root(self) -> str | None:
-        """Check that a run can be saved here, before it trains. Writes nothing.
+        """Check before training that a run can be saved here. Writes nothing.
 
         Returns:
-            The reason why a folder with content can only be read; None if it can be written.
+            None if the folder can be written to; otherwise the reason, if the folder has content that can be read.
 
         Raises:
-            StorageError: if the folder can be neither read nor written.
+            StorageError: if the folder can be neither written nor read, or is empty and cannot be written.
         """
         return None
 
     def is_older(self, name: str, seconds: float) -> bool:
-        """Whether a file, or everything in a folder, has not changed for ``seconds``; False if that is not known."""
+        """Return whether a file, or everything in a folder, has not changed for ``seconds``; False if unknown."""
         return False
 
     def remove_abandoned(self, folders: Sequence[str], older_than_s: float) -> list[str]:
         """Remove temporary files and uploads of killed processes.
 
         Args:
-            folders: where to search for files; "" is this folder. Uploads are removed everywhere inside this folder.
-            older_than_s: younger files and uploads may be in use.
+            folders: folders to search for files; "" is this folder. Uploads are searched everywhere inside this folder.
+            older_than_s: minimum age; younger files and uploads may be in use.
 
         Returns:
-            Names of removed files and uploads.
+            Names of the removed files and uploads.
         """
         return []
 
     @property
     @abstractmethod
     def location(self) -> tuple[str, ...]:
-        """The location as components; the location of a folder inside this one begins with the same components."""
+        """Components of the location; locations of folders inside this folder begin with the same components."""
 
     @abstractmethod
     def list_files(self) -> list[str]:
-        """Names of all files, in subfolders too, sorted; empty if there is no such folder."""
+        """Return the names of all files in the folder and its subfolders, sorted; empty if there is no folder."""
 
     @abstractmethod
     def info(self, name: str) -> FileInfo | None:
-        """Size and stamp of a file; None if there is no file of that name."""
+        """Return the size and stamp of a file; None if there is no file of this name."""
 
     @abstractmethod
     def append(self, name: str, data: bytes) -> None:
-        """Append to a small file; the file is created if it does not exist."""
+        """Append to a small file, which is created if it does not exist."""
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file; an existing file of the new name is replaced.
 
-        Does nothing if the names are equal, or another process has renamed the file.
+        Does nothing if the names are equal, or if another process has already renamed the file.
 
         Raises:
-            UnsupportedOperation: where files are streams, which keep their names.
+            UnsupportedOperation: if files are streams, which cannot be renamed.
         """
         if old != new:
             raise UnsupportedOperation(f"{self.where}: files keep their names")
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if there is none."""
+        """Return a file's size in bytes; None if there is no such file."""
         info = self.info(name)
         return info.size_bytes if info else None
 
     def required_info(self, name: str) -> FileInfo:
-        """`info` of a file that must be there.
+        """Return `info` of a file that belongs to the checkpoint.
 
         Raises:
-            CorruptCheckpointError: if it is not.
+            CorruptCheckpointError: if there is no such file.
         """
         info = self.info(name)
         if info is None:
@@ -425,7 +429,7 @@ class Storage(ABC):
         """
         try:
             self._reader(name).read_at(offset, [buffer])
-        except (FileNotFoundError, NotADirectoryError) as error:
+        except (FileNotFoundError, NotADirectoryError) as error:  # the second: a parent of the name is a file
             raise self._missing(name) from error
         except EOFError as error:
             raise CorruptCheckpointError(
@@ -437,10 +441,11 @@ class Storage(ABC):
             ) from error
 
     def _reader(self, name: str) -> FileReader:
-        """A reader for callers that do not need the file's size."""
+        """Return a reader. Stores may override this to save the request for the file's size."""
         return self.open_file(name)
 
     def _missing(self, name: str) -> CorruptCheckpointError:
+        """Return the error for a missing file."""
         return CorruptCheckpointError(
             "A file of the checkpoint is missing.",
             expected=f"a file {name}",
@@ -452,7 +457,7 @@ class Storage(ABC):
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Read ``nbytes`` bytes at ``offset``; by default all bytes of a (small) file. Raises as `read_into`."""
         buffer = bytearray(self.required_info(name).size_bytes if nbytes is None else nbytes)
-        if buffer:
+        if buffer:  # not for 0 bytes, which need no request
             self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)
 
@@ -463,10 +468,10 @@ class Storage(ABC):
             yield self.read(name, start, min(_PIECE_BYTES, nbytes - start))
 
     def working_name(self, name: str, owner: str = "") -> str:
-        """The name of a file until it is published: a hidden name in the same folder, where files can be renamed.
+        """Return the name of a file until it is published: a hidden name in the same folder, or, for streams, ``name``.
 
         Args:
-            owner: differs between processes that write the same file.
+            owner: distinguishes processes that write the same file.
         """
         folder, slash, base = name.rpartition("/")
         hidden = f"{folder}{slash}.{base}.{owner}.partial" if owner else f"{folder}{slash}.{base}.partial"
@@ -476,7 +481,7 @@ class Storage(ABC):
         """Prepare a small file for publication.
 
         Args:
-            pieces: returns the content; called now, or at publication where files cannot be renamed.
+            pieces: returns the content; called now, or, for streams, at publication.
             owner: as for `working_name`.
         """
         return StagedFile(self, name, pieces, owner)
@@ -485,16 +490,16 @@ class Storage(ABC):
         """Call ``work`` and return its result; remote stores call it again after transient errors.
 
         Raises:
-            ConnectionError: if no try could reach the store; the store's content may be sound.
+            ConnectionError: if the store could not be reached in any try; its content may be sound.
         """
         try:
             return work()
         except SourceError as carried:
-            # The source's error as it was raised: `SourceError` is only its carrier.
+            # The source's own error: `SourceError` only carries it. `from` keeps its first cause.
             raise carried.error from carried.error.__cause__
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> None:
-        """Write a whole file, durably, with the storage's retries."""
+        """Write a whole file durably, with the storage's retries."""
 
         def write() -> None:
             with self.create(name, sum(memoryview(buffer).nbytes for buffer in buffers)) as writer:
@@ -504,36 +509,37 @@ class Storage(ABC):
 
     @property
     def free_bytes(self) -> int | None:
-        """Free space; None where that is not known."""
+        """Free space in bytes; None if unknown."""
         return None
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the folder against other jobs.
+        """Keep other jobs out of the folder during the block; stores without locks do nothing.
 
         Raises:
-            BlockingIOError: if another job has locked it.
+            BlockingIOError: if another job has locked the folder.
         """
         yield
 
 
 class StagedFile:
-    """A small file that is ready to be published."""
+    """A small file whose content is written, but not yet visible under its name."""
 
     def __init__(
         self, storage: Storage, name: str, pieces: Callable[[], Iterable[bytes]], owner: str
     ) -> None:
         self._storage, self._name, self._pieces = storage, name, pieces
         self._working = storage.working_name(name, owner)
-        if not storage.in_order:
-            storage.remove(self._working)  # left by a killed run
+        if not storage.in_order:  # a stream would be visible at once, so `publish` writes it
+            storage.remove(self._working)  # left by a killed run; `create` refuses existing files
             storage.retrying(lambda: self._write(self._working))
 
     def _write(self, name: str) -> None:
+        """Write the content to a file of this name."""
         with self._storage.create(name, 0) as file:  # 0: the size is not known yet
             position, pieces = 0, iter(self._pieces())
             while True:
-                with reading_source():
+                with reading_source():  # pieces may be read from the source of a conversion
                     piece = next(pieces, None)
                 if piece is None:
                     return
@@ -541,7 +547,7 @@ class StagedFile:
                 position += len(piece)
 
     def publish(self) -> None:
-        """Make the file visible under its name; replaces an older file."""
+        """Make the file visible under its final name; replaces an older file."""
         if self._storage.in_order:
             self._storage.retrying(lambda: self._write(self._name))
         else:

@@ -1,15 +1,15 @@
-"""What the file system of a root folder supports, and substitutes; probed once for each root, before the first write.
+"""Optional operations of file systems, and substitutes for them. Each root is probed once, before its first write.
 
     not supported             substitute
     hard links                renameat2(RENAME_NOREPLACE), else a check and a rename, under the folder's lock
     renames                   files are written under their own names; an incomplete manifest does not parse
     fsync of folders          none: names are as durable as the file system makes them
     flock                     a file with a lease, see `lock_file`
-    exchange of two folders   name -> .name.before, .name.saving -> name: for a moment there is no folder
-    renames of folders        .name.saving/* -> name/*, one by one; there is no checkpoint until the last file
+    exchange of two folders   name -> .name.before, .name.saving -> name: no folder exists between the two renames
+    renames of folders        .name.saving/* -> name/*, one by one; the checkpoint is not valid until the last file
 
-FUSE, SMB, AFS and some NFS servers lack one or several of these operations. Buckets that are mounted as folders
-(gcsfuse) rename only files. On most file systems, Linux exchanges two names in one call.
+FUSE, SMB, AFS and some NFS servers lack some of these operations. Buckets that are mounted as folders (gcsfuse) rename
+only files. On most file systems, Linux exchanges two names in one call.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.storage.lock_file import NO_LINKS
 
-# What file systems answer to calls that they do not support.
+# Error codes of file systems for calls that they do not support.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR)
 _NO_RENAMES = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # gcsfuse reports EMFILE where a folder has more files than a limit, which is 0 by default.
 _NO_FOLDER_RENAMES = (*_NO_RENAMES, errno.EMFILE, errno.EXDEV)
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # a full disk, or a used-up quota
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2  # values in Linux's headers
 _PROBE_PREFIX = ".probe-"
 _MIN_QUERY_BYTES = 1 << 20  # 1 MiB: for smaller ranges, mincore costs more than it saves
-_SAMPLES = 4  # pages that mincore is called for
+_SAMPLES = 4  # number of pages of a range that mincore is called for
 _log = logging.getLogger(__name__)
 
 
 @cache
 def _c_function(name: str, *argtypes: Any) -> Callable[..., int] | None:
-    """A function of the C library; None outside of Linux, or where the library is older than the function."""
+    """Return a function of the C library; None if the library lacks it, as outside of Linux or in old versions."""
     try:
+        # None: libraries that this process has already loaded.
         function = ctypes.CDLL(None, use_errno=True)[name]
     except (OSError, AttributeError):
         return None
@@ -55,7 +56,7 @@ def _c_function(name: str, *argtypes: Any) -> Callable[..., int] | None:
 
 @dataclass(frozen=True)
 class FileSystem:
-    """What a file system supports."""
+    """Whether a file system supports hard links, renames, fsync of folders and flock."""
 
     links: bool = True
     renames: bool = True
@@ -70,29 +71,30 @@ class FileSystemProbe:
         self._known: FileSystem | None = None
 
     def of(self, folder: Path, *, durable: bool, flock: bool | None = None) -> FileSystem:
-        """What the file system of a folder supports.
+        """Return what the file system of a folder supports. The first call probes it, and logs what is missing.
 
         Args:
-            durable: whether folders are synced at all.
-            flock: whether a lock by `flock` has worked; None if none has been tried yet.
+            durable: whether the storage syncs folders; otherwise that is not probed.
+            flock: whether a lock by `flock` has worked; None if it has not been tried.
         """
         known = self._known
         if known is None:
             known = _probed(folder, durable, flock is not False)
-        elif flock is False and known.flock:
+        elif flock is False and known.flock:  # the first call had not tried a lock
             known = replace(known, flock=False)
-        if known is not self._known:
+        if known is not self._known:  # so that each finding is logged once
             _log_missing(folder, known)
             self._known = known
         return known
 
 
 def is_probe(name: str) -> bool:
-    """Whether a file is one that a killed probe left."""
+    """Return whether a file was made by a probe; a killed probe leaves it."""
     return name.startswith(_PROBE_PREFIX)
 
 
 def _log_missing(folder: Path, known: FileSystem) -> None:
+    """Log which operations a file system lacks, and their substitutes."""
     substitutes = (
         (known.links, "hard links (renames under the lock)"),
         (known.renames, "renames (files written in place: a replaced step is missing until its end)"),
@@ -104,6 +106,7 @@ def _log_missing(folder: Path, known: FileSystem) -> None:
 
 
 def _probed(folder: Path, durable: bool, flock: bool) -> FileSystem:
+    """Try a hard link, a rename and a sync in a folder; arguments as for `FileSystemProbe.of`."""
     name = folder / f"{_PROBE_PREFIX}{os.urandom(8).hex()}"  # ranks may probe at the same time
     linked, renamed = name.with_name(f"{name.name}.link"), name.with_name(f"{name.name}.renamed")
     folder_syncs = not durable or sync_names(folder)
@@ -118,11 +121,12 @@ def _probed(folder: Path, durable: bool, flock: bool) -> FileSystem:
 
 
 def _works(call: Callable[[], None], refusals: tuple[int, ...]) -> bool:
+    """Return whether a call succeeds; False if it raises an OSError with one of these codes."""
     try:
         call()
     except OSError as error:
         if error.errno in _NO_ROOM:
-            return True  # not known on a full disk; the next write reports that the disk is full
+            return True  # a full disk says nothing about support; the next write will report that it is full
         if error.errno not in refusals:
             raise
         return False
@@ -130,15 +134,15 @@ def _works(call: Callable[[], None], refusals: tuple[int, ...]) -> bool:
 
 
 def sync_names(folder: Path) -> bool:
-    """Make the names in a folder durable; False if the file system does not support that."""
+    """Make the names in a folder durable; returns False if the file system does not support that."""
     try:
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(file)
         finally:
             os.close(file)
-    except PermissionError:  # a folder that this user may write to but not open: sync every file system
-        os.sync()
+    except PermissionError:  # this user may write to the folder, but not open it
+        os.sync()  # of all file systems
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
@@ -147,7 +151,7 @@ def sync_names(folder: Path) -> bool:
 
 
 def _renamed(one: Path, other: Path, flags: int) -> bool:
-    """Rename with flags of renameat2(2); False if the file system does not support them."""
+    """Rename with flags of renameat2(2); returns False if the kernel or the file system lacks the flags."""
     arguments = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     renameat2 = _c_function("renameat2", *arguments)
     if renameat2 is None:
@@ -161,9 +165,10 @@ def _renamed(one: Path, other: Path, flags: int) -> bool:
 
 
 def rename_unless_there(new: Path, target: Path) -> None:
-    """Rename a file, but never over another one.
+    """Rename a file, without replacing an existing target.
 
-    Without RENAME_NOREPLACE, this takes a check and a rename; the folder's lock keeps other jobs out between them.
+    If the file system lacks RENAME_NOREPLACE, this takes a check and a rename. The folder's lock prevents other jobs
+    from creating the target in between.
 
     Raises:
         FileExistsError: if the target exists.
@@ -175,13 +180,13 @@ def rename_unless_there(new: Path, target: Path) -> None:
 
 
 def move_over(new: Path, target: Path, last: str = "") -> None:
-    """Replace a folder by another one; the old folder is removed, or has the name ``new`` afterward.
+    """Replace folder ``target`` by folder ``new``. Afterward the old folder is removed, or has the name ``new``.
 
     A process that is killed between two renames leaves the old folder as ``.name.before`` until the next call succeeds.
 
     Args:
-        last: the file without which the folder is not valid. Where folders cannot be renamed, it is first removed from
-            the target, and moved last.
+        last: the file without which the folder is not valid. If folders cannot be renamed, this file is removed from
+            the target first and moved last.
     """
     aside = target.with_name(f".{target.name}.before")
     try:
@@ -191,7 +196,7 @@ def move_over(new: Path, target: Path, last: str = "") -> None:
             os.rename(target, aside)
             try:
                 os.rename(new, target)
-            except BaseException:  # Ctrl-C too: the old folder gets its name back
+            except BaseException:  # also Ctrl-C: the old folder must get its name back
                 os.rename(aside, target)
                 raise
     except OSError as error:
@@ -204,17 +209,18 @@ def move_over(new: Path, target: Path, last: str = "") -> None:
             last or "none",
         )
         _move_files(new, target, Path(last))
-    shutil.rmtree(aside, ignore_errors=True)  # also one that a killed process has left
+    shutil.rmtree(aside, ignore_errors=True)  # also a folder that a killed process has left
 
 
 def _move_files(new: Path, target: Path, last: Path) -> None:
     """Move every file of ``new`` to ``target``, and remove the files of ``target`` that ``new`` lacks."""
     names = {path.relative_to(new) for path in new.rglob("*") if not path.is_dir()}
     old = {path.relative_to(target) for path in target.rglob("*") if not path.is_dir()}
-    for name in sorted(old, key=lambda name: name != last):  # False sorts first: `last` is removed first
+    # False sorts before True: `last` is removed first, and moved last.
+    for name in sorted(old, key=lambda name: name != last):
         if name == last or name not in names:
             (target / name).unlink()
-    for name in sorted(names, key=lambda name: (name == last, name)):  # `last` is moved last
+    for name in sorted(names, key=lambda name: (name == last, name)):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(new / name, target / name)
 
@@ -222,32 +228,33 @@ def _move_files(new: Path, target: Path, last: Path) -> None:
 def reserve(fd: int, nbytes: int) -> None:
     """Reserve blocks for the first ``nbytes`` bytes of a file that is open for writing, if the file system can.
 
-    A full disk is then reported at once, not hours later, and ext4 writes in 20 % less time.
+    A full disk is then reported at once instead of hours later, and writes on ext4 take 20 % less time.
 
     Raises:
-        OSError: if there is no space (or no quota) for them.
+        OSError: if the disk is full, the quota is used up, or the file would be too large for the file system.
     """
-    # Not os.posix_fallocate: where a file system cannot reserve (NFS before 4.2, some FUSE), the C library writes to
-    # every block instead. The plain call fails there, and takes 64-bit offsets only in 64-bit processes.
+    # Not os.posix_fallocate: if a file system cannot reserve blocks (NFS before 4.2, some FUSE), it writes to every
+    # block, while fallocate(2) fails. Only in 64-bit processes does fallocate take 64-bit offsets.
     fallocate = _c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if nbytes and sys.maxsize >= 2**32 and fallocate is not None and fallocate(fd, 0, 0, nbytes) != 0:
         code = ctypes.get_errno()
+        # After any other error, the file is written without reserved blocks.
         if code in (*_NO_ROOM, errno.EFBIG):
             raise OSError(code, os.strerror(code))
 
 
 def is_cached(path: Path, start: int, stop: int) -> bool:
-    """Whether most of a byte range is in the page cache, by mincore(2) of a few pages; True if that is not known.
+    """Return whether most of a byte range is in the page cache, by mincore(2) of a few pages; True if unknown.
 
-    A read that does not wait would start a read-ahead; this call does not.
+    A read with RWF_NOWAIT would show it too, but starts a read-ahead; mincore does not.
     """
     mincore = _c_function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
     if mincore is None or stop - start < _MIN_QUERY_BYTES:
         return True
-    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # where mappings may begin
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # mappings must be aligned
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # A private copy, never written to: ctypes cannot give the address of read-only memory.
+        # A private copy-on-write mapping, because ctypes cannot get the address of read-only memory. It is not written.
         pages = mmap.mmap(file, stop - first, access=mmap.ACCESS_COPY, offset=first)
     except (OSError, ValueError):
         return True
@@ -258,6 +265,6 @@ def is_cached(path: Path, start: int, stop: int) -> bool:
     for sample in range(_SAMPLES):
         answer = ctypes.create_string_buffer(1)
         at = (2 * sample + 1) * num_pages // (2 * _SAMPLES) * mmap.PAGESIZE  # the middle of each quarter
-        # An error counts as cached.
+        # An error counts as cached. Bit 0 says whether the page is in memory; Linux reserves all other bits.
         num_cached += mincore(address + at, mmap.PAGESIZE, answer) != 0 or answer.raw[0] & 1
     return 2 * num_cached >= _SAMPLES

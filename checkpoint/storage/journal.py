@@ -1,11 +1,11 @@
-"""The record of a conversion in progress, stored next to its output so that a killed conversion can be resumed.
+"""The journal of a conversion in progress, a file next to its output, so that a killed conversion can be resumed.
 
-One JSON object per line: first a fingerprint of the plan, then one line per finished file. A line is appended only
-after its file is complete. If the last line is torn, its file is written again.
+The journal has one JSON object per line: first a fingerprint of the plan, then one line per finished file. A line is
+appended only after its file is complete. If a kill has cut off the last line, its file is written again.
 
-Only one run writes to a target: on a local disk the journal is created exclusively and locked with `flock`, which the
-kernel releases when a run is killed. Object stores have no locks; there the run that started first fails at its next
-file.
+Only one run writes to a target. On a local disk, the journal is created exclusively and locked with `flock`; the kernel
+releases the lock when the run is killed. Object stores have no locks: there the run that started first fails at its
+next file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ConversionError
 
-_VERSION = 1
+_VERSION = 1  # of the journal's format; a journal of another version is not resumed
 # Errors of file systems that do not support flock.
 _NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
 _SUFFIX = ".vescale-convert.jsonl"
@@ -31,19 +31,19 @@ _OF_PART = re.compile(rf"(?:\.part-\d+-of-(\d+))?{re.escape(_SUFFIX)}")
 
 
 def journal_name(stem: str) -> str:
-    """The file name of a journal; the stem is empty for a target that is a folder written by one process."""
+    """Return the file name of a journal; ``stem`` is empty if one process writes the target, which is a folder."""
     return f".{stem}{_SUFFIX}" if stem else _SUFFIX
 
 
 def is_journal(name: str) -> bool:
-    """Whether a file in a target folder is a journal."""
+    """Return whether a file in a target folder is a journal."""
     return name.endswith(_SUFFIX)
 
 
 def parts_of(name: str) -> int | None:
-    """The number of parts of the conversion whose journal has this name; None if the file is not a journal."""
+    """Return the number of parts of a conversion, from the name of a journal; None if the file is not a journal."""
     match = _OF_PART.fullmatch(name)
-    return None if match is None else int(match[1] or 1)  # 1: a journal that names no part
+    return None if match is None else int(match[1] or 1)  # 1: the journal's name has no part
 
 
 @dataclass
@@ -52,10 +52,10 @@ class Journal:
 
     Args:
         store: the storage of the target.
-        stem: the start of the journal's name.
-        fingerprint: equal for equal plans.
-        requested: the options that determine the plan, by the command line's names; errors name options that differ.
-        finished: file name -> (digest, bytes per buffer that the digest was made with).
+        stem: see `journal_name`.
+        fingerprint: identifies the plan.
+        requested: command-line name -> value of the options that determine the plan; errors name options that differ.
+        finished: file name -> (digest, size of the buffers that the digest was computed with, in bytes).
     """
 
     store: Storage
@@ -74,18 +74,18 @@ class Journal:
         return journal_name(self.stem)
 
     def start(self) -> None:
-        """Write the first line, in place of an older journal of this name.
+        """Replace an older journal of this name by a new one, and write its first line.
 
         Raises:
             ConversionError: if another run is writing to the target.
         """
-        self.claim()  # an older journal is removed only under its lock
+        self.claim()  # raises if another run still uses the older journal
         self.store.remove(self.name)
         self.release()
         folders = self.store.folders
         folders.make()
         if isinstance(self.store, LocalStorage):
-            self._lock(os.O_CREAT | os.O_EXCL)  # of two runs that start at once, one creates the file
+            self._lock(os.O_CREAT | os.O_EXCL)  # if two runs start at once, only one of them creates the file
         head = {"version": _VERSION, "plan": self.fingerprint, "run": self._run}
         try:
             self._append(head | {"made_folders": folders.levels, "asked": dict(self.requested)})
@@ -94,29 +94,30 @@ class Journal:
             raise
 
     def claim(self) -> None:
-        """Lock the journal that an earlier run left, if there is one.
+        """Lock the journal of an earlier run, if there is one.
 
         Raises:
             ConversionError: if another run is writing to the target.
             CheckpointError: if the journal is a link, or belongs to another user.
         """
-        self.store.child(self.name).check_not_planted()
+        self.store.child(self.name).check_not_planted()  # it checks a storage's root: here the journal's path
         if isinstance(self.store, LocalStorage) and self.store.size(self.name) is not None:
-            self._lock(0)
+            self._lock(0)  # without flags that create a file
 
     def release(self) -> None:
-        """Unlock the target for other runs."""
+        """Unlock the journal, so that other runs can use the target."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def _lock(self, flags: int) -> None:
+        """Open the journal with these flags, and lock it; raises if another run has it."""
         assert isinstance(self.store, LocalStorage)
         path = self.store.root / self.name
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
         except FileNotFoundError:
-            return  # the run that owned it has just ended
+            return  # the run that owned the journal has just ended
         except FileExistsError as error:
             raise self._busy() from error
         try:
@@ -130,11 +131,12 @@ class Journal:
                 self.release()
                 raise
             return  # exclusive creation is the only protection on this file system
-        if not is_there:  # another run has replaced it
+        if not is_there:  # another run has replaced the journal between `open` and `flock`
             self.release()
             raise self._busy()
 
     def _busy(self) -> ConversionError:
+        """Return the error for a target that another run is writing to."""
         return ConversionError(
             "Another conversion is writing to this target.",
             expected="one conversion at a time",
@@ -144,7 +146,7 @@ class Journal:
         )
 
     def require_mine(self) -> None:
-        """Raise as `claim` if another run has replaced the journal, which object stores cannot prevent."""
+        """Raise as `claim` if another run has replaced the journal. Object stores have no locks to prevent that."""
         exists = self.store.size(self.name) is not None
         lines = _parse(self.store.read(self.name)) if exists else []
         if lines and lines[0].get("run", self._run) != self._run:
@@ -152,7 +154,7 @@ class Journal:
 
     def add(self, **line: Any) -> None:
         """Append a line: a finished ``file`` with its ``digest`` and ``segment_bytes``, or ``complete``."""
-        if self.store.in_order:
+        if self.store.in_order:  # an object store, without locks
             self.require_mine()
         self._append(line)
 
@@ -168,7 +170,7 @@ class Journal:
         self.is_complete |= bool(line.get("complete"))
 
     def load(self) -> bool:
-        """Read the journal of an earlier run; False if there is none.
+        """Read the journal of an earlier run; returns False if there is none.
 
         Raises:
             ConversionError: if the earlier run had another plan.
@@ -183,16 +185,16 @@ class Journal:
         head = lines[0]
         if (head.get("version"), head.get("plan")) != (_VERSION, self.fingerprint):
             raise self._other_plan(head)
-        self._run = str(head.get("run", self._run))
+        self._run = str(head.get("run", self._run))  # for `require_mine`: this run continues that run
         for line in lines:
             self._apply(line)
         self.store.folders.adopt_levels(int(head.get("made_folders", 0)))
         return True
 
     def _other_plan(self, head: dict[str, Any]) -> ConversionError:
-        """The error that names the options in which this run and the interrupted one differ."""
+        """Return the error that names the options in which this run and the interrupted run differ."""
         before, now = head.get("asked"), self.requested
-        before = before if isinstance(before, dict) else {}
+        before = before if isinstance(before, dict) else {}  # a journal may be damaged
         differ = [name for name in now if name in before and before[name] != now[name]]
         return ConversionError(
             "The interrupted conversion was a different one.",
@@ -205,12 +207,13 @@ class Journal:
 
 
 def _parse(data: bytes) -> list[dict[str, Any]]:
+    """Return the complete lines of a journal."""
     lines: list[dict[str, Any]] = []
     for text in data.split(b"\n"):
         try:
             value = json.loads(text)
         except ValueError:
-            continue  # torn by a kill, or the empty text after the last newline
+            continue  # cut off by a kill, or the empty text after the last newline
         if isinstance(value, dict):
             lines.append(value)
     return lines

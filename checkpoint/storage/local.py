@@ -1,8 +1,8 @@
-"""Local and shared file systems: parallel positional writes, fsync of files and folders, rename to commit.
+"""`LocalStorage`: local and shared file systems, with parallel positional writes, fsync, and rename to commit.
 
-In a folder that all users can write to (``/dev/shm``, ``/tmp``), another user may create a predictable name first: as a
-folder with other weights to restore, or as a link to a file of this user, which a write would then replace. Private
-folders are therefore checked before every use, and links are not followed.
+In a folder that all users can write to (``/dev/shm``, ``/tmp``), another user may create a file of a predictable name
+first: a folder with other weights, which a job would restore, or a link to a file of the job's user, which a write
+would destroy. Private folders are therefore checked before every use, and links are not followed.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ from vescale_fsdp.checkpoint.storage.file_system import (
 from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME, held_by_file
 from vescale_fsdp.errors import CheckpointError
 
+# Flags of new descriptors. O_NOFOLLOW: see above. O_CLOEXEC: child programs must not inherit them.
 _APPEND = os.O_CREAT | os.O_NOFOLLOW | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 _MAKE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-_MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)
-_MAX_OPEN_FILES = 96  # all other files are opened for every read
-_slots = threading.Semaphore(_MAX_OPEN_FILES)
+_MAX_BUFFERS = 1024  # maximum number of buffers of one preadv or pwritev on Linux (IOV_MAX)
+_MAX_OPEN_FILES = 96  # per process, since descriptors are limited; further files are opened for every read
+_slots = threading.Semaphore(_MAX_OPEN_FILES)  # one per file that stays open
 _LOCK_NAME = ".lock"
-_TEMPORARY = ".tmp"
+_TEMPORARY = ".tmp"  # suffix of temporary names
 LOCK_NAMES = (_LOCK_NAME, LOCK_FILE_NAME)  # files that locks leave in a folder
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -63,16 +64,16 @@ _KINDS = {
 }
 # Errors of file systems that do not support flock.
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
-_NETWORK_FILE_SYSTEM = re.compile(  # types in /proc/self/mounts
+_NETWORK_FILE_SYSTEM = re.compile(  # file system types as /proc/self/mounts names them
     r"nfs4?|lustre|gpfs|beegfs|ceph|cifs|smb3|9p|wekafs|pvfs2|glusterfs|afs"
     r"|fuse\.(glusterfs|juicefs|ceph|sshfs|s3fs|gcsfuse|weka)"
 )
-_locked_files: set[int] = set()  # file descriptors that hold a lock
-_MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
+_locked_files: set[int] = set()  # file descriptors of locks
+_MADV_POPULATE_READ = 22  # from Linux's headers (5.14 and later); Python's mmap has no name for it
 
 
 def _close_locked_files() -> None:
-    """Close lock files in a forked child: a child that outlives its parent would keep the parent's locks."""
+    """Close lock files in a forked child, because a child that outlives its parent would keep the parent's locks."""
     while _locked_files:
         with contextlib.suppress(OSError):
             os.close(_locked_files.pop())
@@ -85,8 +86,11 @@ class _LocalWriter(FileWriter):
     """Writes a new file, or a file that another process has laid out.
 
     Args:
-        reserved_bytes: size of the blocks to reserve.
-        size_bytes: the size to give the file now; None lets it grow.
+        durable: whether `close` syncs the file.
+        reserved_bytes: number of bytes to reserve blocks for.
+        size_bytes: the size that the file gets now; None: it grows with the writes.
+        is_new: whether to create the file; otherwise it must exist.
+        mode: permissions of a new file.
     """
 
     def __init__(
@@ -108,14 +112,14 @@ class _LocalWriter(FileWriter):
                 reserve(self._file, reserved_bytes)
                 if size_bytes is not None:
                     os.ftruncate(self._file, size_bytes)
-        except OSError:  # such as a full disk: no empty file stays
+        except OSError:  # such as a full disk: no empty file must stay
             self.abort()
             raise
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
         with _named_errors(self._path):
             stopped_at = _transfer(os.pwritev, self._file, offset_bytes, buffers)
-        if stopped_at is not None:
+        if stopped_at is not None:  # a write of 0 bytes is no error of the system call
             raise OSError(f"wrote nothing to {self._path} at {stopped_at}")
 
     def close(self) -> None:
@@ -123,21 +127,21 @@ class _LocalWriter(FileWriter):
             if self._durable:
                 os.fsync(self._file)
         finally:
-            # After an error, abort() closes the descriptor again: by then another file may have the same number.
+            # After an error, `abort` closes the descriptor again. Its number may belong to another file by then.
             file, self._file = self._file, -1
             os.close(file)
 
     def abort(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # `close` may have closed the file already
             os.close(self._file)
         with contextlib.suppress(OSError):
-            if self._is_new:
+            if self._is_new:  # otherwise other processes still write the file
                 self._path.unlink()
 
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Add the path to errors of calls that take only a descriptor."""
+    """Add the path to OSErrors of calls that take only a file descriptor."""
     try:
         yield
     except OSError as error:
@@ -149,13 +153,17 @@ def _named_errors(path: Path) -> Iterator[None]:
 def _transfer(
     call: Callable[[int, list[memoryview], int], int], file: int, offset: int, buffers: Sequence[Buffer]
 ) -> int | None:
-    """Read or write all buffers; returns the offset at which a call transferred no bytes, else None."""
+    """Read or write all buffers with ``call`` (preadv or pwritev), which may transfer only a part of its bytes.
+
+    Returns:
+        None, or the offset at which a call transferred no bytes: the end of the file.
+    """
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     first = 0
     while first < len(views):
         batch = views[first : first + _MAX_BUFFERS]
         done = call(file, batch, offset)
-        if done == 0 and any(len(view) for view in batch):  # empty buffers transfer nothing either
+        if done == 0 and any(len(view) for view in batch):  # for empty buffers, 0 bytes are correct
             return offset
         offset += done
         while first < len(views) and done >= len(views[first]):
@@ -167,13 +175,14 @@ def _transfer(
 
 
 class _LocalReader(FileReader):
-    """Reads a file, which stays open: on network disks, opening costs a round trip.
+    """Reads a file, which stays open, since opening it again costs a round trip on network disks.
 
-    At most `_MAX_OPEN_FILES` stay open, since a restart on few ranks may read thousands of files at once. Other files
-    are opened for each read.
+    At most `_MAX_OPEN_FILES` files stay open, since a restart on few ranks may read thousands of files at once. Further
+    files are opened for each read.
 
     Args:
-        lasting: `close` does nothing; the file is closed when the reader is garbage-collected.
+        lasting: whether `close` does nothing. Such a reader is shared, and closes its file when it is
+            garbage-collected.
     """
 
     _file = -1  # no descriptor; a class attribute, since `__del__` runs even if `__init__` raises
@@ -182,7 +191,7 @@ class _LocalReader(FileReader):
         self.looks_in_place = True  # set to False when mapping fails
         self._path, self._lasting = path, lasting
         self._size = _size_of_file(path)
-        if lasting:
+        if lasting:  # `LocalStorage.open_file` limits the number of these readers
             self._file = _open(path)
         elif _slots.acquire(blocking=False):  # else the file is opened for each read
             try:
@@ -221,7 +230,7 @@ class _LocalReader(FileReader):
                 _slots.release()
 
     def __del__(self) -> None:
-        self._close()
+        self._close()  # for lasting readers, and readers that were never closed
 
 
 def _open(path: Path) -> int:
@@ -230,7 +239,7 @@ def _open(path: Path) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """The descriptor of a file open for reading."""
+    """Open a file for reading; yields its descriptor."""
     file = _open(path)
     try:
         yield file
@@ -239,11 +248,15 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _size_of_file(path: Path) -> int:
-    """The size of a regular file. Called before the file is opened: opening a pipe would wait for its writer."""
+    """Return the size of a regular file. Called before a file is opened, since opening a pipe waits for its writer.
+
+    Raises:
+        ValueError: if the path is not a regular file, or is a link to itself.
+    """
     try:
         status = path.stat()
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if error.errno != errno.ELOOP:  # reported like any other path that is not a regular file
             raise
         raise ValueError(f"{path} is a link that leads back to itself") from error
     if not stat.S_ISREG(status.st_mode):
@@ -253,17 +266,18 @@ def _size_of_file(path: Path) -> int:
 
 
 def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
-    """Bytes [start, stop) of a file, mapped from the page cache until the view is garbage; None if mapping fails.
+    """Map bytes [start, stop) of a file until the view is garbage-collected; returns None if mapping fails.
 
-    One call populates all pages and reports errors; the caller then reads the bytes, and gets the read's error.
-    Without that call, a page that cannot be populated (a shorter file, a broken disk) would end the process by SIGBUS.
+    MADV_POPULATE_READ reads all pages now and reports errors; the caller then uses an ordinary read, which raises the
+    error. Without this call, access to a page that cannot be read (a truncated file, a broken disk) would kill the
+    process by SIGBUS.
     """
     if start >= stop or sys.platform != "linux":
         return None
-    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # where mappings may begin
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # mappings must be aligned
     with _opened(path) as file:
         try:
-            # Writable, since torch warns of read-only arrays; private, so that a write could not reach the file.
+            # Writable, because torch warns about read-only arrays. Private, so that no write reaches the file.
             access = mmap.PROT_READ | mmap.PROT_WRITE
             pages = mmap.mmap(file, stop - first, flags=mmap.MAP_PRIVATE, prot=access, offset=first)
             pages.madvise(mmap.MADV_SEQUENTIAL)
@@ -274,13 +288,13 @@ def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
 
 
 def _file_system_of(folder: Path) -> str:
-    """Type of the file system of a folder; "" if it is not known."""
+    """Return the type of a folder's file system; "" if unknown."""
     try:
         mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
         return ""
     path = Path(os.path.realpath(folder))
-    # The longest mount point is the folder's; of several mounts at one point, the last hides the others.
+    # The folder is on the mount with the longest path. Of several mounts at one path, the last one hides the rest.
     matches = [
         (len(point), number, kind)
         for number, (_, point, kind, *_) in enumerate(mounts)
@@ -293,13 +307,13 @@ class LocalStorage(Storage):
     """A folder of a file system.
 
     Args:
-        root: the folder; made by the first write. A relative path is resolved now, since the process may change its
-            current folder during a save.
-        durable: False omits every fsync, for file systems in memory.
-        neighbors: ranks that share this rank's cores, if torchrun's LOCAL_WORLD_SIZE is not set.
-        private: only this user may access the folder, and no other user can have made it, see `make_private`.
-        whole_files: for few processes that read and write files from end to end: files stay open for reading, and
-            blocks are reserved before a file is written.
+        root: the folder; the first write makes it. A relative path is resolved now, since the process may change its
+            working directory during a save.
+        durable: whether to sync files and folders; False for file systems in memory.
+        neighbors: number of ranks that share this rank's cores, if torchrun's LOCAL_WORLD_SIZE is not set.
+        private: whether only this user may access the folder, see `make_private`.
+        whole_files: whether files are read and written from end to end, as conversions do: files stay open for reading,
+            and blocks are reserved before a file is written.
     """
 
     def __init__(
@@ -315,13 +329,14 @@ class LocalStorage(Storage):
         self.folders = MadeFolders(self.root, sync_names if durable else lambda _: None)
         self._private = self.root if private else None
         self._probe = FileSystemProbe()
+        # Without `private`: `child` sets the private root itself.
         self._like_this = partial(LocalStorage, durable=durable, neighbors=neighbors, whole_files=whole_files)
         self._durable, self._whole_files = durable, whole_files
         self._open_files: dict[str, _LocalReader] = {}
-        # This rank's share of the cores: more threads would not copy faster.
+        # This rank's share of the cores: cached bytes are copied by the CPU, so more threads would not be faster.
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self.read_threads = max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", neighbors))))
-        # While one of these threads waits for the disk, another copies or hashes.
+        # At least two: while one thread waits for the disk, the other one copies or hashes.
         self.far_read_threads = self.write_threads = max(2, self.read_threads)
 
     @property
@@ -334,19 +349,19 @@ class LocalStorage(Storage):
 
     def child(self, name: str) -> LocalStorage:
         folder = self._like_this(self.root / name)
-        # The private root is checked for files of its folders too; the file system is probed once.
+        # Every access inside a private root checks that root. Sharing the probe avoids probing each folder.
         folder._private, folder._probe = self._private, self._probe
         return folder
 
     def _at(self, name: str) -> Path:
-        """The path of a file; checks first that another user has not made the folder of a private storage."""
+        """Return the path of a file; in a private storage, first check that another user has not made the root."""
         if self._private is not None:
             make_private(self._private)
         return self.root / name
 
     @property
     def _mode(self) -> int:
-        """The mode of new files, before the umask."""
+        """Permissions of new files, before the umask is applied."""
         return 0o666 if self._private is None else 0o600
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
@@ -367,12 +382,12 @@ class LocalStorage(Storage):
         return _LocalWriter(path, self._durable, is_new=False)
 
     def beside(self, name: str) -> LocalStorage:
-        # Beside a link's target, where one rename is enough.
+        # The root may be a link. Next to its target, a rename stays on one file system.
         return self._like_this(Path(os.path.realpath(self.root)).with_name(name))
 
     def take_over(self, other: Storage, last: str = "") -> None:
         assert isinstance(other, LocalStorage)
-        self._open_files.clear()  # they are files of the old folder
+        self._open_files.clear()  # their descriptors belong to files of the old folder
         move_over(other.root, Path(os.path.realpath(self.root)), last)
         other.remove("")
 
@@ -381,13 +396,13 @@ class LocalStorage(Storage):
         if not self._whole_files:
             return _LocalReader(path, lasting=False)
         reader = self._open_files.get(name) or _LocalReader(path, lasting=True)
-        if len(self._open_files) < _MAX_OPEN_FILES:
+        if len(self._open_files) < _MAX_OPEN_FILES:  # otherwise the file is closed with the caller's reader
             self._open_files[name] = reader
         return reader
 
     def read_small(self, name: str, *, limit_bytes: int) -> bytes:
         path = self._at(name)
-        _size_of_file(path)
+        _size_of_file(path)  # raises for a pipe, which `open` would wait for
         with open(path, "rb") as file:
             data = file.read(limit_bytes + 1)  # the extra byte shows that the file is too large
         if len(data) > limit_bytes:
@@ -396,15 +411,14 @@ class LocalStorage(Storage):
 
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         path = self._at(name)
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a rename would replace it
-            raise FileExistsError(errno.EEXIST, "a device or a pipe is there", str(path))
+        # Such as /dev/null, which a rename would replace.
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise FileExistsError(errno.EEXIST, "this is a device or a pipe", str(path))
         self.folders.make(path.parent)
         known = self._probe.of(path.parent, durable=self._durable)
         if not known.renames:
             if replace:
-                path.unlink(
-                    missing_ok=True
-                )  # new files are created exclusively, and nothing is renamed onto them here
+                path.unlink(missing_ok=True)  # `_write_new` refuses existing files
             self._write_new(path, data)
             self.sync_folder("")
             return
@@ -414,7 +428,7 @@ class LocalStorage(Storage):
             if replace:
                 os.replace(temporary, path)
             elif known.links:
-                os.link(temporary, path)  # unlike rename, refuses to replace
+                os.link(temporary, path)  # fails if the file exists; a rename would replace it
             else:
                 rename_unless_there(temporary, path)
         finally:
@@ -423,7 +437,7 @@ class LocalStorage(Storage):
         self.sync_folder("")
 
     def _write_new(self, path: Path, data: bytes) -> None:
-        """Write a file that must not exist, durably; a link is not followed."""
+        """Write a file durably, without following a link; raises FileExistsError if it exists."""
         with _named_errors(path):
             number = os.open(path, _MAKE | os.O_WRONLY | os.O_CLOEXEC, self._mode)
             with open(number, "wb") as file:
@@ -449,10 +463,11 @@ class LocalStorage(Storage):
 
     @property
     def location(self) -> tuple[str, ...]:
-        """Symbolic links are resolved."""
+        """Components of the path, after resolving symbolic links."""
         return ("file", *Path(os.path.realpath(self.root)).parts)
 
     def list_files(self) -> list[str]:
+        # as_posix: names contain "/" on all systems.
         return sorted(p.relative_to(self.root).as_posix() for p in self.root.rglob("*") if p.is_file())
 
     def info(self, name: str) -> FileInfo | None:
@@ -475,7 +490,7 @@ class LocalStorage(Storage):
     def rename(self, old: str, new: str) -> None:
         try:
             os.replace(self.root / old, self.root / new)
-        except FileNotFoundError:  # another process may have renamed it
+        except FileNotFoundError:  # another process may have renamed the file
             if not (self.root / new).is_file():
                 raise
 
@@ -484,14 +499,14 @@ class LocalStorage(Storage):
             return
         sync_names(self.root / name)
         if not name:
-            # A killed attempt may have made the folder without syncing its name.
+            # A killed attempt may have made the folder without syncing its name in the parent.
             sync_names(self.root.parent)
 
     def remove(self, name: str) -> None:
         path = self.root / name
         self._open_files.pop(name, None)  # a later reader must not get the removed file
         if any((self.root / parent).is_symlink() for parent in Path(name).parents if parent.name):
-            return  # only a link itself is removed, never its target
+            return  # the file is in the target of a link, which must not change
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -500,15 +515,17 @@ class LocalStorage(Storage):
 
     @property
     def free_bytes(self) -> int | None:
+        # The root may not exist yet.
         existing = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
         try:
             status = os.statvfs(existing)
-        except OSError:  # not supported by the file system; without room, a write fails later
+        except OSError:  # the file system does not support it; a full disk will fail a write later
             return None
-        return status.f_bavail * status.f_frsize if status.f_blocks else None  # 0 blocks: it reports no sizes
+        # 0 blocks in total: the file system does not report sizes.
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
 
     def remove_empty(self, name: str) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # not empty, or already removed
             (self.root / name).rmdir()
 
     def remove_abandoned(self, folders: Sequence[str], older_than_s: float) -> list[str]:
@@ -520,8 +537,9 @@ class LocalStorage(Storage):
         return old
 
     def check_root(self) -> str | None:
+        # lexists: a dangling link is a problem, too.
         existing = next(folder for folder in (self.root, *self.root.parents) if os.path.lexists(folder))
-        # By default os.access asks for the real user; files are written by the effective one.
+        # By default os.access checks the real user, but files are written as the effective user.
         ids = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
         problem, cure = None, ALLOW_WRITES
         if not os.path.isdir(existing):
@@ -539,10 +557,11 @@ class LocalStorage(Storage):
     def is_older(self, name: str, seconds: float) -> bool:
         path = self._at(name)
         try:
+            # lstat: the age of a link, not of its target.
             newest_s = max(at.lstat().st_mtime for at in (path, *path.rglob("*")))
-        except FileNotFoundError:  # another process changes the folder now
+        except FileNotFoundError:  # another process is changing the folder now
             return False
-        return time.time() - newest_s > seconds or seconds <= 0  # 0: also a file with a time in the future
+        return time.time() - newest_s > seconds or seconds <= 0  # 0 includes files with times in the future
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -553,13 +572,13 @@ class LocalStorage(Storage):
 
         def close() -> None:
             if os.getpid() != owner:
-                return  # a forked child has closed it already, see `_close_locked_files`
+                return  # in a forked child, `_close_locked_files` has closed the file
             _locked_files.discard(file)
-            # Closing is not enough: a child forked under the lock has a copy of the descriptor, which keeps the lock.
+            # Closing is not enough: a child that was forked under the lock may still have a copy of the descriptor.
             try:
                 fcntl.flock(file, fcntl.LOCK_UN)
             except OSError as error:
-                if error.errno not in _NO_FLOCK:
+                if error.errno not in _NO_FLOCK:  # without flock, `held_by_file` has locked the folder
                     raise
             finally:
                 os.close(file)
@@ -576,7 +595,7 @@ class LocalStorage(Storage):
                 has_flock = False
             if not has_flock:
                 held.enter_context(held_by_file(self.root))
-            # The last owner may have renamed the folder: then the locked file is no longer at this path.
+            # The previous owner may have renamed the folder. The locked file is then no longer at this path.
             if not (path.exists() and os.path.samestat(os.fstat(file), path.stat())):
                 raise BlockingIOError(
                     errno.EWOULDBLOCK, "the process that held the lock has renamed the folder"
@@ -586,13 +605,13 @@ class LocalStorage(Storage):
 
 
 def _is_temporary(name: str) -> bool:
-    """Whether a file is temporary; if it is old, a killed process has left it."""
+    """Return whether a file is temporary. If such a file is old, a killed process has left it."""
     is_draft = name.startswith(f"{LOCK_FILE_NAME}.")
     return is_draft or is_probe(name) or (name.startswith(".") and name.endswith(_TEMPORARY))
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only this user can enter, or check an existing one.
+    """Make a folder that only this user can enter, or check that an existing folder is one.
 
     Raises:
         StorageError: if the folder is a link, belongs to another user, or other users may enter or replace it.
@@ -600,7 +619,7 @@ def make_private(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):  # checked below
         folder.mkdir(0o700)
-    status, parent = folder.lstat(), folder.parent.stat()
+    status, parent = folder.lstat(), folder.parent.stat()  # lstat: a link is a problem, whatever its target
     problem = None
     if not stat.S_ISDIR(status.st_mode):
         problem = "a link" if stat.S_ISLNK(status.st_mode) else "not a folder"
@@ -621,21 +640,21 @@ def make_private(folder: Path) -> None:
 
 
 def check_not_planted(path: Path) -> None:
-    """Check that another user has not planted a file to which this job is about to append.
+    """Check that another user has not created a file or folder that this job is about to write to.
 
     Raises:
-        CheckpointError: if it is a link, or another user's file in a folder that all users can write to.
+        CheckpointError: if the path is a link, or belongs to another user in a folder that all users can write to.
     """
     try:
         status = path.lstat()
     except FileNotFoundError:
         return
     parent = path.parent.stat()
-    # The folder's owner is trusted: the owner may replace its files anyway.
+    # The folder's owner is trusted, because the owner may replace files in it anyway.
     is_foreign = parent.st_mode & stat.S_IWOTH and status.st_uid not in (os.geteuid(), parent.st_uid)
     if stat.S_ISLNK(status.st_mode) or is_foreign:
         raise CheckpointError(
-            "A file for temporary use exists already, and may have been planted.",
+            "A file or folder for temporary use already exists, and another user may have created it.",
             expected=f"a file or folder of user {os.geteuid()}, or none",
             got="a link" if stat.S_ISLNK(status.st_mode) else f"a file or folder of user {status.st_uid}",
             where=str(path),

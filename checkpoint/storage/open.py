@@ -1,4 +1,4 @@
-"""The storage of a path or URL: a local folder, or a store that fsspec can open."""
+"""Open the storage of a path or URL: a local folder, or a store that fsspec supports."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from vescale_fsdp.errors import ArgumentError
 
 
 def open_storage(path: str | os.PathLike[str] | Storage, *, neighbors: int = 1) -> Storage:
-    """The storage of a path or URL (``s3://``, ``gs://``, ``memory://``, ..); a storage is returned as it is.
+    """Open the storage of a path or URL (``s3://``, ``gs://``, ``memory://``, ..) for saves and loads.
 
     Args:
-        neighbors: ranks that share the machine's cores.
+        path: the path or URL. A `Storage` is returned unchanged.
+        neighbors: number of ranks that share the machine's cores.
 
     Raises:
         ArgumentError: if ``path`` is not a path.
@@ -32,7 +33,7 @@ def open_storage(path: str | os.PathLike[str] | Storage, *, neighbors: int = 1) 
 
 
 def open_store(url: str) -> Storage:
-    """The storage of a conversion: local files are read and written whole, and never synced.
+    """Open the storage of a path or URL for a conversion, which reads and writes local files whole, without fsync.
 
     Raises:
         StorageError: as `open_storage`.
@@ -44,7 +45,7 @@ def open_store(url: str) -> Storage:
 
 
 def _on_disk(url: str) -> str | None:
-    """The local folder of a path or URL; None for other URLs."""
+    """Return the local folder of a path or of a ``file://`` URL; None for all other URLs."""
     protocol, separator, folder = url.partition("://")
     if not separator:
         return url
@@ -52,7 +53,8 @@ def _on_disk(url: str) -> str | None:
 
 
 def _open_url(url: str, **options: Any) -> Storage:
-    from vescale_fsdp.checkpoint.storage.remote import RemoteStorage  # importing fsspec takes 0.1 s
+    """Open a URL with fsspec; ``options`` are those of `RemoteStorage`."""
+    from vescale_fsdp.checkpoint.storage.remote import RemoteStorage  # imported late: fsspec takes 0.1 s
 
     try:
         return RemoteStorage(url, **options)
@@ -72,6 +74,7 @@ def _open_url(url: str, **options: Any) -> Storage:
 
 
 def open_parent(url: str) -> tuple[Storage, str]:
-    """The storage of a file's folder, as `open_store` opens it, and the file's name there."""
+    """Open the storage of a file's folder, as `open_store`; returns it with the file's name in the folder."""
     folder, _, name = url.rpartition("/")
+    # An empty folder: the file is in the root of the file system, or in the working directory.
     return open_store(folder or ("/" if url.startswith("/") else ".")), name

@@ -1,4 +1,4 @@
-"""Progress of a save, a load or a command: reported to a function, or shown as a bar."""
+"""Report the progress of a save, a load or a command to a function, or show it as a bar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class ProgressReport(NamedTuple):
 
     Attributes:
         doing: "saving", "verifying" (hashing before a load) or "loading".
-        total_bytes: bytes of this rank's part.
+        done_bytes: number of bytes of this rank's part that are done.
+        total_bytes: size of this rank's part.
         seconds: time since the work began.
 
     Examples:
@@ -30,26 +31,31 @@ class ProgressReport(NamedTuple):
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate so far."""
+        """Average bytes per second since the work began."""
         return self.done_bytes / self.seconds if self.seconds else 0.0
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds to go at this rate; None before the first byte."""
+        """Expected remaining seconds at the average rate; None before the first byte."""
         return (self.total_bytes - self.done_bytes) / self.bytes_per_s if self.bytes_per_s else None
 
 
 Tell = bool | Callable[[ProgressReport], object]
-"""The argument ``progress``: a function that gets reports, from one thread at a time; or True for a bar."""
+"""Type of ``progress`` arguments: a function that takes reports, called by one thread at a time; or True for a bar."""
 
 
 class ProgressBar:
-    """A bar of bytes on stderr; nothing if stderr is not a terminal, unless ``asked_for``."""
+    """A progress bar of bytes on stderr.
+
+    Args:
+        quiet: never show the bar.
+        asked_for: show the bar even if stderr is not a terminal, such as a log file.
+    """
 
     def __init__(self, total_bytes: int, *, quiet: bool, asked_for: bool = False) -> None:
         self._bar = None
         if not quiet and (asked_for or sys.stderr.isatty()):
-            from tqdm import tqdm
+            from tqdm import tqdm  # imported late, for processes that show no bar
 
             self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, file=sys.stderr)
         self._lock = threading.Lock()
@@ -62,7 +68,7 @@ class ProgressBar:
             self._bar.close()
 
     def announce(self, total_bytes: int) -> None:
-        """Set the total."""
+        """Set the total number of bytes, and start again from 0."""
         if self._bar is not None:
             self._bar.reset(total_bytes)
 
@@ -85,7 +91,8 @@ class Meter:
     """Counts the bytes of one save or load.
 
     Args:
-        start: called with the total when work begins; returns the function that gets the reports.
+        start: called with the total number of bytes when work begins; returns the function that takes the reports.
+            None: nothing is reported.
     """
 
     def __init__(self, start: Callable[[int], Callable[[ProgressReport], object]] | None = None) -> None:
@@ -107,7 +114,7 @@ class Meter:
     def advance(self, num_bytes: int) -> None:
         """Add bytes; thread-safe."""
         if self._tell is not None and num_bytes:
-            with self._lock:
+            with self._lock:  # also around the call: a report function need not be thread-safe
                 doing, done_bytes, total_bytes, _ = self._report
                 seconds = time.monotonic() - self._start_s
                 self._report = ProgressReport(doing, done_bytes + num_bytes, total_bytes, seconds)
@@ -115,7 +122,7 @@ class Meter:
 
 
 def meter_for(progress: Tell, rank: int) -> Meter:
-    """A meter that reports to a function, or draws a bar on rank 0."""
+    """Return a meter that reports to a function, draws a bar on rank 0, or does nothing."""
     if callable(progress):
         return Meter(lambda total_bytes: progress)
     if progress and rank == 0:

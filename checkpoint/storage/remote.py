@@ -1,10 +1,11 @@
-"""Object stores and every other fsspec URL: multipart uploads in order, parallel ranged reads, one put to commit.
+"""`RemoteStorage`: object stores and all other fsspec URLs, with sequential uploads and parallel ranged reads.
 
-Object stores have no rename and no fsync: a file is durable when its `close` has returned, and the commit is one small
-object, which is put last. Every attempt to save writes under a new prefix, so that attempts never mix. Listings bypass
-fsspec's cache. Transient errors (5xx, time-outs, lost connections) are retried with growing pauses: the whole upload,
-or one part of a `MultipartWriter`. A lost upload leaves at most invisible parts. An error in all tries is a
-`ConnectionError`: the store could not be reached, and its content may be sound.
+Object stores have no rename and no fsync. A file is durable when its `close` has returned. The commit of a save is one
+small object, which is written last. Every attempt to save writes under a new prefix, so that attempts never mix.
+Listings bypass fsspec's cache, because other processes write too. After a transient error (5xx, time-out, lost
+connection) the whole upload, or one part of a `MultipartWriter`, is repeated after a growing pause. A failed upload
+leaves at most invisible parts. If all tries fail, a `ConnectionError` is raised: the store could not be reached, and
+its content may be sound.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from vescale_fsdp.errors import ConversionError, VescaleError, explain
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_TRIES = 5  # in addition to the file system's own retries; 3 s of pauses in total
-_FIRST_PAUSE_S = 0.2
-_PATIENCE_S = 60.0  # no try begins later: some clients retry for minutes themselves
-# Another try would get the same answer.
+_TRIES = 5  # in addition to the client's own retries; the pauses add up to 3 s
+_FIRST_PAUSE_S = 0.2  # doubled after each try
+_PATIENCE_S = 60.0  # no try starts after this time, because some clients retry for minutes themselves
+# Errors that another try would raise again.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-# Transient errors of clients that are not OSErrors; by name, since a client is installed only if it is used.
+# Transient errors of clients, other than OSErrors. Names instead of classes, because most clients are not installed.
 _PASSING = {
     "aiohttp.client_exceptions.ClientError",
     "azure.core.exceptions.ServiceRequestError",
@@ -53,21 +54,23 @@ _PASSING = {
     "http.client.HTTPException",
     "urllib3.exceptions.HTTPError",
 }
-_WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")  # protocols with buckets, which a save does not create
-_PASSING_CODES = re.compile(  # of S3, for requests that may be sent again
+_WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")  # protocols whose buckets must exist before a save
+_PASSING_CODES = re.compile(  # S3's error codes after which a request may be repeated
     "SlowDown|RequestTimeout|RequestTimeTooSkewed|InternalError|ServiceUnavailable|Throttling"
 )
-PART_BYTES = 16 << 20  # 16 MiB; smaller files are one request
-_MAX_PARTS = 10_000  # S3's limit: larger files have larger parts
-_IN_FLIGHT = 4  # parts: bounds the memory to 64 MiB, or four larger parts
+PART_BYTES = 16 << 20  # 16 MiB; smaller files are sent in one request
+_MAX_PARTS = 10_000  # S3's limit: files of more than 156 GiB get larger parts
+# Number of parts that are sent at once; they take 64 MiB of memory, or more if parts are larger.
+_IN_FLIGHT = 4
 
 
 class _StreamWriter(FileWriter):
     """Writes a file front to back."""
 
-    _at = 0
+    _at = 0  # offset of the next byte
 
     def _in_order(self, offset_bytes: int, buffers: Sequence[Buffer]) -> Iterator[memoryview]:
+        """Return the buffers as bytes; raises AssertionError if they do not continue the last write."""
         if offset_bytes != self._at:
             raise AssertionError(
                 f"a stream is written in order: expected byte {self._at}, got {offset_bytes}"
@@ -78,27 +81,28 @@ class _StreamWriter(FileWriter):
             self._at += len(view)
 
     def _discard(self) -> None:
+        """Discard the unfinished upload; may raise."""
         raise NotImplementedError
 
     def abort(self) -> None:
         try:
             self._discard()
-        except Exception as error:  # noqa: BLE001  the error that ended the upload is the one to raise
+        except Exception as error:  # noqa: BLE001  must not hide the error that ended the upload
             _log.info("an upload could not be discarded: %s: %s", type(error).__name__, error)
 
 
 class MultipartWriter(_StreamWriter):
     """Writes a large object of an S3 store front to back, with several parts in flight, in bounded memory.
 
-    s3fs sends one part at a time, at the speed of one connection. Here the next part is filled while up to four are
-    sent, and after a transient error only the failed part is sent again. The object appears when the upload
-    is completed.
+    s3fs sends one part at a time, at the speed of one connection. This writer fills the next part while up to four
+    parts are sent. After a transient error, only the failed part is sent again. The object becomes visible when the
+    upload is completed.
 
     Args:
         filesystem: the file system of s3fs.
-        path: the object's path, with its bucket.
-        size_bytes: the object's size.
-        retrying: see `Storage.retrying`.
+        path: the object's path, including its bucket.
+        size_bytes: the object's size, which determines the size of parts.
+        retrying: repeats a call after transient errors, see `Storage.retrying`.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class MultipartWriter(_StreamWriter):
         self._filling = bytearray()
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Call an S3 method for this upload, with the user's settings of s3fs and with retries."""
         store, settings = self._filesystem, (self._filesystem.s3_additional_kwargs, self._filesystem.req_kw)
         return self._retrying(lambda: store.call_s3(method, *settings, **self._target, **arguments))
 
@@ -131,7 +136,7 @@ class MultipartWriter(_StreamWriter):
                     self._send()
 
     def _send(self) -> None:
-        """Start to send the filled part; waits while too many parts are in flight."""
+        """Start to send the filled part. First waits until fewer than `_IN_FLIGHT` parts are in flight."""
         number, body = len(self._parts) + 1, bytes(self._filling)
         self._filling = bytearray()
         if number > _IN_FLIGHT:
@@ -145,19 +150,21 @@ class MultipartWriter(_StreamWriter):
         return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
 
     def close(self) -> None:
-        if self._filling or not self._parts:  # an upload has at least one part
+        if self._filling or not self._parts:  # an upload must have at least one part
             self._send()
         parts = [part.result() for part in self._parts]
         self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
         self._pool.shutdown()
-        self._filesystem.invalidate_cache(self._path)
+        self._filesystem.invalidate_cache(self._path)  # s3fs does not know about the new object
 
     def _discard(self) -> None:
-        self._pool.shutdown(cancel_futures=True)  # first: S3 keeps parts that arrive after the abort
+        # Before the abort, because S3 keeps parts that arrive after it.
+        self._pool.shutdown(cancel_futures=True)
         self._call("abort_multipart_upload")
 
 
 def _aware(time: datetime) -> datetime:
+    """Return a time with a time zone; times of stores without one are in UTC."""
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
@@ -166,9 +173,10 @@ def _age_s(time: datetime) -> float:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether an error is transient: another try may succeed."""
+    """Return whether an error is transient, so that another try may succeed."""
     if isinstance(error, OSError):
         return not isinstance(error, _FINAL)
+    # Base classes too, since `_PASSING` names them.
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
     if "botocore.exceptions.ClientError" in names:  # a response of the store that s3fs has not translated
         return _PASSING_CODES.search(str(error)) is not None
@@ -176,11 +184,11 @@ def _may_pass(error: Exception) -> bool:
 
 
 class _GaveUp(ConnectionError):
-    """No try could reach the store."""
+    """All tries to reach the store have failed. A type of its own, so that an outer retry does not repeat them."""
 
 
 def _size_of_object(info: dict[str, Any], path: str) -> int:
-    """The size of an object; ValueError for a prefix of other objects."""
+    """Return the size of an object from fsspec's info; raises ValueError for a prefix of other objects."""
     if info["type"] != "file":
         raise ValueError(f"{path} is not a file but a {info['type']}")
     return int(info["size"])
@@ -189,13 +197,13 @@ def _size_of_object(info: dict[str, Any], path: str) -> int:
 class _RemoteWriter(_StreamWriter):
     def __init__(self, file: Any, remove: Callable[[], None]) -> None:
         self._file, self._remove = file, remove
-        # Files other than uploads are visible while they are open.
+        # fsspec's uploads become visible when they are closed, all other files (such as local ones) at once.
         self._is_upload = isinstance(file, fsspec.spec.AbstractBufferedFile)
         self._is_visible = not self._is_upload
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
         for view in self._in_order(offset_bytes, buffers):
-            # A copy: some clients keep a reference until the part is full, and the tensor may change by then.
+            # A copy: some clients keep a reference until a part is full, and training may change the tensor by then.
             self._file.write(bytes(view))
 
     def close(self) -> None:
@@ -203,7 +211,7 @@ class _RemoteWriter(_StreamWriter):
         self._is_visible = True
 
     def _discard(self) -> None:
-        # An upload that is not completed stays invisible, even if its parts cannot be discarded.
+        # An incomplete upload stays invisible, even if `discard` fails.
         try:
             if self._is_visible:
                 self._remove()
@@ -211,12 +219,12 @@ class _RemoteWriter(_StreamWriter):
                 self._file.discard()
         finally:
             if self._is_upload:
-                # Otherwise the garbage collector closes the file, which publishes it.
+                # Marked as closed, because otherwise the garbage collector closes the file, which publishes it.
                 self._file.closed = True
 
 
 class _RemoteReader(FileReader):
-    """Reads an object. If the size is not known, it is requested only after a short response."""
+    """Reads an object. If its size is unknown, the size is requested only after a response that is too short."""
 
     def __init__(self, storage: RemoteStorage, path: str, size: int | None = None) -> None:
         self._storage, self._path, self._size = storage, path, size
@@ -235,18 +243,20 @@ class _RemoteReader(FileReader):
             data = data[len(view) :]
 
     def _check_end(self, stop_bytes: int) -> None:
+        """Raise EOFError if the object ends before ``stop_bytes``."""
         if stop_bytes > self.size_bytes:
             raise EOFError(f"{self._path} ends at byte {self._size}")
 
     def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
         if self._size is not None:
             self._check_end(stop_bytes)
-        if stop_bytes == start_bytes:
+        if stop_bytes == start_bytes:  # needs no request
             return memoryview(b"")
 
         def read() -> memoryview:
             data = self._storage.filesystem.cat_file(self._path, start=start_bytes, end=stop_bytes)
             answer = f"{len(data)} bytes of {stop_bytes - start_bytes} at byte {start_bytes} of {self._path}"
+            # An HTTP server that ignores Range headers sends the whole file.
             if len(data) > stop_bytes - start_bytes:
                 raise ConversionError(
                     "The server does not support reads of parts of files.",
@@ -257,7 +267,8 @@ class _RemoteReader(FileReader):
                 )
             if len(data) < stop_bytes - start_bytes:
                 self._check_end(stop_bytes)
-                raise OSError(answer)  # transient: the object is large enough, only the response is short
+                # `retrying` repeats the read: only the response is short, not the object.
+                raise OSError(answer)
             return memoryview(data)
 
         return self._storage.retrying(read)
@@ -270,19 +281,19 @@ class RemoteStorage(Storage):
     """A prefix of an object store.
 
     Args:
-        url: such as ``s3://bucket/prefix``.
-        tries: the number of tries of each request.
+        url: URL of the prefix, such as ``s3://bucket/prefix``.
+        tries: maximum number of tries of each request.
         explains: whether permanent errors of the store's client become a `ConnectionError` too; otherwise they are
-            raised as they are.
+            raised unchanged.
         options: passed to the fsspec file system (credentials, endpoint, ..).
     """
 
     in_order = True
     is_shared = visible_is_durable = True
-    max_gap_bytes = 1 << 20  # 1 MiB: costs less than the latency of a request
-    abandoned_after_s = 86_400.0  # a day, since there are no locks
-    write_threads = 1  # a stream has one writer
-    read_threads = far_read_threads = 8
+    max_gap_bytes = 1 << 20  # 1 MiB: to read and discard them costs less than the latency of another request
+    abandoned_after_s = 86_400.0  # a day: without locks, an upload may still be in use
+    write_threads = 1  # a stream has only one writer
+    read_threads = far_read_threads = 8  # not limited by the cores: threads mostly wait for responses
 
     def __init__(self, url: str, *, tries: int = _TRIES, explains: bool = False, **options: Any) -> None:
         self._url = url.rstrip("/")
@@ -302,7 +313,12 @@ class RemoteStorage(Storage):
         return super().retrying(partial(self._try, work))
 
     def _try(self, work: Callable[[], T]) -> T:
-        """Call ``work`` until it succeeds; after the last try, a transient error becomes a ConnectionError."""
+        """Call ``work`` until it succeeds, and return its result.
+
+        Raises:
+            ConnectionError: after the last try, instead of the transient error.
+            Exception: at once, an error that another try would raise again.
+        """
         started_s = time.monotonic()
         for attempt in range(self._tries):
             try:
@@ -311,16 +327,18 @@ class RemoteStorage(Storage):
                 raise  # a nested call has used all its tries, or the data source has failed
             except Exception as error:
                 if not _may_pass(error):
+                    # Callers handle these types themselves, such as FileNotFoundError.
                     if not self._explains or isinstance(error, (OSError, EOFError, VescaleError)):
                         raise
                     raise self._unreachable("", error) from error
                 if attempt == self._tries - 1 or time.monotonic() - started_s >= _PATIENCE_S:
                     raise self._unreachable(f"gave up after {attempt + 1} tries: ", error) from error
-                # Random, so that ranks that were refused at the same time do not return at the same time.
+                # Random pauses, so that ranks whose requests failed at the same time do not repeat them together.
                 time.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.75, 1.25))
         raise AssertionError("the last try returns or raises")
 
     def _unreachable(self, effort: str, error: Exception) -> _GaveUp:
+        """Return the error for a store that cannot be used; ``effort`` is the start of the text about the cause."""
         return _GaveUp(
             explain(
                 "A remote file system cannot be used.",
@@ -332,20 +350,20 @@ class RemoteStorage(Storage):
         )
 
     def ask(self, question: str, name: str) -> Any:
-        """Call a method of the file system, by name, for a path, with retries."""
+        """Call the fsspec method of this name for a path, with retries."""
         return self.retrying(lambda: getattr(self.filesystem, question)(name))
 
     def child(self, name: str) -> RemoteStorage:
         return RemoteStorage(f"{self._url}/{name}", **self._options)
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
-        if size_bytes > PART_BYTES and self.location[0] == "s3":
+        if size_bytes > PART_BYTES and self.location[0] == "s3":  # `MultipartWriter` calls methods of s3fs
             return MultipartWriter(self.filesystem, self._path(name), size_bytes, self.retrying)
         file = self.filesystem.open(self._path(name), "wb", block_size=PART_BYTES)
         return _RemoteWriter(file, lambda: self.remove(name))
 
     def open_file(self, name: str) -> FileReader:
-        self.filesystem.invalidate_cache()  # the cache may have the size of an older object
+        self.filesystem.invalidate_cache()  # otherwise the size may be that of an older object
         size = _size_of_object(self.ask("info", self._path(name)), self._path(name))
         return _RemoteReader(self, self._path(name), size)
 
@@ -356,12 +374,13 @@ class RemoteStorage(Storage):
         path = self._path(name)
 
         def read() -> bytes:
-            self.filesystem.invalidate_cache()
+            self.filesystem.invalidate_cache()  # in every try: the object may be replaced between two tries
             size = _size_of_object(self.ask("info", path), path)
             if size > limit_bytes:
                 raise ValueError(f"{path} is larger than {limit_bytes} bytes")
             data = bytes(self.ask("cat_file", path))
-            if len(data) != size:  # a short response, or an object replaced between two requests
+            # A short response, or the object was replaced between the two requests: `retrying` tries again.
+            if len(data) != size:
                 raise OSError(f"{path} gave {len(data)} bytes of {size}")
             return data
 
@@ -370,35 +389,36 @@ class RemoteStorage(Storage):
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         if not replace and self.exists(name):
             raise FileExistsError(self._path(name))
-        mode = "overwrite" if replace else "create"  # "create": the store refuses to replace, where it can
+        # With "create", stores with conditional writes refuse to replace; for all others the check above must do.
+        mode = "overwrite" if replace else "create"
         self.retrying(lambda: self.filesystem.pipe_file(self._path(name), data, mode=mode))
 
     def exists(self, name: str) -> bool:
-        self.filesystem.invalidate_cache()  # other processes write and remove objects
+        self.filesystem.invalidate_cache()  # other processes may have written or removed the object
         return bool(self.ask("exists", self._path(name)))
 
     def list_folder(self, name: str) -> list[str]:
-        self.filesystem.invalidate_cache()
+        self.filesystem.invalidate_cache()  # other processes may have written or removed objects
         try:
             paths = self.retrying(lambda: self.filesystem.ls(self._path(name), detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        # Some stores end folders with a slash.
+        # Some stores append a slash to the names of folders.
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     @property
     def location(self) -> tuple[str, ...]:
-        protocol = self.filesystem.protocol  # s3a is s3
+        protocol = self.filesystem.protocol  # the same for s3:// and s3a://, unlike the URL's protocol
         name = protocol if isinstance(protocol, str) else protocol[0]
         return (name, *filter(None, self._root.split("/")))
 
     def list_files(self) -> list[str]:
-        self.filesystem.invalidate_cache()
+        self.filesystem.invalidate_cache()  # other processes may have written or removed objects
         try:
             paths = self.ask("find", self._root)
         except FileNotFoundError:
             return []
-        prefix = self._root.lstrip("/") + "/"
+        prefix = self._root.lstrip("/") + "/"  # some file systems begin paths with a slash, some do not
         names = (str(path).lstrip("/") for path in paths)
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
@@ -407,24 +427,27 @@ class RemoteStorage(Storage):
             info = self.ask("info", self._path(name))
         except FileNotFoundError:
             return None
+        # Each store names its change marks differently; absent keys become "None".
         stamp = " ".join(str(info.get(key)) for key in ("size", "ETag", "LastModified", "mtime", "created"))
         return FileInfo(int(info["size"]), stamp) if info["type"] == "file" else None
 
     def append(self, name: str, data: bytes) -> None:
+        # Object stores cannot append: the object is written again as a whole.
         old = self.read(name) if self.size(name) is not None else b""
         self.commit(name, old + data, replace=True)
 
     def sync_folder(self, name: str) -> None:
-        """Does nothing: an object is durable once it exists."""
+        """Do nothing: an object is durable once it exists."""
 
     def check_root(self) -> str | None:
         bucket = self._root.lstrip("/").partition("/")[0]
         try:
-            # An empty listing may mean that there is no bucket.
+            # Some stores list a missing bucket as empty, so list the bucket itself then.
+            # Other protocols, such as memory://, create their folders when they write.
             if not self.list_folder("") and self.location[0] in _WITH_BUCKETS:
                 self.retrying(lambda: self.filesystem.ls(bucket, detail=False))
         except PermissionError as error:
-            # A user who may not list the bucket may still be allowed to write to a prefix of it.
+            # A user without the right to list the bucket may still be allowed to write to one of its prefixes.
             _log.info("%s may not be listed: %s", bucket, error)
         except FileNotFoundError as error:
             raise bad_root(self.where, f"no bucket {bucket!r}", "make the bucket") from error
@@ -433,6 +456,7 @@ class RemoteStorage(Storage):
     def is_older(self, name: str, seconds: float) -> bool:
         self.filesystem.invalidate_cache()
         objects = self.retrying(lambda: self.filesystem.find(self._path(name), detail=True))
+        # Each store has another key for the time of the last change.
         times = [
             info.get(key)
             for info in objects.values()
@@ -448,7 +472,7 @@ class RemoteStorage(Storage):
         bucket, prefix, _ = self.filesystem.split_path(f"{self._root}/")
         query: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
         removed: list[str] = []
-        while True:
+        while True:  # one page of up to 1,000 uploads per response
             answer = self.retrying(lambda: self.filesystem.call_s3("list_multipart_uploads", **query))
             for upload in answer.get("Uploads", ()):
                 if older_than_s > 0 and _age_s(_aware(upload["Initiated"])) <= older_than_s:
