@@ -345,7 +345,7 @@ class _Matcher:
             if key in nodes:
                 inner = child_name(name, key)
                 finishers[key] = self.visit(value, nodes[key], inner, stateful or key in opaque)
-            # In an object's state, only a missing tensor is an error: plain entries may depend on the class's version.
+            # Of an object's state, only missing tensors are reported; plain entries that were not saved are left out.
             elif not stateful or _holds_tensors(value):
                 self.matched.missing += self._leaves(value, child_name(name, key), self._items_of_value)
             elif self._include is None:  # with patterns, entries that none selects keep their values
@@ -374,7 +374,7 @@ class _Matcher:
         return finish
 
     def _fresh(self, node: Json, name: str, owner: tuple[NamedOptimizer, str] | None = None) -> Finish:
-        """Return a function that creates a new value from a node. Tensors that shared memory at the save share it again.
+        """Return a function that creates a new value from a node. Tensors that shared memory when saved share it again.
 
         Args:
             owner: the optimizer and the parameter's name, if the node is a parameter's state.
@@ -387,7 +387,7 @@ class _Matcher:
     def _shared(
         self, leaf: Mapping[str, Any], name: str, owner: tuple[NamedOptimizer, str] | None
     ) -> torch.Tensor | None:
-        """Return the new tensor of a leaf, one per number; None until it is allocated, and for other kinds of leaves."""
+        """Return the new tensor of a leaf, one per number; None before its allocation, and for other leaves."""
         if leaf["$"] != "tensor":
             return None
         number = int(leaf["i"])
@@ -474,7 +474,7 @@ class _Matcher:
             for key, item in stored.more.items()
             if self._selected(child_name(name, key))
         }
-        # Nothing of the optimizer is selected: its load_state_dict is not called.
+        # Nothing is loaded into the optimizer, so its load_state_dict is not called.
         if not any((more, *options)) and not any(parts.is_changed for parts in state.values()):
             return lambda: named.optimizer
         own_groups = named.raw["param_groups"]
@@ -660,7 +660,7 @@ class _Matcher:
 
 
 class _ParameterState(NamedTuple):
-    """The new state of a parameter by kind, and whether it differs from the optimizer's or is partly loaded."""
+    """The new state of a parameter by kind, and whether the optimizer's ``load_state_dict`` has to be called for it."""
 
     kinds: dict[Any, Finish]
     is_changed: bool
@@ -840,7 +840,8 @@ class NewTensor:
                 where=f"{self.name} in {where}",
                 todo="use an optimizer that creates its state when it is built",
             )
-        else:  # also numbers of LBFGS, which computes them from the gradients of all parameters: replicated DTensors
+        else:
+            # Replicated DTensors, also for numbers: LBFGS computes them from the gradients of all parameters.
             whole = torch.empty(shape, dtype=dtype, device=param.to_local().device)
             replicated = [Replicate()] * param.device_mesh.ndim
             # `run_check` would communicate.
