@@ -288,7 +288,7 @@ def same_names(own: Iterable[Any], stored: Iterable[Any]) -> dict[Any, Any]:
 def _short_names(names: Iterable[Any]) -> dict[str, str]:
     """Return name -> name without wrappers' parts, and without ``module.`` if all dotted names begin with it.
 
-    ``module.`` is DDP's prefix; a module of the model may have that name too, but then not all names begin with it.
+    ``module.`` is the prefix that DDP adds to all names of a model.
     """
     short_names = {name: without_wrappers(name) for name in names if isinstance(name, str)}
     dotted = [short for short in short_names.values() if "." in short]
@@ -439,7 +439,6 @@ def _numbers_parameters(raw: Any, optimizer: torch.optim.Optimizer) -> bool:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if [len(group.get("params", ())) for group in raw["param_groups"]] != sizes:
         return False
-    # Some optimizers of other libraries put parameter names here.
     return all(type(number) is int for group in raw["param_groups"] for number in group["params"])
 
 
