@@ -393,7 +393,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         "stripe_bytes": type(stripe_bytes) is int
         and 16 <= stripe_bytes <= _MAX_STRIPE_BYTES
         and stripe_bytes % 16 == 0,  # 16 is the largest item size, so that no stripe cuts an element
-        # 256 TiB: offsets computed from it stay far below 64 bits.
+        # 256 TiB: far above any real size.
         "blob_bytes": type(manifest.blob_bytes) is int and 0 <= manifest.blob_bytes < 1 << 48,
         "split_bytes": split_bytes is None or (type(split_bytes) is int and split_bytes >= 0),
     }

@@ -6,8 +6,8 @@ A region is a flat range of the row-major elements of a box, an n-dimensional re
     Shard, TP, EP            box = the rank's box       range = all of the box
     replica 1 of 4           box = the replicated box   range = its second quarter
 
-In memory and in a file, a region is one contiguous run of elements. The overlap of two regions consists of *runs*, which
-are contiguous in both regions, and *patches*, which are boxes that are strided in at least one of the regions.
+In memory and in a file, a region is one contiguous run of elements. The overlap of two regions consists of *runs*,
+which are contiguous in both regions, and *patches*, which are boxes that are strided in at least one of the regions.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class OptimizerState:
         sizes, stored = [len(names) for names in groups], [len(group.names) for group in self.groups]
         if sizes != stored:
             raise CheckpointError(
-                "The checkpoint numbers an optimizer's parameters. Numbers are valid only for groups of the same sizes.",
+                "The checkpoint numbers an optimizer's parameters. Numbers are valid only for groups of equal sizes.",
                 expected=f"groups of {stored} parameters (as saved)",
                 got=f"groups of {sizes}",
                 where=where,
