@@ -184,8 +184,7 @@ class Cut(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ShardCut(Cut):
-    """Cut a dim of n elements into chunks of ceil(n / size), as ``Shard(dim)`` does. Last chunks may be short or empty.
-    """
+    """Cut a dim into chunks of ceil(n / size) elements, as ``Shard(dim)`` does; the last ones may be short or empty."""
 
     dim: int
 

@@ -95,7 +95,7 @@ def _hashed(name: str) -> str:
     import hashlib  # here: loads OpenSSL in 5 ms, which most processes do not need
 
     digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-    return f"{_escaped(name)[:_HEAD_BYTES]}%~{digest}"  # "%~" occurs in no escaped name: "%" is followed by digits
+    return f"{_escaped(name)[:_HEAD_BYTES]}%~{digest}"  # unlike an escaped name: no hex digit after "%"
 
 
 def array_paths_1(names: Iterable[str]) -> dict[str, str]:
