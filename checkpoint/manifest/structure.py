@@ -46,7 +46,7 @@ def dump_json(value: Json) -> bytes:
     return _encode(value).encode()
 
 
-_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # allow_nan would write invalid JSON
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # NaN is not valid JSON
 
 
 @dataclass(frozen=True, slots=True)
