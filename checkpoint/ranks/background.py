@@ -102,8 +102,8 @@ class BackgroundThread:
         _jobs.append(job)
         self._queue.put((job, work))
         if self._thread is None:
-            # A daemon thread: `_finish_at_exit` waits for the work with a time limit, which a wait for the thread has
-            # not.
+            # A daemon thread: at exit, Python waits for other threads without a time limit. `_finish_at_exit` waits for
+            # the work instead, with a limit.
             self._thread = threading.Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)  # type: ignore[arg-type]  # None ends the thread
@@ -149,7 +149,7 @@ def _finish_at_exit() -> None:
         return
     _report(lost)
     if any(not job.future.done() for job in lost):
-        _leave()  # at once: the hanging work's pool threads would block the normal exit
+        _leave()  # at once, because a hanging thread would block the normal exit
     if any(job.is_needed for job in lost):
         if multiprocessing.parent_process() is not None:
             _leave()  # now, because child processes of multiprocessing call no atexit functions
@@ -168,7 +168,7 @@ def _report(lost: Sequence[Job]) -> None:
 
 def _leave() -> NoReturn:
     """Exit with status 1, by `os._exit`: an exiting interpreter has no other way to change its status."""
-    # `os._exit` skips all that follows: the other exit functions, and the flush of logs and streams.
+    # `os._exit` would skip the other exit functions and the flush of logs and streams, so they are called here.
     atexit.unregister(_leave)  # first, or `_run_exitfuncs` would call this function again
     atexit._run_exitfuncs()
     logging.shutdown()

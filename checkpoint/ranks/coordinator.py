@@ -65,7 +65,7 @@ def _severity(error: BaseException | None) -> int:
     for severity, kind in _KINDS.items():
         if isinstance(error, kind):
             return severity
-    if isinstance(error, OSError | StorageError):
+    if isinstance(error, OSError | StorageError):  # before VescaleError, a base class of StorageError
         return _STORAGE
     if isinstance(error, VescaleError):
         return _FAILURE

@@ -276,7 +276,7 @@ class BoundedStore(_StoreProxy):
             ) from lost
 
     def get(self, key: str) -> bytes:
-        self.wait([key])  # first, because `get` would wait for a missing key until the time limit ends the call
+        self.wait([key])  # first: torch's `get` waits for a missing key without a time limit
         return super().get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
