@@ -144,8 +144,8 @@ class StepRecord:
         unix_s: time of the commit, in seconds since 1970.
         metric: the ``metric`` argument of `CheckpointManager.save`.
         pinned: whether the step is exempt from the retention policy.
-        abandoned: whether a rollback has abandoned the step. `CheckpointManager.restore` skips an abandoned step, unless
-            it is called with the step's number.
+        abandoned: whether a rollback has abandoned the step. `CheckpointManager.restore` then skips the step, unless it
+            is called with the step's number.
 
     Examples:
         >>> StepRecord(100, num_bytes=1 << 30, seconds=2.0).num_bytes
