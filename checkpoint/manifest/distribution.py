@@ -184,7 +184,7 @@ class Cut(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ShardCut(Cut):
-    """Cut a dim into chunks of ceil(n / size) elements, as ``Shard(dim)`` does; the last ones may be short or empty."""
+    """Cut a dim into chunks of ceil(n / size) elements, like ``Shard(dim)``; the last chunks may be short or empty."""
 
     dim: int
 
@@ -226,7 +226,7 @@ class _FlatCut(Cut):
         if region.box == wanted.box:
             flat = wanted.span
         else:
-            # The smallest flat range of the region's box that covers the wanted elements; it may cover more.
+            # The smallest flat range of the region's box that covers the wanted elements; the range may cover others.
             strides = contiguous_strides(region.box.sizes)
             ranges = []
             for box, _ in wanted.pieces():

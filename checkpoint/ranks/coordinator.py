@@ -211,7 +211,7 @@ class Coordinator:
         except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks would wait for this rank
             error = caught
         try:
-            # A failed block may not have added all arguments, so they are not compared.
+            # A failed block may not have added all arguments to `alike`, so a failed rank passes none.
             self.raise_together(
                 error, doing, outcome, alike if error is None else _NOTHING, is_first=is_first
             )
@@ -283,7 +283,7 @@ class SoloCoordinator(Coordinator):
     """The coordinator of one process that saves or loads alone.
 
     Args:
-        global_rank: this process's rank, if it has a world whose other ranks do not take part.
+        global_rank: this process's rank in its world, whose other ranks do not take part; 0 without a world.
     """
 
     def __init__(self, global_rank: int = 0) -> None:

@@ -51,12 +51,12 @@ class TreeSink(ABC):
 
 def is_stateful(value: object) -> bool:
     """Return whether a value is stored as the result of its ``state_dict()``."""
-    # A protocol check looks for the two methods only: tensors and mappings that have them are still plain values.
+    # `Stateful` is a protocol, which any class with its methods satisfies: tensors and mappings are still stored as such.
     return not isinstance(value, (torch.Tensor, Mapping)) and isinstance(value, Stateful)
 
 
 def remade(like: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a tuple of ``items`` with the type of ``like``: a plain tuple, a named tuple, or torch's, such as Size."""
+    """Return a tuple of ``items`` with the type of ``like``: plain, named, or a torch class such as torch.Size."""
     make = getattr(type(like), "_make", type(like))  # a named tuple's constructor takes separate arguments
     return make(items)  # type: ignore[no-any-return]
 
@@ -313,7 +313,7 @@ class _Taker(TreeSink):
             return encode(self._live.module_state(value).values, name, self, depth + 1)
         if isinstance(value, torch.optim.Optimizer):
             named = self._live.named(value, dotted_name(name))
-            if named is not None:  # None: its state_dict() does not number parameters, and is stored as it is
+            if named is not None:  # None: state_dict() does not number parameters, and is stored unchanged
                 return encode(named.value(), name, self, depth + 1)
         return super().stateful(name, value, depth)
 
@@ -390,8 +390,8 @@ class _LeafTaker(TreeSink):
         self._inside = False  # whether the walk is inside a Stateful object
 
     def stateful(self, name: str, value: Stateful, depth: int) -> Json:
-        # A load does not call state_dict() of the outer object, which could start a data loader. It therefore does not
-        # find the inner object, and could not give it its state.
+        # A load does not call the outer object's state_dict(), because that call could start a data loader. The load
+        # would therefore not find the inner object.
         if self._inside:
             raise CheckpointError(
                 "A Stateful object is nested in the state of another Stateful object, inside a PerRank.",

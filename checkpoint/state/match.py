@@ -204,7 +204,7 @@ class Match:
 
 def _different_starts(name: str, other: str) -> tuple[str, str]:
     """Return what is left of two names when their equal last parts are removed."""
-    parts, others = (re.split(r"(?<=[.])", text) for text in (name, other))  # splits after dots, and keeps them
+    parts, others = (re.split(r"(?<=[.])", text) for text in (name, other))  # each part keeps its dot
     while parts and others and parts[-1] == others[-1]:
         parts.pop()
         others.pop()
@@ -348,7 +348,7 @@ class _Matcher:
             # Of an object's state, only missing tensors are reported; plain entries that were not saved are left out.
             elif not stateful or _holds_tensors(value):
                 self.matched.missing += self._leaves(value, child_name(name, key), self._items_of_value)
-            elif self._include is None:  # with patterns, entries that none selects keep their values
+            elif self._include is None:  # with `include`, the object's entries that are not loaded are kept
                 dropped.append(key)
         for key, item in nodes.items():
             inner = child_name(name, key)

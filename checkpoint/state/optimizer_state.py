@@ -26,7 +26,7 @@ _STATE, _GROUPS = "state", "param_groups"
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """Names (or numbers) of a group's parameters, and its options by name."""
+    """A param group: the names or numbers of its parameters, and its options by name."""
 
     names: list[str]
     options: dict[str, Any]
@@ -146,13 +146,13 @@ def optimizer_state(node: Json, known: Collection[str] = ()) -> OptimizerState |
     """Parse a tree as optimizer state; returns None if it is not. The states in a list of trees are merged.
 
     Args:
-        known: names of parameters. In flattened keys, they show where a name ends and the kind of state begins.
+        known: names of parameters, which show where a name ends in a flattened key, and the kind of state begins.
     """
     if isinstance(node, list) and node:
         states = [optimizer_state(item, known) for item in node]
         parts = [state for state in states if state is not None and not state.is_numbered]
         names = [name for part in parts for name in part.names]
-        # Not merged if two optimizers have state of one parameter: the result could hold only one of them.
+        # Not merged if two optimizers have state of one parameter: the result could contain only one of the two.
         return _joined(parts) if len(parts) == len(node) and len(set(names)) == len(names) else None
     items = items_of_node(node)
     if items is None or isinstance(node, list):

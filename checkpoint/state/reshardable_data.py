@@ -134,7 +134,7 @@ class ReshardableSampler(Sampler[int]):
         own = self._own()
         for start in range(self.num_taken, len(own), _CHUNK):
             for sample in own[start : start + _CHUNK].tolist():
-                self.num_taken += 1  # before the yield: the caller may save while it has the sample
+                self.num_taken += 1  # before the yield: if the caller saves now, the sample counts as taken
                 yield sample
                 if generation != self.generation:
                     return
@@ -226,13 +226,13 @@ class ReshardableSampler(Sampler[int]):
                 stages = [*stages, [_taken_of(epoch, stages, state) for state in states]]
             ahead.append([epoch, stages])
         (_, stages), *ahead = ahead
-        # A rank in a later epoch has ended this one.
+        # A rank in a later epoch has ended the oldest epoch.
         has_ended = all(state["has_ended"] or state["epoch"] > first["epoch"] for state in states)
         whole |= {"stages": stages, "has_ended": has_ended}
         return {**whole, "ahead": ahead} if ahead else whole
 
     def split(self, whole: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-        """Return the state of one of the new ranks: it takes its part of the samples that remain in ``whole``."""
+        """Return the state for one of ``world_size`` ranks, which take turns at the samples that remain in ``whole``."""
         return {**whole, "num_taken": 0, "rank": rank, "world_size": world_size}
 
 
@@ -240,7 +240,7 @@ def _taken_of(epoch: int, stages: Sequence[Sequence[int]], state: Mapping[str, A
     """Return how many samples of an epoch a rank has taken since the last change of ranks."""
     if state["epoch"] <= epoch:
         return int(state["num_taken"]) if state["epoch"] == epoch else 0
-    # The rank is in a later epoch: it has taken all its samples of this one.
+    # The rank is in a later epoch, so it has taken all its samples of this epoch.
     left, ranks = int(state["num_samples"]) - sum(map(sum, stages)), int(state["world_size"])
     return left // ranks if state["drop_last"] else len(range(state["rank"], left, ranks))
 

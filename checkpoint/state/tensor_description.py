@@ -58,7 +58,7 @@ _WHOLE = Distribution((), ())
 class _Known(NamedTuple):
     """The cached distribution of the tensors of one layout slot: the weight, and optimizer state created like it."""
 
-    layout: GroupLayout  # a reference, so that its id is not reused
+    layout: GroupLayout  # kept alive: the key of this entry contains the layout's id, which could be reused
     shape: tuple[int, ...]
     local_numel: int
     placements: tuple[Placement, ...]
@@ -83,7 +83,7 @@ def _alike(a: Placement, b: Placement) -> bool:
 class _MeshPosition(NamedTuple):
     """The axes of a mesh as rules for rank numbers, and this rank's coordinate on each axis."""
 
-    mesh: DeviceMesh  # a reference, so that its id is not reused
+    mesh: DeviceMesh  # kept alive: the key of this entry is the mesh's id, which could be reused
     axes: Axes | None  # None if this rank is outside the mesh
     coordinates: tuple[int, ...]
     disordered: frozenset[int] = frozenset()  # axes whose ranks are not in ascending order
@@ -297,7 +297,7 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
         problem = f"a quantized tensor of {tensor.dtype}"
     elif tensor.device.type == "meta":
         problem = "a tensor on the meta device, which has no values"
-    # The exact types first: they are no wrappers, and `is_wrapper` takes longer.
+    # The exact types first: they are not wrapper subclasses, and `is_wrapper` is slower.
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and is_wrapper(tensor):
         problem = f"a tensor of type {type(tensor).__name__}"
     if problem is not None:

@@ -141,7 +141,7 @@ def remove_leftovers(
         elif (
             root.is_older(name, limit_s)
             and remove_step(root, step, if_torn=True) is None
-            and not root.list_folder(name)  # None is also returned if the step was committed meanwhile, and kept
+            and not root.list_folder(name)  # `remove_step` keeps a step that was committed meanwhile
         ):
             removed.append(name)
     for name in root.list_folder(exports) if exports is not None else ():
