@@ -112,6 +112,7 @@ class Manifest:
 
     @cached_property
     def _holders(self) -> dict[tuple[int, int], Holders]:
+        """The cache of `holders_of`; a cached property, because the fields of a frozen dataclass are compared."""
         return {}
 
     def holders_of(self, index: int) -> Holders:

@@ -87,8 +87,7 @@ def _aligned_rows(manifest: Manifest, index: int, cut: LayoutCut) -> int | None:
 
 
 def chunk_boxes(shape: tuple[int, ...], chunks: tuple[int, ...], within: Box | None = None) -> Iterator[Box]:
-    """Yield the boxes of all chunks, or only of chunks that overlap ``within``; they may extend over the tensor's edges.
-    """
+    """Yield the boxes of all chunks, or only of chunks that overlap ``within``. A box may end outside the tensor."""
     if any(size == 0 for size in shape):
         return
     ranges = [range(-(-size // chunk)) for size, chunk in zip(shape, chunks, strict=True)]

@@ -643,7 +643,7 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
     ranks = dist.get_process_group_ranks(base)
     rank_of = {rank: group_rank for group_rank, rank in enumerate(ranks)}
     if all(rank == group_rank for rank, group_rank in rank_of.items()):
-        rank_of = None  # type: ignore[assignment]
+        rank_of = None  # type: ignore[assignment]  # callers then skip the conversion of ranks
     known = _groups.setdefault(base, {})
     if use not in known:
         store, members = default_store(), hex_checksum_of(",".join(map(str, ranks)).encode())
@@ -670,6 +670,7 @@ def words_of(alike: Alike | bytes) -> list[int]:
     Bytes are taken as the digest itself.
     """
     if not isinstance(alike, bytes):
+        # default=repr: arguments may be of types that JSON lacks.
         alike = digest_of(json.dumps(alike, sort_keys=True, default=repr).encode())
     return list(struct.unpack("<4I", alike))  # 32 bits each, so that their negatives fit an int64, see `both_ways`
 

@@ -1,4 +1,4 @@
-"""Keep a rank's first error while the rank continues to send and receive for other ranks; it is raised at the end."""
+"""Keep a rank's first error while the rank continues to send and receive for other ranks, and raise the error later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FirstError:
         self.error: BaseException | None = None
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """Run ``work`` and return its result; None if it raises, or is skipped because of an earlier error."""
+        """Run ``work`` and return its result; None if ``work`` raises, or is skipped because of an earlier error."""
         if self.error is None:
             try:
                 return work()

@@ -112,8 +112,9 @@ def local_address(host: str, port: int) -> str:
 def bound_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """Create a store that listens on this address only; by default, torch's listen on all. Port 0: any free port."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=2048)
+    listener = socket.create_server(address[:2], family=family, backlog=2048)  # many processes may connect at once
     number = listener.getsockname()[1]
+    # `detach`, because the store takes over the socket and closes it.
     return dist.TCPStore(
         host,
         number,

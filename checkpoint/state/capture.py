@@ -51,7 +51,7 @@ class TreeSink(ABC):
 
 def is_stateful(value: object) -> bool:
     """Return whether a value is stored as the result of its ``state_dict()``."""
-    # `Stateful` is a protocol, which any class with its methods satisfies: tensors and mappings are still stored as such.
+    # `Stateful` is a protocol, so tensors and mappings with its methods would match too; they are stored as such.
     return not isinstance(value, (torch.Tensor, Mapping)) and isinstance(value, Stateful)
 
 
@@ -99,7 +99,7 @@ def encode(value: Any, name: str, sink: TreeSink, depth: int = 0) -> Json:
         return _encode_int(value, name)
     if isinstance(value, torch.Tensor):
         return sink.tensor(name, value)
-    if depth > MAX_DEPTH:
+    if depth > MAX_DEPTH:  # a load recurses deeper per level, and could not read what this walk can write
         raise _too_deep(name)
     if isinstance(value, Mapping):
         nodes = [(key, encode(item, join_name(name, key), sink, depth + 1)) for key, item in value.items()]
@@ -241,7 +241,7 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
     try:
         with gc_paused():  # the walk creates many small objects and no cycles
             tree = encode(state, "", taker)
-            order = taker.file_order
+            order = taker.file_order  # differs from the order of the walk, so the tree is renumbered
             number_of = {index: number for number, index in enumerate(order)}
             structure = Structure(
                 renumber(tree, number_of),
@@ -302,7 +302,7 @@ class _Taker(TreeSink):
         for index in alike:
             if self.tensors[index].local.is_set_to(local):
                 return {"$": "tensor", "i": index}
-        self._claim(name)
+        self._claim(name)  # only now: a second name of the same memory is not a name in the files
         entry = Entry(name, dtype, shape, axes, distribution.cuts)
         alike.append(len(self.tensors))
         self.tensors.append(_Taken(entry, local, *self._role(entry)))
@@ -375,7 +375,7 @@ class _Taker(TreeSink):
 
         def key(index: int) -> tuple[int, int, int, int]:
             # Descending item sizes keep every tensor aligned in its file. Tensors of one role follow each other in the
-            # order of their group's buffer.
+            # order of their group's buffer; tensors without a role come last.
             item = self.tensors[index]
             return (-item.entry.itemsize, self._roles.get(item.role, len(self._roles)), item.offset, index)
 

@@ -384,6 +384,7 @@ def home_device(state: Mapping[str, Any]) -> torch.device:
     if there:
         return there[0]
     kind = next((tensor.device_mesh.device_type for tensor in tensors if isinstance(tensor, DTensor)), "cpu")
+    # With the index, because devices of tensors have one: "cuda" and "cuda:0" are not equal.
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 

@@ -167,7 +167,7 @@ class Match:
         for name in self.unexpected:
             by_end.setdefault(name.rpartition(".")[2], []).append(name)
         tried: set[tuple[str, str]] = set()
-        for name in self.missing[:_TRIED_NAMES]:
+        for name in self.missing[:_TRIED_NAMES]:  # a part of the names, because the loops take quadratic time
             for other in by_end.get(name.rpartition(".")[2], ())[:_TRIED_NAMES]:
                 start = _different_starts(name, other)
                 if start in tried:
@@ -613,6 +613,7 @@ class _Matcher:
         if isinstance(node, Mapping) and [group.names for group in stored.groups] == groups:
             return node if "param_groups" in node else stored.nested()
         stored = stored.named(groups, name)
+        # The target's groups may differ from the stored ones: each gets the options of its own parameters.
         regrouped = [OptimizerGroup(names, stored.options_for(names, name)) for names in groups]
         return replace(stored, groups=regrouped).nested()
 

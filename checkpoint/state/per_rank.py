@@ -158,7 +158,7 @@ def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[to
         return {}
     try:
         (head_bytes,) = struct.unpack_from("<Q", blob)
-        if head_bytes > len(blob) - 8:
+        if head_bytes > len(blob) - 8:  # 8: the length itself
             raise ValueError(f"a head of {head_bytes} bytes in a blob of {len(blob)} bytes")
         head = json.loads(bytes(blob[8 : 8 + head_bytes]))
         data = blob[8 + head_bytes :]

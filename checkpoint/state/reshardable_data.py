@@ -232,7 +232,7 @@ class ReshardableSampler(Sampler[int]):
         return {**whole, "ahead": ahead} if ahead else whole
 
     def split(self, whole: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-        """Return the state for one of ``world_size`` ranks, which take turns at the samples that remain in ``whole``."""
+        """Return the state for one of ``world_size`` ranks, which take turns at the remaining samples of ``whole``."""
         return {**whole, "num_taken": 0, "rank": rank, "world_size": world_size}
 
 

@@ -117,7 +117,7 @@ class Describer:
         """
         if not isinstance(tensor, DTensor):
             _check_plain(name, tensor)
-            local = tensor.detach() if tensor.requires_grad else tensor
+            local = tensor.detach() if tensor.requires_grad else tensor  # only if needed: it creates a tensor object
             return Described(dtype_name(tensor.dtype), tuple(tensor.shape), _WHOLE, local)
         local = local_of(tensor)
         if local.requires_grad:

@@ -99,7 +99,7 @@ class RunFile:
 
 
 def _new_branch() -> str:
-    return secrets.token_hex(BRANCH_DIGITS // 2)
+    return secrets.token_hex(BRANCH_DIGITS // 2)  # two digits per byte
 
 
 def read_run_file(root: Storage) -> RunFile | None:

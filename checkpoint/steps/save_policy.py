@@ -81,7 +81,7 @@ class SavePolicy(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # Inherited values describe the base class's method. Left as they are, they could be wrong for the new method.
+        # An inherited value describes the base class's `should_save`, and could be wrong for the subclass's.
         if "should_save" in vars(cls):
             cls.same_on_all_ranks = vars(cls).get("same_on_all_ranks", False)
             cls.may_be_late = vars(cls).get("may_be_late", False)
@@ -282,7 +282,7 @@ class OnSignal(SavePolicy):
         )
 
     def should_save(self, context: SaveContext) -> bool:
-        # The manager finds this policy only where `leaves_of` does, such as not inside a user's own policy.
+        # The manager listens only for the policies that `leaves_of` finds: not for one inside a user's own policy.
         unwatched = [name for name in self.names if name not in context.signals]
         _check(
             not unwatched,
@@ -320,7 +320,7 @@ def leaves_of(policy: SavePolicy) -> Iterator[SavePolicy]:
 
 
 def shape_of(policy: SavePolicy) -> str:
-    """Return the class names in a policy. Ranks compare them, because they send their answers in this order."""
+    """Return the class names in a policy. Ranks compare this text, because the order of their answers depends on it."""
     name = type(policy).__qualname__
     if type(policy) in (AnyOf, AllOf):
         return f"{name}({', '.join(map(shape_of, policy.policies))})"  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
 )
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
-_RANK_BITS = 20  # lowest bits of a number, for a rank: its MAX then also names a rank that has the largest value
+_RANK_BITS = 20  # the lowest bits of a number are a rank, so that MAX also names a rank with the largest value
 _LARGEST_STEP = 2**42  # 43 bits; with 20 bits of a rank and the sign, a number fits an int64
 _HEAD = 3  # an announcement starts with 3 numbers: failure, newest step, oldest step
 _ALIKE = 9  # words that must be the same on all ranks: 4 of the step, `force`, 4 of the metric
@@ -96,6 +96,7 @@ class SaveSchedule:
         self._coordinator, self._clock, self._policy = coordinator, clock, policy
         # By id, so that a policy is called once per step even if it occurs several times in the combination.
         self._leaves = {id(leaf): leaf for leaf in leaves_of(policy)}
+        # A single process has no rank to wait for; some answers are valid only in the call that asks for them.
         self._always_waits = coordinator.world_size == 1 or any(
             not (leaf.same_on_all_ranks or leaf.may_be_late) for leaf in self._leaves.values()
         )
@@ -125,7 +126,7 @@ class SaveSchedule:
                 rank, or a policy with ``same_on_all_ranks`` answered differently.
             TypeError: if a policy returns something other than a bool, on any rank.
         """
-        # `save` follows `should_save` for the same step: ranks have already decided.
+        # If `save` follows `should_save` for a step, ranks have already decided; `save` may omit the metric.
         decided = self._decided
         if decided is not None and decided.step == step and not force and metric in (None, decided.metric):
             return decided

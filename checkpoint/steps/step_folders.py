@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, some
 
 StepFolder = tuple[int, bool]
-"""A step's number, and whether it is committed."""
+"""The number of a step, and whether the step is committed."""
 
 _UNFINISHED_EXPORT = re.compile(r"\.(step-\d+)\.(saving|before)")  # the last two names in `remove_leftovers`
 
