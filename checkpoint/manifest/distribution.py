@@ -318,7 +318,7 @@ def cut_from_json(data: Sequence[Any]) -> Cut:
     if kind == "units":
         return UnitsCut(tuple(values[0]), tuple((int(count), int(units)) for count, units in values[1]))
     raise CorruptCheckpointError(
-        "The manifest cuts a tensor in an unknown way.", expected="shard, layout or units", got=kind
+        "The manifest has a cut of an unknown kind.", expected="shard, layout or units", got=kind
     )
 
 

@@ -112,7 +112,7 @@ class Manifest:
 
     @cached_property
     def _holders(self) -> dict[tuple[int, int], Holders]:
-        """The cache of `holders_of`; a cached property, because the fields of a frozen dataclass are compared."""
+        """The cache of `holders_of`; not a field of the dataclass, because ``==`` compares fields."""
         return {}
 
     def holders_of(self, index: int) -> Holders:

@@ -54,7 +54,7 @@ def dtype_named(name: str) -> torch.dtype:
         "The checkpoint has a dtype that this version of torch lacks.",
         expected="a dtype of torch, such as 'float32'",
         got=repr(name),
-        todo="read it with a torch that has the dtype",
+        todo="read the checkpoint with a version of torch that has the dtype",
     )
 
 

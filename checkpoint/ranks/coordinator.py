@@ -320,7 +320,7 @@ class GroupCoordinator(Coordinator):
             entered = within(self._timeout_s, lambda: store.compare_set(name, "", word), doing)
         except RuntimeError as lost:
             raise CheckpointError(
-                "The store of the ranks was lost while they decided.",
+                "The ranks' store was lost during a decision.",
                 expected=f"{word!r} to be entered, or an earlier word to be read, under {name!r}",
                 got=f"{type(lost).__name__}: {lost}",
                 where=f"rank {self.rank}",
@@ -482,8 +482,8 @@ class GroupCoordinator(Coordinator):
                 expected=f"all {self.world_size} ranks within the process group's time-out",
                 got=f"{type(lost).__name__}: {lost}",
                 where=f"rank {self.rank}",
-                todo="see the errors of the other ranks; if a rank writes for longer than the time-out, pass "
-                "init_process_group a longer one",
+                todo="see the errors of the other ranks; if a rank writes for longer than the time-out, pass a longer "
+                "time-out to init_process_group",
             ) from lost
 
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
@@ -557,7 +557,7 @@ class GroupCoordinator(Coordinator):
         lengths = [int(size) for size in sizes]
         if not 0 < min(lengths) <= max(lengths) <= _DOCUMENT_BYTES:
             raise CheckpointError(
-                f"A rank sent an empty message, or one that is too large, while {doing}.",
+                f"A rank sent a message that is empty or too large, while {doing}.",
                 expected=f"1 to {_DOCUMENT_BYTES} bytes from each rank",
                 got=lengths[:16],
             )

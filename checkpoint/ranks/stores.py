@@ -270,10 +270,10 @@ class BoundedStore(_StoreProxy):
         except dist.DistNetworkError as lost:
             raise LifecycleError(
                 "The processes' common store was lost.",
-                expected="the process that hosts it to outlive all processes that use it",
+                expected="the process that hosts the store to outlive all processes that use the store",
                 got=f"{type(lost).__name__}: {lost}",
                 where=what,
-                todo="find out why that process has ended; start it and this job again",
+                todo="find out why the hosting process has ended; start that process and this job again",
             ) from lost
 
     def get(self, key: str) -> bytes:

@@ -835,7 +835,7 @@ class NewTensor:
             self.value = torch.empty(shape, dtype=dtype, device=param.device)
         elif is_sharded:
             raise CheckpointError(
-                "The sharding of optimizer state is unknown: it has another shape than its parameter.",
+                "The sharding of optimizer state is unknown: the state has another shape than its parameter.",
                 expected="state in the optimizer, which defines the sharding",
                 got=f"{list(shape)} for a parameter of {list(param.shape)}, and no state in the optimizer",
                 where=f"{self.name} in {where}",

@@ -69,7 +69,7 @@ class ReshardableSampler(Sampler[int]):
         self.rank, self.world_size = self._ranks_now()
         if num_samples < 0 or not 0 <= self.rank < self.world_size:
             raise ArgumentError(
-                "A sampler needs samples and a rank.",
+                "A sampler needs a number of samples, and a rank in its world.",
                 expected="num_samples >= 0 and 0 <= rank < world_size",
                 got=f"{num_samples}, {self.rank}, {self.world_size}",
             )

@@ -192,7 +192,7 @@ class Describer:
             if placement.is_shard() or isinstance(placement, StridedShard):
                 raise CheckpointError(
                     "A tensor is sharded over a mesh axis with ranks out of order: torch's redistribute and FSDP2 "
-                    "assign different shards to them.",
+                    "assign different shards to these ranks.",
                     expected="a mesh with ascending ranks along the axis, or a RaggedShard",
                     got=tensor.device_mesh.mesh.tolist(),
                     where=f"{dotted_name(name)}, mesh axis {axis}",
@@ -241,7 +241,7 @@ def _no_order(name: str, tensor: DTensor) -> CheckpointError:
         expected="split factors that are products of the sizes of later mesh axes over the same dim",
         got=f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}",
         where=dotted_name(name),
-        todo="redistribute the tensor first, or store the tensor on which view or flatten was called",
+        todo="redistribute the tensor first, or store the tensor as it was before view or flatten",
     )
 
 

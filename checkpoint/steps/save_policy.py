@@ -214,7 +214,7 @@ class BestOf(SavePolicy):
 
     def __post_init__(self) -> None:
         _check(self.count >= 1, "BestOf keeps at least one step.", "count >= 1", self.count)
-        _check(self.mode in ("min", "max"), "There is no such mode.", "'min' or 'max'", repr(self.mode))
+        _check(self.mode in ("min", "max"), "BestOf has an unknown mode.", "'min' or 'max'", repr(self.mode))
 
     def should_save(self, context: SaveContext) -> bool:
         return self.takes(context.metric, context.known_metrics)
