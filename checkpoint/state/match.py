@@ -274,7 +274,7 @@ class _Matcher:
             kind = node.get("$") if isinstance(node, Mapping) else None
         if isinstance(target, Mapping) and isinstance(node, Mapping) and kind in (None, "dict"):
             return self._mapping(target, node, name, stateful)
-        # The checkpoint may have the state of all optimizers in one dict: torch's get_optimizer_state_dict joins it.
+        # The checkpoint may have one dict for several optimizers: torch's get_optimizer_state_dict merges their states.
         if (
             isinstance(target, (list, tuple))
             and isinstance(node, Mapping)
@@ -560,6 +560,7 @@ class _Matcher:
     ) -> dict[str, Finish]:
         """Return the options of a param group to load: name -> function that returns the value."""
         own, fqns = named.raw["param_groups"][number], named.names[number]
+        # First, because `options_for` raises if stored groups disagree: no error if no option is to be loaded.
         if self._include is not None and not any(self._selected(child_name(name, option)) for option in own):
             return {}
         stored_options = stored.options_for(fqns, name)
@@ -597,12 +598,13 @@ class _Matcher:
         if stored is None:
             return node
         has_room = any(key.startswith("state.") for key in target) if is_flat else bool(target.get("state"))
-        # Numbers in the target give no names under which the stored state could be found.
+        # The target has no state yet, or numbers parameters that the checkpoint names. This is an error only if the
+        # state is selected.
         is_short = stored.state and (not has_room or (is_numbered and not stored.is_numbered))
         leaves = self._leaves(node, name, items_of_node) if is_short and not stateful else []
         if any(".state." in f".{leaf.removeprefix(name)}." for leaf in leaves):
             raise _no_room(name, "numbers" if is_numbered else "names", has_room)
-        if is_numbered or (is_flat and stored.is_numbered):
+        if is_numbered or (is_flat and stored.is_numbered):  # a dict alone does not say which name has which number
             return node
         if is_flat:
             return (
@@ -661,7 +663,7 @@ class _Matcher:
 
 
 class _ParameterState(NamedTuple):
-    """The new state of a parameter by kind, and whether the optimizer's ``load_state_dict`` has to be called for it."""
+    """The new state of a parameter by kind, and whether the optimizer's ``load_state_dict`` must be called for it."""
 
     kinds: dict[Any, Finish]
     is_changed: bool

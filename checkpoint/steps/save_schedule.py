@@ -133,8 +133,7 @@ class SaveSchedule:
         self._read_metrics()
         previous, self._pending = self._pending, None  # cleared first: each result is read once, even if it raises
         late = self._answers_of(previous) if previous is not None else dict.fromkeys(self._leaves, False)
-        # Conditions that are the same on all ranks. The first call waits, because there are no answers of an earlier
-        # call that it could use.
+        # Conditions that are the same on all ranks. The first call waits, because no earlier call has collected answers.
         all_wait = waits or force or self._always_waits or metric is not None or not self._has_begun
         self._has_begun = True
         answers, failed, error = self._ask(step, metric)
@@ -157,7 +156,7 @@ class SaveSchedule:
 
     def refuse(self) -> None:
         """Announce an invalid step, so that other ranks fail instead of waiting for this rank."""
-        self._read_metrics()  # a collective that every first call runs
+        self._read_metrics()  # a collective, which the other ranks run in this call too
         # -1 differs from all valid steps, which are not negative.
         self._pending = self._start(-1, None, False, dict.fromkeys(self._leaves, False))
 
@@ -179,9 +178,9 @@ class SaveSchedule:
         self._signals.close()
 
     def _read_metrics(self) -> None:
-        """Read the metrics, in the same call on all ranks, because reading is a collective.
+        """Read the metrics of the steps on disk, unless they are known or no policy's class uses metrics.
 
-        They are read even if this rank's policies do not look at them: the policies of another rank may.
+        Here, not when a policy asks for the metrics: the read is a collective, and a policy may ask on some ranks only.
         """
         if self._metrics is None and self._reads_metrics:
             self._metrics = self._known_metrics()
@@ -193,7 +192,7 @@ class SaveSchedule:
             (answer of each policy, how a policy failed or 0, the error or None). If a policy fails, all answers are
             False.
         """
-        # The answers of `should_save` serve for the `save` of the same step.
+        # Asked before for this step, by `should_save`: a policy is called once per step, because it may count its calls.
         if self._answered is not None and self._answered[0] == step and metric in (None, self._answered[1]):
             return self._answered[2], 0, None
         none = dict.fromkeys(self._leaves, False)
