@@ -3,7 +3,7 @@
     agree           one all-reduce of a few int64: is the structure the same on all ranks, did a rank fail? Where
                     digests differ (pipeline stages, experts), each distinct structure is sent once.
     together        ``with coordinator.together("writing"):`` ends with one all-reduce. If the block fails on any rank,
-                    Ctrl-C and out-of-memory included, all ranks raise at its end.
+                    Ctrl-C and out-of-memory included, all ranks raise at the end of the block.
 
 A failed rank raises its own error. The other ranks raise a `CheckpointError` that names the failed ranks and their
 errors. Work that only some ranks do, and work that may fail on one rank, is done inside a `together` block.

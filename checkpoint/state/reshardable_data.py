@@ -5,8 +5,9 @@
     state = {.., "data": Resharded(loader)}
 
 Every sample of an epoch is used once. Seed and epoch determine the order of the samples, and ranks take samples in
-turns. After a restart on another number of ranks, the new ranks take turns at the remaining samples. These follow from
-the number of samples that each earlier rank had taken, so the state is a few numbers per restart (a *stage*):
+turns. After a restart on another number of ranks, the new ranks take turns at the remaining samples. The number of
+samples that each earlier rank had taken determines the remaining ones. The state therefore has one list of numbers per
+restart, a *stage*:
 
     order             7 2 5 0 3 6 1 4     2 ranks: 7 5 3 1 and 2 0 6 4
     taken             7 5 | 2             stages [[2, 1]]

@@ -3,8 +3,8 @@
     EverySteps(1000) | EveryMinutes(30) | OnSignal()
     EverySteps(100) & AfterWarmup()
 
-A policy answers from one rank's view. `save_schedule` combines the answers of all ranks to each policy by "any", and
-then applies ``|`` and ``&`` to the results. All ranks therefore make the same decision.
+A policy answers from one rank's view. `save_schedule` first combines the answers that a policy gives on all ranks by
+"any", and then applies ``|`` and ``&`` to the results. All ranks therefore make the same decision.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class BestOf(SavePolicy):
 
     def takes(self, metric: float | None, known: Iterable[float]) -> bool:
         """Return whether a metric is among the best ``count``, given the known metrics."""
-        if metric is None or not math.isfinite(metric):  # NaN cannot be compared
+        if metric is None or not math.isfinite(metric):  # NaN has no rank among other metrics
             return False
         # `<=`: a known step with an equal metric counts as better.
         return sum(self.order(other) <= self.order(metric) for other in known) < self.count

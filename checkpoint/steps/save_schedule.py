@@ -133,7 +133,7 @@ class SaveSchedule:
         self._read_metrics()
         previous, self._pending = self._pending, None  # cleared first: each result is read once, even if it raises
         late = self._answers_of(previous) if previous is not None else dict.fromkeys(self._leaves, False)
-        # Conditions that are the same on all ranks. The first call waits, because no earlier call has collected answers.
+        # Conditions that are the same on all ranks. The first call waits, because no earlier call has sent answers.
         all_wait = waits or force or self._always_waits or metric is not None or not self._has_begun
         self._has_begun = True
         answers, failed, error = self._ask(step, metric)
@@ -192,7 +192,7 @@ class SaveSchedule:
             (answer of each policy, how a policy failed or 0, the error or None). If a policy fails, all answers are
             False.
         """
-        # Asked before for this step, by `should_save`: a policy is called once per step, because it may count its calls.
+        # `save` after `should_save`: policies are called once per step, because they may count their calls.
         if self._answered is not None and self._answered[0] == step and metric in (None, self._answered[1]):
             return self._answered[2], 0, None
         none = dict.fromkeys(self._leaves, False)
