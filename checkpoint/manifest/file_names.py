@@ -65,6 +65,7 @@ def array_paths(names: Iterable[str]) -> dict[str, str]:
         parents = list(accumulate(parts[:-1], "{}/{}".format))
         clashes = path.lower() in arrays or path.lower() in groups
         for parent in parents:
+            # A parent that differs only by case from another folder is the same folder on some file systems.
             clashes |= parent.lower() in arrays or groups.get(parent.lower(), parent) != parent
         if clashes or len(path) > _MAX_PATH_BYTES or max(map(len, parts)) > _MAX_PART_BYTES:
             path, parents = _hashed(name), []

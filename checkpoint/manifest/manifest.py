@@ -290,7 +290,7 @@ def build_manifest(
     Raises:
         CheckpointError: if the structures contradict each other, or no rank has some part of a tensor.
     """
-    if len(classes) == 1:
+    if len(classes) == 1:  # the usual case: all ranks have the same structure, and nothing is merged
         ranks, structure = classes[0]
         sets = (ranks,) * len(structure.entries)
     else:
@@ -388,6 +388,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     world_size, split_bytes = manifest.world_size, manifest.split_bytes
     save_id, stripe_bytes = manifest.save_id, manifest.stripe_bytes
     valid = {
+        # Part of paths: a slash or dots could lead out of the folder.
         "save_id": isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None,
         # `type`: isinstance accepts a bool.
         "world_size": type(world_size) is int and 1 <= world_size <= _MAX_RANKS,
@@ -440,6 +441,7 @@ def _entry_problems(manifest: Manifest, index: int, entry: Entry) -> Iterator[st
 
 def _is_valid_cut(manifest: Manifest, entry: Entry, axis: Axis, cut: Cut) -> bool:
     """Return whether a cut fits the tensor and the axis. Called before any code lists the cut's pieces."""
+    # The formula for coordinates divides by the stride.
     if not 1 <= axis.size <= manifest.world_size or (axis.table is None and axis.stride < 1):
         return False
     if isinstance(cut, ShardCut):

@@ -104,7 +104,7 @@ class RankFile:
                 held = manifest.distributions[index].region(entry.shape, coordinates, layouts)
                 regions[cut] = held
             share = manifest.split(index, held, replica, replicas)
-            if share.numel:
+            if share.numel:  # an empty share is not stored
                 yield StoredShare(index, share, held)
 
     @cached_property

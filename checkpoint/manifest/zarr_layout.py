@@ -53,6 +53,7 @@ def chunk_shape(manifest: Manifest, index: int) -> tuple[int, ...]:
     for axis, cut in zip(manifest.structure.axes[entry.axes], entry.cuts, strict=True):
         if isinstance(cut, ShardCut):
             sizes[cut.dim] = max(1, chunk_of(sizes[cut.dim], axis.size, 0).numel)
+        # After another cut, the layout divides a part of the tensor, whose rows differ from the tensor's.
         elif isinstance(cut, LayoutCut) and sizes and len(entry.cuts) == 1:
             limit_rows = _aligned_rows(manifest, index, cut)
     if not sizes:
@@ -88,7 +89,7 @@ def _aligned_rows(manifest: Manifest, index: int, cut: LayoutCut) -> int | None:
 
 def chunk_boxes(shape: tuple[int, ...], chunks: tuple[int, ...], within: Box | None = None) -> Iterator[Box]:
     """Yield the boxes of all chunks, or only of chunks that overlap ``within``. A box may end outside the tensor."""
-    if any(size == 0 for size in shape):
+    if any(size == 0 for size in shape):  # an empty tensor has no chunks
         return
     ranges = [range(-(-size // chunk)) for size, chunk in zip(shape, chunks, strict=True)]
     if within is not None:

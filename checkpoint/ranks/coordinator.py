@@ -162,7 +162,7 @@ class Coordinator:
         assert structure is not None
         world = RankSet.world(self.world_size)
         classes = [(world, structure)] if is_same(digests) else self._exchange(structure, words)
-        least_free_bytes = None if -least_free == _ENDLESS else -least_free
+        least_free_bytes = None if -least_free == _ENDLESS else -least_free  # None: no rank knows its free space
         return Agreement(classes, largest_bytes, bool(resharded), f"{save_id:016x}", least_free_bytes)
 
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
@@ -693,6 +693,7 @@ def unlike(everyone: Sequence[Json]) -> CheckpointError:
     ranks_by_text: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks_by_text.setdefault(repr(value), []).append(rank)
+    # Limits for thousands of ranks and large values: the message must stay readable.
     shown = [f"{text[:200]} on ranks {ranks[:16]}" for text, ranks in ranks_by_text.items()]
     return CheckpointError(
         "Ranks disagree about an argument.",

@@ -127,7 +127,7 @@ def exchange(
             outgoing: list[tuple[torch.Tensor, int]] = []
             incoming: list[tuple[torch.Tensor, int]] = []
             for turn in wave:
-                nbytes = size_of(turn) + 1
+                nbytes = size_of(turn) + 1  # with the byte that says whether the sender could read the turn
                 if turn.sender == rank:
                     data = ahead.popleft().result()
                     # Read one more turn ahead, in place of the turn just taken.

@@ -173,7 +173,7 @@ def _encode_rare(value: Any, name: str, sink: TreeSink, depth: int) -> Json:
         items = sorted((encode(item, name, _hashable_sink, depth) for item in value), key=json.dumps)
         return {"$": "frozenset" if isinstance(value, frozenset) else "set", "v": items}
     if isinstance(value, (bytes, bytearray)):
-        flag = {"array": True} if isinstance(value, bytearray) else {}
+        flag = {"array": True} if isinstance(value, bytearray) else {}  # a load then creates a bytearray
         return {"$": "bytes", "v": base64.b64encode(value).decode(), **flag}
     if type(value) is complex:  # not isinstance: numpy's complex128, a subclass, keeps its dtype below
         parts = [encode(part, name, sink) for part in (value.real, value.imag)]

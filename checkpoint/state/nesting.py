@@ -64,6 +64,7 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
                 add(inner, (*path, key if isinstance(key, (str, int)) else str(key)))
             if not value and path:
                 leaves[path] = {}  # an empty dict is a leaf; otherwise it would be lost
+        # A list of plain values is one leaf, as in torch.distributed.checkpoint.
         elif isinstance(value, (list, tuple)) and any(
             isinstance(item, (Mapping, list, tuple)) or is_tensor(item) for item in value
         ):

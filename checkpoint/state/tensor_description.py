@@ -261,9 +261,10 @@ def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
     axes = []
     for dim, size in enumerate(numbers.shape):
         first = np.moveaxis(numbers, dim, 0)
+        # The stride of one pair of neighbors; the rules below are checked for all ranks.
         stride = int((first[1] - first[0]).flat[0]) if size > 1 else 1
         wanted = coordinates[dim].reshape(-1).tolist()
-        # Base 0 first: it needs no entry in the manifest. Each rule is checked on all ranks of the mesh.
+        # Base 0 first, because it needs no entry in the manifest.
         rules = [Axis(size, stride, base) for base in (0, min(flat)) if stride > 0]
         fitting = [rule for rule in rules if rule.coordinates(flat) == wanted]
         table = tuple(sorted(zip(flat, wanted, strict=True)))  # sorted, to be equal on all ranks

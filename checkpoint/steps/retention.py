@@ -82,7 +82,7 @@ def remove_old_steps(root: Storage, saved: int, policy: RetentionPolicy, best: S
         best: the `BestOf` policies in ``save_policy``, which are further rules.
     """
     keep_last, rules = policy.keep_last, (*best, policy.keep_best)
-    if keep_last is None:
+    if keep_last is None:  # all steps are kept
         return
 
     def chosen(folders: Sequence[StepFolder]) -> list[int]:

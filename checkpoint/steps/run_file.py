@@ -132,7 +132,7 @@ def manifest_digest(root: Storage, step: int) -> str | None:
 def abandoned_steps(root: Storage, among: Iterable[int]) -> set[int]:
     """Return those of the given steps that a rollback has abandoned and no job has saved again since."""
     wanted = set(among)
-    run = read_run_file(root) if wanted else None
+    run = read_run_file(root) if wanted else None  # no read if there is nothing to look up
     if run is None:
         return set()
     # The manifest of a step that was saved again has another checksum. A step without a manifest stays abandoned.
