@@ -102,6 +102,7 @@ def _hashed(name: str) -> str:
 def array_paths_1(names: Iterable[str]) -> dict[str, str]:
     """Return the paths of tensors' arrays by name, for checkpoints of format version 1."""
     paths = {}
+    # These escapes must never change: existing checkpoints have these paths.
     for name in names:
         parts = [quote(part, safe=_PLAIN) for part in name.split("/")]
         paths[name] = "/".join("%2E" * len(text) if text in (".", "..") else text or "%00" for text in parts)

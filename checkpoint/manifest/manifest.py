@@ -173,6 +173,7 @@ class Manifest:
                     if held.numel:
                         stored[ranks[0]].append(StoredShare(index, held, held))
                     continue
+                # The first replica alone stores a small region.
                 for replica, rank in enumerate(ranks[:1] if self.is_undivided(index, held) else ranks):
                     share = self.split(index, held, replica, len(ranks))
                     if share.numel:
@@ -420,6 +421,7 @@ def _entry_problems(manifest: Manifest, index: int, entry: Entry) -> Iterator[st
     """Yield the problems of one tensor's description."""
     structure = manifest.structure
     _ = entry.itemsize  # raises for an unknown dtype
+    # The sign is checked too, because two negative sizes have a positive product.
     if min(entry.shape, default=0) < 0 or entry.numel > _MAX_NUMEL:
         yield f"shape {entry.shape}"
     if not 0 <= entry.axes < len(structure.axes) or len(structure.axes[entry.axes]) != len(entry.cuts):

@@ -90,6 +90,7 @@ class Entry:
         """Inverse of `to_json`."""
         name, dtype = data["name"], data["dtype"]
         if not (isinstance(name, str) and isinstance(dtype, str)):
+            # Cut to 80 characters: the file is not trusted, and may contain anything here.
             raise TypeError(f"tensor {name!r:.80} of dtype {dtype!r:.80}")
         cuts = tuple(cut_from_json(cut) for cut in data["cuts"])
         axes = whole_numbers([data["axes"]])[0]

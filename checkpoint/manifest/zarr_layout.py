@@ -59,7 +59,7 @@ def chunk_shape(manifest: Manifest, index: int) -> tuple[int, ...]:
     if not sizes:
         return ()
     row_bytes = max(1, numel_of(sizes[1:]) * entry.itemsize)
-    wanted = max(1, min(sizes[0], _TARGET_BYTES // row_bytes))
+    wanted = max(1, min(sizes[0], _TARGET_BYTES // row_bytes))  # at least 1, for a row above the target size
     if limit_rows is not None:
         # The largest number of rows, up to `wanted`, that divides the row number of every rank boundary.
         wanted = next(rows for rows in range(min(wanted, limit_rows), 0, -1) if limit_rows % rows == 0)

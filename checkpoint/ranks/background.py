@@ -120,7 +120,7 @@ def check_exit_timeout(exit_timeout_s: float) -> None:
         raise ArgumentError("exit_timeout_s is not a time.", expected=">= 0", got=exit_timeout_s)
 
 
-_threads: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
+_threads: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()  # weak: an unreferenced object ends its thread
 _jobs: list[Job] = []  # jobs that run, or have failed with an error that no caller has read
 
 

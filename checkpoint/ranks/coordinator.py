@@ -51,7 +51,7 @@ _WORST = "_worst"  # attribute of errors that all ranks raise: the severity of t
 _DOCUMENT_BYTES = 64 << 20  # 64 MiB, the largest message of a rank: other ranks allocate memory for it
 COMMIT, ABORT = "commit", "abort"
 _READERS_S = 5.0  # a rank that has not read a decision after this time has ended, or cannot reach the store
-_POLL_S = 0.001
+_POLL_S = 0.001  # between two reads of a counter in the store
 _LONGEST_S = 1800.0  # torch's default time-out of groups
 _ENDLESS = 2**62  # stands for an unknown free space; both the value and its negative fit an int64
 _NOTHING_DONE = "nothing was committed"
@@ -606,6 +606,7 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGrou
     weakref.WeakKeyDictionary()
 )
 
+# Gloo group -> its roll call; weak keys, as above, so that an entry does not keep its group alive.
 _roll_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, RollCall] = weakref.WeakKeyDictionary()
 
 
@@ -712,7 +713,7 @@ def _first_difference(values: Sequence[Json], name: str) -> tuple[str, Sequence[
     """
     keys: Sequence[object] = []
     if all(isinstance(value, dict) for value in values):
-        keys = sorted({key for value in values for key in value})
+        keys = sorted({key for value in values for key in value})  # all ranks then name the same difference
     elif all(isinstance(value, list) and len(value) == len(values[0]) for value in values):
         keys = range(len(values[0]))
     for key in keys:

@@ -95,6 +95,7 @@ def exchange(
     """
     rank, received = coordinator.rank, 0
     own = iter([turn for wave in waves for turn in wave if turn.sender == rank])
+    # One size for all buffers, so that any free buffer fits any turn.
     most_bytes = max((size_of(turn) for wave in waves for turn in wave), default=0)
     free: list[torch.Tensor] = []  # buffers for reuse: the page faults of a new buffer cost as much as a copy
 

@@ -31,7 +31,7 @@ SECRET = "VESCALE_FSDP_SECRET"  # environment variable
 _DIGEST = "sha256"
 _MAC_BYTES = 64  # length of a SHA-256 digest in hexadecimal
 _SIOCGIFADDR = 0x8915  # Linux ioctl, absent from Python's modules: get the IPv4 address of an interface
-_POLL_S = 0.02
+_POLL_S = 0.02  # between two checks for missing keys
 T = TypeVar("T")
 
 

@@ -334,7 +334,7 @@ def unsaved_meta_buffers(live: LiveObjects) -> dict[str, nn.Module]:
     found = {}
     for model in live.modules.values():
         if not any(buffer.is_meta for buffer in model.buffers()):
-            continue  # without a call of state_dict(), which may gather or copy
+            continue  # fast path: no call of state_dict()
         saved = live.module_state(model).raw
         for path, owner in model.named_modules():
             for name, buffer in owner.named_buffers(recurse=False):

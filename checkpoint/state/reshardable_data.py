@@ -112,6 +112,7 @@ class ReshardableSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, unless it is the current one."""
         if epoch != self.epoch:
+            # Before a restart, some ranks may have begun the epoch: their samples are not taken again.
             self._stages = dict(self._ahead).get(epoch, [])
             self._ahead = [(later, stages) for later, stages in self._ahead if later > epoch]
             self.epoch, self.num_taken, self.has_ended = epoch, 0, False
@@ -190,6 +191,7 @@ class ReshardableSampler(Sampler[int]):
                 "save Resharded(sampler)",
             )
         self.epoch = state["epoch"]
+        # Copies, because the caller may use the lists of the state further.
         self._stages = [list(taken) for taken in state["stages"]]
         self._ahead = [(epoch, [list(taken) for taken in stages]) for epoch, stages in state.get("ahead", [])]
         self.num_taken, self.has_ended = state["num_taken"], state["has_ended"]

@@ -112,7 +112,7 @@ def read_run_file(root: Storage) -> RunFile | None:
         data = json.loads(raw)
         abandoned = {int(step): digest for step, digest in data["abandoned"].items()}
         return RunFile(tuple((branch, newest) for branch, newest in data["branches"]), abandoned)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # what JSON of another form can raise
         warnings.warn(
             f"{root.where}/{RUN_FILE_NAME} is damaged ({error}): abandoned steps are restored again, and steps in "
             "memory are ignored",
@@ -147,11 +147,13 @@ class RootHold:
     """The lock of a root folder, shared by this process's managers; released with the last reference to this object."""
 
     def __init__(self, root: Storage) -> None:
+        # `pop_all` keeps the lock beyond the `with` block.
         with ExitStack() as stack:
             stack.enter_context(root.lock())
             self._close = weakref.finalize(self, stack.pop_all().close)  # runs at exit too, unlike `__del__`
 
 
+# By the root's location. Weak values, so that the lock is released when the last manager is gone.
 _holds: weakref.WeakValueDictionary[tuple[str, ...], RootHold] = weakref.WeakValueDictionary()
 
 

@@ -143,6 +143,7 @@ class SaveSchedule:
         is_due, is_final = force, False
         if all_wait or (error is None and self._is_likely(self._policy, answers, late)):
             now = self._answers_of(current)
+            # An answer of the previous call counts only for policies that may be late.
             merged = {key: now[key] or (leaf.may_be_late and late[key]) for key, leaf in self._leaves.items()}
             wanted, is_final = self._combined(self._policy, merged)
             is_due = is_due or wanted
