@@ -318,7 +318,7 @@ class GroupCoordinator(Coordinator):
         try:
             # An expected value of "" matches a missing entry, so only the first rank's word is entered.
             entered = within(self._timeout_s, lambda: store.compare_set(name, "", word), doing)
-        except RuntimeError as lost:
+        except RuntimeError as lost:  # torch's errors of a store, and the LifecycleError of `within`
             raise CheckpointError(
                 "The ranks' store was lost during a decision.",
                 expected=f"{word!r} to be entered, or an earlier word to be read, under {name!r}",
@@ -474,7 +474,7 @@ class GroupCoordinator(Coordinator):
         """Context manager around a collective: translates an error of gloo into a CheckpointError."""
         try:
             yield
-        except CheckpointError:  # from the roll call; it already names the missing ranks
+        except CheckpointError:  # also a RuntimeError; comes from the roll call, and already names the missing ranks
             raise
         except RuntimeError as lost:
             raise CheckpointError(

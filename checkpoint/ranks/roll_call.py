@@ -122,7 +122,7 @@ class RollCall:
         try:
             self._store.set(f"{key} {self._rank}", "")
             is_first = self._store.add(f"{key} waiting", 1) == 1
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch's errors of a store, and the LifecycleError of `BoundedStore`
             _log.warning("%s: ranks are missing, and the store that lists them is lost: %s", doing, error)
             return False
         if arrived(_NOTES_S):
