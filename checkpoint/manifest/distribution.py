@@ -8,7 +8,7 @@ out: ranks with equal coordinates on all axes that cut are replicas of each othe
     8 ranks, FSDP=4 on dim 0 over TP=2 on dim 1         axes: (4, 2), (2, 1)         rank // 2 % 4, rank % 2
     a plain tensor                                      axes: none                   all ranks are replicas
 
-Strided shards, such as FSDP inside TP on one dim, need no kind of cut of their own: TP's cut is applied first.
+Strided shards, such as FSDP inside TP on one dim, need no separate kind of cut: TP's cut is applied before FSDP's.
 """
 
 from __future__ import annotations

@@ -368,7 +368,7 @@ def _check_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None
     """Check that the tensor number or name in a leaf of the state tree is valid.
 
     Raises:
-        CorruptCheckpointError: if it is not.
+        CorruptCheckpointError: if the number or name is not valid.
     """
     if node["$"] == "tensor":
         index = node["i"]
@@ -407,7 +407,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         for start, count, step, outer, outer_step in ranks.runs:
             last = start + max(0, count - 1) * step + max(0, outer - 1) * outer_step
             is_inside = min(start, count, step, outer, outer_step) >= 0 and last < world_size
-            # With a step of 0, a huge count would stay inside, and take unbounded time.
+            # The size too: with a step of 0, a run with a huge count would stay inside the world.
             if not is_inside or count * outer > world_size:
                 yield f"ranks {ranks.runs} in a world of {world_size}"
     if manifest.is_zarr and len(manifest.chunk_sizes) != len(manifest.entries):

@@ -73,7 +73,7 @@ class RankFile:
 
     @cached_property
     def _relative(self) -> list[FilePiece]:
-        """The pieces, with byte ranges counted from the header's end: the header's size depends on the pieces."""
+        """The pieces, with byte ranges counted from the header's end, because the header's size depends on them."""
         pieces: list[FilePiece] = []
         start, entries = 0, self.manifest.entries
         for index, share, held in self._own_shares() if self._shares is None else self._shares:

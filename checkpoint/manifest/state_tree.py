@@ -37,7 +37,7 @@ def child_name(parent: str, key: object) -> str:
 def join_name(parent: str, key: object) -> str:
     """Return the name of a child in files: keys joined by ``/``; in keys, ``~`` and ``/`` become ``~0`` and ``~1``.
 
-    Unlike names with dots, two leaves with different keys never have the same name.
+    Different paths of text keys give different names. With dots, ``{"a.b": x}`` and ``{"a": {"b": x}}`` give one name.
     """
     text = str(key).replace("~", "~0").replace("/", "~1")  # ~ first, or the escapes would be escaped
     return f"{parent}/{text}" if parent else text

@@ -444,7 +444,7 @@ class GroupCoordinator(Coordinator):
         arguments = both_ways(words_of(alike))
         values = [_severity(error), *arguments, *numbers]
         worst, *largest = self._meet(values, doing) if is_first else self._max(values)
-        if worst:  # before the arguments, which a failed rank may not have
+        if worst:  # checked before the arguments, which a failed rank may not have sent
             self._raise_gathered(error, worst, doing, outcome)
         if not is_same(largest[: len(arguments)]):
             raise unlike(self._gathered(dict(alike), "comparing arguments"))
@@ -606,7 +606,7 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGrou
     weakref.WeakKeyDictionary()
 )
 
-# Gloo group -> its roll call; weak keys, as above, so that an entry does not keep its group alive.
+# Gloo group -> roll call. The keys are weak, so that an entry does not keep its group alive.
 _roll_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, RollCall] = weakref.WeakKeyDictionary()
 
 
@@ -636,7 +636,7 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
     if not isinstance(base, dist.ProcessGroup):
         raise ArgumentError(
             "This rank is not in the process group.",
-            expected="a group of which it is a member",
+            expected="a group that includes this rank",
             got=repr(base),
             where=f"rank {dist.get_rank()}",
             todo="call this on the group's ranks only",
@@ -654,7 +654,7 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
             # A limit for each call: torch's own clients may wait forever for a store that has stopped.
             store = BoundedStore(store, timeout.total_seconds())
         roll_call = RollCall(store, name, rank, len(ranks), timeout)
-        # First wait here, because `new_group` does not report which ranks are missing.
+        # Wait for all ranks here, because a wait inside `new_group` does not report which ranks are missing.
         roll_call.gather("creating a gloo group for the ranks of the process group")
         known[use] = new_group(base, backend="gloo")
         _roll_calls[known[use]] = roll_call

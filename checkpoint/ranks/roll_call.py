@@ -18,7 +18,7 @@ import torch.distributed as dist
 from vescale_fsdp.errors import CheckpointError
 
 _PATIENCE_S = 5.0  # wait before a rank registers as waiting
-_NOTES_S = 2.0  # wait from there to the warning, so that ranks that arrived slightly later have registered too
+_NOTES_S = 2.0  # wait between registration and warning, so that slightly later ranks have registered too
 _POLL_S = 0.02  # between two reads of the counter in the store
 _CAUSE = (
     "save, load, async_save and a manager's calls are collectives: every rank of the group must make them. Take this "

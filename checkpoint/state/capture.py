@@ -144,7 +144,7 @@ def _too_deep(name: str) -> CheckpointError:
 
 
 def _encode_tuple(value: tuple[Any, ...], name: str, sink: TreeSink, depth: int) -> Json:
-    if type(value) is not tuple:  # a named tuple, or one of torch's
+    if type(value) is not tuple:  # a named tuple, or a torch class such as torch.Size
         try:
             remade(value, list(value))  # a load creates the tuple in this way
         except Exception as error:  # the class may raise any error
@@ -249,7 +249,7 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
                 tuple(taker.axes),
                 taker.describer.layouts,
             )
-    except RecursionError as error:  # MAX_DEPTH bounds neither the caller's stack nor that of a state_dict()
+    except RecursionError as error:  # MAX_DEPTH limits neither the caller's stack nor the stack of a state_dict()
         raise CheckpointError(
             "The state is nested too deeply.",
             expected=f"at most {MAX_DEPTH} levels, and no container inside itself",
@@ -358,7 +358,7 @@ class _Taker(TreeSink):
     def _role(self, entry: Entry) -> tuple[str, int]:
         """Return a tensor's role in its group and its offset in the group's buffer; ("", 0) if it is in no group.
 
-        All weights of a group have one role, and so have all of its optimizer states of one kind.
+        All weights of a group have the same role; so do all optimizer states of one kind.
         """
         cut = entry.cuts[-1] if entry.cuts else None  # a layout's cut is applied last
         if not isinstance(cut, LayoutCut):

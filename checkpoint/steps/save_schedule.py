@@ -288,7 +288,7 @@ class SaveSchedule:
         numbers = current.finish()
         (failed, newest, oldest), rest = numbers[:_HEAD], numbers[_HEAD:]
         alike, votes = rest[: 2 * _ALIKE], rest[2 * _ALIKE :]
-        if not is_same(alike):  # before the failures, which may belong to different steps
+        if not is_same(alike):  # compared first: a failure matters only if all ranks asked about the same step
             raise _unlike(current.step, alike, newest, oldest) from current.error
         if failed:
             self._raise_failed(current, failed >> _RANK_BITS, failed % (1 << _RANK_BITS))

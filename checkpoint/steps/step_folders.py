@@ -28,7 +28,7 @@ _UNFINISHED_EXPORT = re.compile(r"\.(step-\d+)\.(saving|before)")  # the last tw
 
 
 def latest(root: str | os.PathLike[str]) -> str | None:
-    """Return the path or URL of the newest committed step of a run, for `load` or `read_state`; None without a step.
+    """Return the path or URL of a run's newest committed step, for `load` or `read_state`; None if there is no step.
 
     Steps that a rollback has abandoned are skipped, as `CheckpointManager.restore` skips them.
 
