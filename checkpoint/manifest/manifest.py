@@ -319,7 +319,7 @@ def _seal(checksum: object) -> bytes:
 
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        "The manifest is damaged, or is another file.",
+        "The file is not a manifest, or is damaged.",
         expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
         got=got,
         where=where,

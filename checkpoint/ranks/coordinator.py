@@ -251,7 +251,7 @@ class Coordinator:
     def exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
     ) -> None:
-        """`begin_exchange`, then wait."""
+        """Send and receive tensors as `begin_exchange` does, and wait until all transfers are done."""
         self.begin_exchange(outgoing, incoming)()
 
     def decide(self, name: str, word: str, done: str) -> str:

@@ -268,7 +268,7 @@ def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 def same_names(own: Iterable[Any], stored: Iterable[Any]) -> dict[Any, Any]:
     """Return stored name -> the state's name, for names that differ only in parts that wrappers add.
 
-    Names that would match several others are left out.
+    A name that matches several names is left out.
 
     >>> same_names(["a.weight", "step"], ["_orig_mod.a.weight", "step"])
     {'_orig_mod.a.weight': 'a.weight'}

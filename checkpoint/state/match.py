@@ -269,7 +269,7 @@ class _Matcher:
         if isinstance(target, (torch.Tensor, np.ndarray)) or kind in ("tensor", "absent"):
             return self._tensor(target, node, name)
         if isinstance(target, Mapping):
-            # A dict of optimizer state may have another of torch's forms than the checkpoint.
+            # The checkpoint may have optimizer state in another form than this dict: see `optimizer_state`.
             node = self._in_form_of(target, node, name, stateful)
             kind = node.get("$") if isinstance(node, Mapping) else None
         if isinstance(target, Mapping) and isinstance(node, Mapping) and kind in (None, "dict"):

@@ -249,7 +249,7 @@ def _taken_of(epoch: int, stages: Sequence[Sequence[int]], state: Mapping[str, A
 
 
 def _is_remaining(count: int, taken: Sequence[int]) -> torch.Tensor:
-    """Return a 1D bool mask of the positions that remain after ranks in turns have each taken ``taken[rank]``."""
+    """Return a 1D bool mask of the positions left, after ranks in turns have taken ``taken[rank]`` positions each."""
     is_remaining = torch.ones(count, dtype=torch.bool, device="cpu")
     for rank, number in enumerate(taken):
         is_remaining[rank :: len(taken)][:number] = False

@@ -31,12 +31,12 @@ class RetentionPolicy:
 
     Attributes:
         keep_last: number of newest steps to keep; None keeps all steps, whatever the other rules are.
-        keep_every: also keep steps whose number is divisible by this.
+        keep_every: also keep steps divisible by this number.
         keep_best: also keep the steps with the best metrics.
 
     Raises:
         ValueError: for a limit below 1.
-        TypeError: for a limit of another type.
+        TypeError: for an argument of a wrong type.
 
     Examples:
         >>> RetentionPolicy(keep_last=2, keep_every=1000, keep_best=BestOf(3))

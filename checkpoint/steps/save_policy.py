@@ -81,7 +81,7 @@ class SavePolicy(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # An inherited value describes the base class's `should_save`, and could be wrong for the subclass's.
+        # Not inherited, because the base class's values describe its own `should_save`, not the subclass's.
         if "should_save" in vars(cls):
             cls.same_on_all_ranks = vars(cls).get("same_on_all_ranks", False)
             cls.may_be_late = vars(cls).get("may_be_late", False)
