@@ -342,7 +342,7 @@ def shard_order(shards: Mapping[int, tuple[int, int]], sizes: Sequence[int]) -> 
         if split_factor not in parts:
             return None
         order.insert(parts.index(split_factor), axis)
-    # Cuts of different dims may be in any order. Sorted, so that all ranks compute the same one.
+    # Cuts of different dims may be in any order; sorted, so that equal tensors have equal descriptions.
     return [axis for order in sorted(orders.values(), key=min) for axis in order]
 
 

@@ -123,7 +123,7 @@ class RankFile:
 
     @cached_property
     def _payload_bytes(self) -> int:
-        # Without pieces, the zarr form: the payload is the checksums of the chunks.
+        # Without pieces, the payload is the checksums of the chunks, which only files of the zarr form have.
         return self._relative[-1].stop_bytes if self._relative else CRC_BYTES * len(self.chunks)
 
     @property

@@ -23,8 +23,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named, is_numpy_
 from vescale_fsdp.errors import CorruptCheckpointError
 
 Json = Any
-# Most levels of containers that a save accepts. A load recurses deeper for each level than the save does, so without
-# this limit a state could be saved and not loaded.
+# Most levels of containers that a save accepts. A load needs more stack per level, and could not load deeper states.
 MAX_DEPTH = 100
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 

@@ -76,14 +76,13 @@ def is_numpy_dtype(name: str) -> bool:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a 1D uint8 view of a tensor, which must be contiguous and not lazily conjugated or negated."""
-    # Not view(-1): a one-element slice of a column is contiguous, but keeps the column's stride, which
-    # view(uint8) refuses.
+    # Not view(-1): a one-element slice of a column is contiguous, but view(uint8) refuses the column's stride.
     return tensor.as_strided((tensor.numel(),), (1,)).view(dtype_named("uint8"))
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's values, contiguous in CPU memory: a view of the tensor if possible, else a copy."""
-    plain = tensor.detach().resolve_conj().resolve_neg()  # else the memory would not have the values
+    plain = tensor.detach().resolve_conj().resolve_neg()  # lazily conjugated memory does not have the values
     # Copied under a carrier dtype, because torch has no copy kernels for some dtypes.
     return plain.view(carrier_of(plain.dtype)).cpu().contiguous().view(plain.dtype)
 

@@ -102,8 +102,7 @@ class BackgroundThread:
         _jobs.append(job)
         self._queue.put((job, work))
         if self._thread is None:
-            # A daemon thread: at exit, Python waits for other threads without a time limit. `_finish_at_exit` waits for
-            # the work instead, with a limit.
+            # A daemon thread, for which Python does not wait at exit: `_finish_at_exit` waits, with a time limit.
             self._thread = threading.Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)  # type: ignore[arg-type]  # None ends the thread

@@ -59,7 +59,7 @@ _MEETING_WORDS = 32  # size of the first collective of a call, which must be the
 
 
 def _severity(error: BaseException | None) -> int:
-    """Return the severity of an error; 0 for None. Ranks compare severities, so that all raise the most severe kind."""
+    """Return the severity of an error; 0 for None. Ranks compare severities, so that all react to the worst error."""
     if error is None:
         return 0
     for severity, kind in _KINDS.items():
@@ -69,8 +69,7 @@ def _severity(error: BaseException | None) -> int:
         return _STORAGE
     if isinstance(error, VescaleError):
         return _FAILURE
-    # Most severe, because an unknown error usually ends its rank's process: no rank may then continue with an older
-    # checkpoint.
+    # Most severe: an unknown error ends its rank's process, so no rank may continue with an older checkpoint.
     return _FOREIGN if isinstance(error, Exception) else _INTERRUPT
 
 
@@ -333,7 +332,7 @@ class GroupCoordinator(Coordinator):
         return decision
 
     def _wait_for_readers(self, store: dist.Store, name: str, decision: str, done: str) -> None:
-        """Count this rank as a reader of a decision. Rank 0 waits for all readers, and deletes an earlier entry."""
+        """Count this rank as a reader of a decision. Rank 0 waits until all ranks have read `COMMIT`, and cleans up."""
         num_read = store.add(f"{name} read", 1)
         if self.rank == 0:
             deadline_s = time.monotonic() + _READERS_S

@@ -146,7 +146,7 @@ def _too_deep(name: str) -> CheckpointError:
 def _encode_tuple(value: tuple[Any, ...], name: str, sink: TreeSink, depth: int) -> Json:
     if type(value) is not tuple:  # a named tuple, or a torch class such as torch.Size
         try:
-            remade(value, list(value))  # a load creates the tuple in this way
+            remade(value, list(value))  # tried here, because a load creates the tuple in this way
         except Exception as error:  # the class may raise any error
             raise _refuse(value, name) from error
     items = [encode(item, join_name(name, index), sink, depth) for index, item in enumerate(value)]
@@ -390,8 +390,7 @@ class _LeafTaker(TreeSink):
         self._inside = False  # whether the walk is inside a Stateful object
 
     def stateful(self, name: str, value: Stateful, depth: int) -> Json:
-        # A load does not call the outer object's state_dict(), because that call could start a data loader. The load
-        # would therefore not find the inner object.
+        # A load finds objects without a call of state_dict(), which could start a data loader: not the inner object.
         if self._inside:
             raise CheckpointError(
                 "A Stateful object is nested in the state of another Stateful object, inside a PerRank.",

@@ -192,8 +192,7 @@ class LiveObjects:
         wanted = {id(param) for param in params}
         fitting = [model for model in self._models if wanted <= model.names.keys()]
         if fitting:
-            # The smallest module: in {"model": model, "head": model.head}, an optimizer of the head's parameters uses
-            # the head's names.
+            # The smallest module: of {"model": model, "head": model.head}, the head for an optimizer of head parameters.
             chosen = min(fitting, key=lambda model: len(model.names))
             names = [chosen.names[id(param)] for param in params]
         else:
@@ -320,8 +319,7 @@ def aliases_of(leaves: Mapping[Path, Any]) -> dict[str, list[str]]:
     for path, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor) and leaf.numel():  # empty tensors share no elements
             local = local_of(leaf) if isinstance(leaf, DTensor) else leaf
-            # On this rank, the pieces of different tensors may be empty and have the same address. Names in the layout
-            # tell them apart.
+            # Empty pieces of different tensors may have the same address on this rank, but not the same layout name.
             slot = leaf.layout_ref if isinstance(leaf, RaggedDTensor) else None
             name = None if slot is None else slot[1]
             memory = storage_id(local), local.storage_offset(), tuple(leaf.shape), local.stride(), leaf.dtype

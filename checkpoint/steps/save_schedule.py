@@ -269,8 +269,7 @@ class SaveSchedule:
         # By MAX, the first becomes the newest step of all ranks, the second the negative of the oldest step.
         steps = [(number << _RANK_BITS) + rank, (-number << _RANK_BITS) + rank]
         alike = [*words_of({"step": step}), int(force), *words_of({"metric": metric})]
-        # Two numbers per policy. Their MAX gives the highest rank that answered True, and the highest that answered
-        # False.
+        # Two numbers per policy: their MAX gives the highest rank that answered True, and that answered False.
         votes = [
             (int(answers[key] is wanted) << _RANK_BITS) + rank
             for key in self._leaves

@@ -95,8 +95,7 @@ def remove_step(root: Storage, step: int, *, if_torn: bool = False) -> str | Non
             if if_torn and root.exists(manifest):
                 return None
             root.remove(manifest)
-            # Some stores fail to remove a file without an error. The data is kept then: a manifest without data would
-            # look like a committed step.
+            # Some stores fail to remove a file without an error. A manifest without data would look like a good step.
             if root.exists(manifest):
                 return f"{manifest} is still there"
             root.remove(name)
