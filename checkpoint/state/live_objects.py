@@ -192,7 +192,7 @@ class LiveObjects:
         wanted = {id(param) for param in params}
         fitting = [model for model in self._models if wanted <= model.names.keys()]
         if fitting:
-            # The smallest module: of {"model": model, "head": model.head}, the head for an optimizer of head parameters.
+            # The smallest one: of {"model": model, "head": model.head}, the head for an optimizer of head parameters.
             chosen = min(fitting, key=lambda model: len(model.names))
             names = [chosen.names[id(param)] for param in params]
         else:
