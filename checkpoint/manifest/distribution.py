@@ -76,12 +76,12 @@ class RankSet:
         return RankSet.of([*self.ranks, *other.ranks])
 
     def to_json(self) -> list[list[int]]:
-        """Plain values that `from_json` reads back without loss."""
+        """Return plain values for JSON; `from_json` reads them back without loss."""
         return [list(run) for run in self.runs]
 
     @classmethod
     def from_json(cls, data: Any) -> RankSet:
-        """Inverse of `to_json`."""
+        """Return the value that `to_json` has described."""
         return cls(tuple((int(a), int(b), int(c), int(d), int(e)) for a, b, c, d, e in data))
 
 
@@ -144,7 +144,7 @@ class Axis:
         return [known.get(rank, -1) for rank in ranks]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads back without loss."""
+        """Return plain values for JSON; `from_json` reads them back without loss."""
         data: dict[str, Any] = {"size": self.size, "stride": self.stride}
         if self.base:
             data["base"] = self.base
@@ -154,7 +154,7 @@ class Axis:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Axis:
-        """Inverse of `to_json`."""
+        """Return the value that `to_json` has described."""
         table = data.get("table")
         pairs = None if table is None else tuple((int(rank), int(coordinate)) for rank, coordinate in table)
         return cls(int(data["size"]), int(data["stride"]), int(data.get("base", 0)), pairs)
@@ -179,7 +179,7 @@ class Cut(ABC):
 
     @abstractmethod
     def to_json(self) -> list[Any]:
-        """Plain values that `cut_from_json` reads back without loss."""
+        """Return plain values for JSON; `cut_from_json` reads them back without loss."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class Entry:
         return prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads back without loss."""
+        """Return plain values for JSON; `from_json` reads them back without loss."""
         cuts = [cut.to_json() for cut in self.cuts]
         return {
             "name": self.name,
@@ -87,7 +87,7 @@ class Entry:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Entry:
-        """Inverse of `to_json`."""
+        """Return the value that `to_json` has described."""
         name, dtype = data["name"], data["dtype"]
         if not (isinstance(name, str) and isinstance(dtype, str)):
             # Cut to 80 characters: the file is not trusted, and may contain anything here.
@@ -190,7 +190,7 @@ def merge_structures(classes: Sequence[tuple[RankSet, Structure]]) -> tuple[Stru
 
 
 def _join(left: Json, right: Json, name: str, entries: Sequence[Entry]) -> Json:
-    """Join two nodes with the same path; raises if they have a plain value or a tensor that differs."""
+    """Join two nodes with the same path; raises a CheckpointError if their plain values or tensors differ."""
     if left == right or _kind(right) == "absent":  # absent: the ranks are outside the tensor's mesh
         return left
     if _kind(left) == "absent":

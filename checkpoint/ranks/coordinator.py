@@ -588,7 +588,7 @@ class GroupCoordinator(Coordinator):
         return data
 
     def _open(self, data: bytes, rank: int) -> bytes:
-        """Inverse of `_seal` for a message of another rank."""
+        """Return the message that another rank has encoded with `_seal`."""
         return data
 
     def _gathered(self, item: T, doing: str) -> list[T]:

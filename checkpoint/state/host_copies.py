@@ -66,7 +66,7 @@ class CopyStream:
 
 @lru_cache
 def copy_stream_of(device: torch.device) -> CopyStream | None:
-    """The shared stream for a device's copies; None for the CPU and meta devices."""
+    """Return the stream for a device's copies, one per device; None for the CPU and meta devices."""
     return None if device.type in ("cpu", "meta") else CopyStream(device)
 
 

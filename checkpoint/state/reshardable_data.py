@@ -320,7 +320,7 @@ class ReshardableLoader(Generic[T]):
                 return
 
     def renew(self, rank: int, world_size: int) -> None:
-        """See `ReshardableSampler.renew`."""
+        """Become the loader of another rank: see `ReshardableSampler.renew`."""
         self.sampler.renew(rank, world_size)
         self._follow()
 
@@ -347,9 +347,9 @@ class ReshardableLoader(Generic[T]):
         self._follow()
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """See `ReshardableSampler.merge`."""
+        """Merge the states of all ranks into one: see `ReshardableSampler.merge`."""
         return self.sampler.merge(states)
 
     def split(self, whole: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-        """See `ReshardableSampler.split`."""
+        """Return the state for one of ``world_size`` ranks: see `ReshardableSampler.split`."""
         return self.sampler.split(whole, rank, world_size)
