@@ -223,6 +223,7 @@ class ReshardableSampler(Sampler[int]):
                 )
         whole = {key: first[key] for key in (*_ALIKE, "epoch")}
         ahead: list[list[Any]] = []
+        # `range` adds the epochs in between, in which no rank may be at the moment.
         for epoch in sorted({*stages_by_epoch, *range(first["epoch"], newest + 1)}):
             stages = stages_by_epoch.get(epoch, [])
             if epoch <= newest:
