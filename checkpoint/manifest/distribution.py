@@ -259,7 +259,8 @@ class LayoutCut(_FlatCut):
     def coordinates_of(self, region: Region, size: int, flat: FlatRange, layouts: Layouts) -> Iterator[int]:
         layout = layouts[self.layout]
         slot = layout.slots[self.slot]
-        if slot.is_scattered:  # the slot's elements are in several runs of the buffer, each with its own ranks
+        # The slot's elements are in several runs of the buffer, each with its own ranks.
+        if slot.is_scattered:
             start = 0
             for run in slot.runs:
                 shared = flat.intersect(FlatRange(start, start + run.numel)).shift(-start)
@@ -290,7 +291,8 @@ class UnitsCut(_FlatCut):
     @cached_property
     def placement(self) -> RaggedShard:
         """The `RaggedShard` with these dims and units."""
-        from vescale_fsdp.layout.placement import RaggedShard  # here: imports torch, which other cuts do not need
+        # Imported here, because the module imports torch, which other cuts do not need.
+        from vescale_fsdp.layout.placement import RaggedShard
 
         return RaggedShard.of_runs(self.dims, RunLengths(self.runs))
 

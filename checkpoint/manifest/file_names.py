@@ -77,7 +77,8 @@ def array_paths(names: Iterable[str]) -> dict[str, str]:
 
 def _escaped(part: str) -> str:
     """Return one part of a tensor's name as a folder name: bytes that are not plain characters are percent-escaped."""
-    text = quote(part, safe=_PLAIN, errors="surrogatepass")  # a lone surrogate is escaped too, instead of an error
+    # A lone surrogate is escaped too, instead of an error.
+    text = quote(part, safe=_PLAIN, errors="surrogatepass")
     if not text:
         return "%empty"
     # Names of the files that this format puts next to arrays.

@@ -372,7 +372,8 @@ def _check_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None
     """
     if node["$"] == "tensor":
         index = node["i"]
-        if type(index) is not int or not 0 <= index < len(manifest.entries):  # `type`: isinstance accepts a bool
+        # `type`: isinstance accepts a bool.
+        if type(index) is not int or not 0 <= index < len(manifest.entries):
             raise _corrupt(where, f"tensor number {index!r} of {len(manifest.entries)}")
         if node.get("numpy") and not is_numpy_dtype(manifest.entries[index].dtype):
             raise _corrupt(where, f"an array of dtype {manifest.entries[index].dtype}")

@@ -300,7 +300,8 @@ class ShareFinder:
         for coordinates, region in touching:
             ranks = holders.ranks_at(coordinates)
             if manifest.split_bytes is None:
-                ranks = [min(ranks, key=self._cost)]  # one is enough: each replica has stored the whole region
+                # One is enough: each replica has stored the whole region.
+                ranks = [min(ranks, key=self._cost)]
             for replica, rank in enumerate(ranks):
                 share = manifest.split(index, region, replica, len(ranks))
                 for part in overlaps(share, wanted) if share.numel else ():

@@ -57,7 +57,8 @@ class Region:
 
     def pieces(self) -> Iterator[tuple[Box, int]]:
         """Yield boxes of the tensor that tile the region, each with the index of its first element in the region."""
-        if self.span.start == 0 and self.span.stop == self.box.numel:  # fast path: the region is the whole box
+        # Fast path: the region is the whole box.
+        if self.span.start == 0 and self.span.stop == self.box.numel:
             if self.numel:
                 yield self.box, 0
             return

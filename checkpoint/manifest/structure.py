@@ -207,7 +207,8 @@ def _join(left: Json, right: Json, name: str, entries: Sequence[Entry]) -> Json:
             joined[key] = _join(left[key], item, child_name(name, key), entries) if key in left else item
         return joined
     if _kind(left) == _kind(right) == "dict":
-        pairs = {dump_json(key): [key, item] for key, item in left["v"]}  # by text: keys may be lists or dicts
+        # Keys are compared as text, because their nodes may be lists or dicts.
+        pairs = {dump_json(key): [key, item] for key, item in left["v"]}
         for key, item in right["v"]:
             text = dump_json(key)
             if text in pairs:

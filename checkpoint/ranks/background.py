@@ -119,7 +119,8 @@ def check_exit_timeout(exit_timeout_s: float) -> None:
         raise ArgumentError("exit_timeout_s is not a time.", expected=">= 0", got=exit_timeout_s)
 
 
-_threads: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()  # weak: an unreferenced object ends its thread
+# Weak references, because the thread of an unreferenced object ends.
+_threads: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
 _jobs: list[Job] = []  # jobs that run, or have failed with an error that no caller has read
 
 
@@ -152,7 +153,8 @@ def _finish_at_exit() -> None:
     if any(job.is_needed for job in lost):
         if multiprocessing.parent_process() is not None:
             _leave()  # now, because child processes of multiprocessing call no atexit functions
-        atexit.register(_leave)  # the exit functions run after other threads have ended; last registered, first called
+        # Exit functions run after other threads have ended; the function registered last runs first.
+        atexit.register(_leave)
 
 
 def _report(lost: Sequence[Job]) -> None:

@@ -148,7 +148,8 @@ class Coordinator:
                 error raises that error.
         """
         words = words_of(structure.digest if structure is not None else bytes(16))
-        save_id = secrets.randbits(62) if self.rank == 0 else 0  # MAX returns rank 0's number; 62 bits fit an int64
+        # MAX returns rank 0's number; 62 bits fit an int64.
+        save_id = secrets.randbits(62) if self.rank == 0 else 0
         free = _ENDLESS if free_bytes is None else free_bytes
         largest_bytes, resharded, save_id, least_free, *digests = self.raise_together(
             error,
@@ -161,7 +162,8 @@ class Coordinator:
         assert structure is not None
         world = RankSet.world(self.world_size)
         classes = [(world, structure)] if is_same(digests) else self._exchange(structure, words)
-        least_free_bytes = None if -least_free == _ENDLESS else -least_free  # None: no rank knows its free space
+        # None: no rank knows its free space.
+        least_free_bytes = None if -least_free == _ENDLESS else -least_free
         return Agreement(classes, largest_bytes, bool(resharded), f"{save_id:016x}", least_free_bytes)
 
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
@@ -394,7 +396,8 @@ class GroupCoordinator(Coordinator):
         if self._roll_call is None:
             work.wait()
         elif first_doing is None:
-            self._roll_call.skip()  # all ranks must count the same collectives: the number is part of later keys
+            # All ranks must count the same collectives: the number is part of later keys.
+            self._roll_call.skip()
             work.wait()
         else:
             self._roll_call.meet(work, first_doing)
@@ -473,7 +476,8 @@ class GroupCoordinator(Coordinator):
         """Context manager around a collective: translates an error of gloo into a CheckpointError."""
         try:
             yield
-        except CheckpointError:  # also a RuntimeError; comes from the roll call, and already names the missing ranks
+        except CheckpointError:
+            # Also a RuntimeError; comes from the roll call, and already names the missing ranks.
             raise
         except RuntimeError as lost:
             raise CheckpointError(
@@ -672,7 +676,8 @@ def words_of(alike: Alike | bytes) -> list[int]:
     if not isinstance(alike, bytes):
         # default=repr: arguments may be of types that JSON lacks.
         alike = digest_of(json.dumps(alike, sort_keys=True, default=repr).encode())
-    return list(struct.unpack("<4I", alike))  # 32 bits each, so that their negatives fit an int64, see `both_ways`
+    # 32 bits each, so that their negatives fit an int64, see `both_ways`.
+    return list(struct.unpack("<4I", alike))
 
 
 def both_ways(words: list[int]) -> list[int]:

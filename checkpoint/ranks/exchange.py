@@ -140,7 +140,8 @@ def exchange(
                     received += nbytes - 1  # without the byte after the turn's data
                 current.append((turn, data))
             finish = coordinator.begin_exchange(outgoing, incoming)
-            take_all(before)  # before `finish`, so that the previous wave is processed while this wave is sent
+            # Before `finish`, so that the previous wave is processed while this wave is sent.
+            take_all(before)
             finish()
             before = current
         take_all(before)

@@ -78,7 +78,8 @@ def interface_of(address: str) -> str:
                 request = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # the interface has no IPv4 address
                 continue
-            own = ipaddress.ip_address(request[20:24])  # of an ifreq: after 16 bytes of name, 2 of family, 2 of port
+            # Of an ifreq: after 16 bytes of name, 2 of family, 2 of port.
+            own = ipaddress.ip_address(request[20:24])
             # Every address in 127.0.0.0/8 works on the loopback interface, which lists only one of them.
             if str(own) == wanted or (own.is_loopback and ipaddress.ip_address(wanted).is_loopback):
                 return name
@@ -112,7 +113,8 @@ def local_address(host: str, port: int) -> str:
 def bound_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """Create a store that listens on this address only; by default, torch's listen on all. Port 0: any free port."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=2048)  # many processes may connect at once
+    # Many processes may connect at once.
+    listener = socket.create_server(address[:2], family=family, backlog=2048)
     number = listener.getsockname()[1]
     # `detach`, because the store takes over the socket and closes it.
     return dist.TCPStore(
@@ -246,7 +248,8 @@ class SignedStore(_StoreProxy):
         return unsign(self._secret, key, super().get(key))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        before = self._signed(key, expected) if expected else ""  # "" matches a missing entry, which has no signature
+        # "" matches a missing entry, which has no signature.
+        before = self._signed(key, expected) if expected else ""
         return unsign(self._secret, key, super().compare_set(key, before, self._signed(key, desired)))
 
     def _signed(self, key: str, value: str | bytes) -> Any:  # torch's stub says str, but bytes are accepted

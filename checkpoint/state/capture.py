@@ -249,7 +249,8 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
                 tuple(taker.axes),
                 taker.describer.layouts,
             )
-    except RecursionError as error:  # MAX_DEPTH limits neither the caller's stack nor the stack of a state_dict()
+    except RecursionError as error:
+        # MAX_DEPTH limits neither the caller's stack nor the stack of a state_dict().
         raise CheckpointError(
             "The state is nested too deeply.",
             expected=f"at most {MAX_DEPTH} levels, and no container inside itself",

@@ -221,7 +221,8 @@ class LiveObjects:
         for path, module in _modules(self._state, "", 0):
             if id(module) in found:
                 continue
-            self.module_state(module)  # first: hooks of state_dict() replace gathered parameters by sharded ones
+            # First: hooks of state_dict() replace gathered parameters by sharded ones.
+            self.module_state(module)
             params = dict(module.named_parameters())
             names = canonical_names(module, params)
             by_id = {id(param): names[name] for name, param in params.items()}
@@ -256,7 +257,8 @@ def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     canonical = {}
     for name in names:
         short = name
-        for start in sorted(starts, key=len, reverse=True):  # inner wrappers first: outer paths then still match
+        # Inner wrappers first: outer paths then still match.
+        for start in sorted(starts, key=len, reverse=True):
             if short.startswith(start):
                 short = start.removesuffix("module.") + short.removeprefix(start)
         canonical[name] = without_wrappers(short)

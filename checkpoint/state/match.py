@@ -163,7 +163,8 @@ class Match:
         ('model.', 'model.m.')
         """
         left, best, most = set(self.unexpected), None, 0
-        by_end: dict[str, list[str]] = {}  # last part -> names; a changed prefix leaves the last part as it is
+        # Last part -> names: two names with different prefixes have the same last part.
+        by_end: dict[str, list[str]] = {}
         for name in self.unexpected:
             by_end.setdefault(name.rpartition(".")[2], []).append(name)
         tried: set[tuple[str, str]] = set()
@@ -337,7 +338,8 @@ class _Matcher:
         """Match a dict. The values of ``opaque`` keys are matched with ``stateful=True``, see `visit`."""
         self.matched.containers.add(name)
         nodes = dict(items_of_node(node) or ())
-        renamed = same_names(target, nodes)  # torch.compile and other wrappers may have been added or removed since
+        # torch.compile and other wrappers may have been added or removed since.
+        renamed = same_names(target, nodes)
         nodes = {renamed.get(key, key): item for key, item in nodes.items()}
         finishers: dict[Any, Finish] = {}
         dropped = []
@@ -353,7 +355,8 @@ class _Matcher:
         for key, item in nodes.items():
             inner = child_name(name, key)
             if key not in target and stateful:
-                finishers[key] = self._fresh(item, inner)  # the object's load_state_dict accepts or refuses it
+                # The object's load_state_dict accepts or refuses it.
+                finishers[key] = self._fresh(item, inner)
             elif key not in target:
                 self.matched.unexpected += self._leaves(item, inner, items_of_node)
 
@@ -604,7 +607,8 @@ class _Matcher:
         leaves = self._leaves(node, name, items_of_node) if is_short and not stateful else []
         if any(".state." in f".{leaf.removeprefix(name)}." for leaf in leaves):
             raise _no_room(name, "numbers" if is_numbered else "names", has_room)
-        if is_numbered or (is_flat and stored.is_numbered):  # a dict alone does not say which name has which number
+        # A dict alone does not say which name has which number.
+        if is_numbered or (is_flat and stored.is_numbered):
             return node
         if is_flat:
             return (

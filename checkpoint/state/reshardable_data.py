@@ -81,7 +81,8 @@ class ReshardableSampler(Sampler[int]):
             "drop_last": drop_last,
         }
         self.epoch = 0
-        self._stages: list[list[int]] = []  # for each earlier set of ranks, the number of samples of each rank
+        # For each earlier set of ranks, the number of samples of each rank.
+        self._stages: list[list[int]] = []
         # The later epochs that some saved ranks had begun, each with its stages.
         self._ahead: list[tuple[int, list[list[int]]]] = []
         self.num_taken = 0
@@ -102,7 +103,8 @@ class ReshardableSampler(Sampler[int]):
 
         `ElasticJob` calls this for the samplers in `Resharded` values when the ranks of the job change.
         """
-        if self._given != (None, None):  # otherwise `load_state_dict` reads them from `torch.distributed` again
+        # Otherwise `load_state_dict` reads them from `torch.distributed` again.
+        if self._given != (None, None):
             self._given = rank, world_size
         self.rank, self.world_size = rank, world_size
         self.epoch, self._stages, self.num_taken, self.has_ended = 0, [], 0, False

@@ -117,7 +117,8 @@ class Describer:
         """
         if not isinstance(tensor, DTensor):
             _check_plain(name, tensor)
-            local = tensor.detach() if tensor.requires_grad else tensor  # only if needed: it creates a tensor object
+            # Detached only if needed, because `detach` creates a tensor object.
+            local = tensor.detach() if tensor.requires_grad else tensor
             return Described(dtype_name(tensor.dtype), tuple(tensor.shape), _WHOLE, local)
         local = local_of(tensor)
         if local.requires_grad:

@@ -63,7 +63,8 @@ def retention_of(retention: RetentionPolicy | int | None) -> RetentionPolicy:
     Raises:
         TypeError: for an argument of another type.
     """
-    if retention is None or (isinstance(retention, int) and not isinstance(retention, bool)):  # a bool is a mistake
+    # A bool is an int too, but no number of steps.
+    if retention is None or (isinstance(retention, int) and not isinstance(retention, bool)):
         return RetentionPolicy(keep_last=retention)
     if not isinstance(retention, RetentionPolicy):
         raise ArgumentError(

@@ -112,7 +112,8 @@ def read_run_file(root: Storage) -> RunFile | None:
         data = json.loads(raw)
         abandoned = {int(step): digest for step, digest in data["abandoned"].items()}
         return RunFile(tuple((branch, newest) for branch, newest in data["branches"]), abandoned)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:  # what JSON of another form can raise
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        # The errors that JSON of another form can raise.
         warnings.warn(
             f"{root.where}/{RUN_FILE_NAME} is damaged ({error}): abandoned steps are restored again, and steps in "
             "memory are ignored",

@@ -37,7 +37,8 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
 )
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
-_RANK_BITS = 20  # the lowest bits of a number are a rank, so that MAX also names a rank with the largest value
+# The lowest bits of a number are a rank, so that MAX also names a rank with the largest value.
+_RANK_BITS = 20
 _LARGEST_STEP = 2**42  # 43 bits; with 20 bits of a rank and the sign, a number fits an int64
 _HEAD = 3  # an announcement starts with 3 numbers: failure, newest step, oldest step
 _ALIKE = 9  # words that must be the same on all ranks: 4 of the step, `force`, 4 of the metric
@@ -131,7 +132,8 @@ class SaveSchedule:
         if decided is not None and decided.step == step and not force and metric in (None, decided.metric):
             return decided
         self._read_metrics()
-        previous, self._pending = self._pending, None  # cleared first: each result is read once, even if it raises
+        # Cleared first: each result is read once, even if it raises.
+        previous, self._pending = self._pending, None
         late = self._answers_of(previous) if previous is not None else dict.fromkeys(self._leaves, False)
         # Conditions that are the same on all ranks. The first call waits, because no earlier call has sent answers.
         all_wait = waits or force or self._always_waits or metric is not None or not self._has_begun
@@ -287,7 +289,8 @@ class SaveSchedule:
         numbers = current.finish()
         (failed, newest, oldest), rest = numbers[:_HEAD], numbers[_HEAD:]
         alike, votes = rest[: 2 * _ALIKE], rest[2 * _ALIKE :]
-        if not is_same(alike):  # compared first: a failure matters only if all ranks asked about the same step
+        # Compared first: a failure matters only if all ranks asked about the same step.
+        if not is_same(alike):
             raise _unlike(current.step, alike, newest, oldest) from current.error
         if failed:
             self._raise_failed(current, failed >> _RANK_BITS, failed % (1 << _RANK_BITS))

@@ -99,7 +99,8 @@ def remove_step(root: Storage, step: int, *, if_torn: bool = False) -> str | Non
             if root.exists(manifest):
                 return f"{manifest} is still there"
             root.remove(name)
-        root.remove_empty(name)  # again, after the unlock: NFS keeps the name of a lock file until the file is closed
+        # After the unlock, because NFS keeps the name of a lock file until the file is closed.
+        root.remove_empty(name)
         # `exists` for each name, because some stores still list removed files.
         rest = [file for file in root.list_folder(name) if root.exists(f"{name}/{file}")]
     except BlockingIOError as busy:
@@ -155,7 +156,7 @@ def remove_leftovers(
                 root.remove(folder)
         except BlockingIOError:  # another job is exporting
             continue
-        root.remove_empty(folder)  # again, after the unlock, for the lock file: see `remove_step`
+        root.remove_empty(folder)  # after the unlock, for the lock file: see `remove_step`
         removed.append(folder)
     folders = ["", *names] if exports is None else ["", exports, *names]
     return sorted(removed + root.remove_abandoned(folders, limit_s))
@@ -181,7 +182,8 @@ def _remove_old_data(root: Storage, name: str, limit_s: float) -> list[str]:
                     removed = [folder for folder in old if root.is_older(folder, limit_s)]
                 for folder in removed:
                     root.remove(folder)
-        except (BlockingIOError, CheckpointError):  # another job is writing the step, or its manifest is damaged
+        except (BlockingIOError, CheckpointError):
+            # Another job is writing the step, or its manifest is damaged.
             return []
     for folder in folders:
         for file in root.list_folder(f"{name}/{folder}"):
