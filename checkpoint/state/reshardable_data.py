@@ -285,7 +285,7 @@ class ReshardableLoader(Generic[T]):
         sampler, batch_size = loader.sampler, loader.batch_size
         if not isinstance(sampler, ReshardableSampler) or batch_size is None:
             raise ArgumentError(
-                "The position of this data loader cannot be saved.",
+                "This data loader has no position to save.",
                 expected="DataLoader(dataset, batch_size=n, sampler=ReshardableSampler(..))",
                 got=f"a {type(sampler).__name__}, batch_size={batch_size}",
             )
