@@ -97,7 +97,7 @@ class BackgroundThread:
         is_needed: bool = True,
     ) -> Job:
         """Queue work, and return its `Job`; for the arguments see `Job`."""
-        _jobs[:] = [job for job in _jobs if not _is_over(job)]  # keeps unread errors
+        _jobs[:] = [job for job in _jobs if not _is_over(job)]  # keeps errors for `_report`
         job = Job(what, exit_timeout_s, is_needed)
         _jobs.append(job)
         self._queue.put((job, work))

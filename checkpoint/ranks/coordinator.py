@@ -91,7 +91,7 @@ def _marked(error: E, worst: int) -> E:
 
 def _format_error(error: BaseException) -> str:
     """Return an error as text, with its notes, for messages on other ranks."""
-    notes: list[str] = error.__dict__.get("__notes__", [])  # PEP 678
+    notes: list[str] = error.__dict__.get("__notes__", [])  # the notes that `add_note` has added (PEP 678)
     try:
         return "\n".join([f"{type(error).__name__}: {error}", *notes])
     except Exception as mute:  # noqa: BLE001  an error without a text is still reported

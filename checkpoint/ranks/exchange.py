@@ -157,7 +157,7 @@ class FileMove(NamedTuple):
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """See `Turn`."""
+        """The rank that receives the file, as a tuple."""
         return (self.receiver,)
 
 
@@ -267,12 +267,12 @@ class _Piece(NamedTuple):
 
     @property
     def sender(self) -> int:
-        """See `Turn`."""
+        """The rank that sends the file."""
         return self.end.move.sender
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """See `Turn`."""
+        """The ranks that receive the file."""
         return self.end.move.receivers
 
     def size(self) -> int:

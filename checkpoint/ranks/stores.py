@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from vescale_fsdp.errors import LifecycleError, PlacementError
 
-SECRET = "VESCALE_FSDP_SECRET"  # environment variable
+SECRET = "VESCALE_FSDP_SECRET"  # name of the environment variable
 _DIGEST = "sha256"
 _MAC_BYTES = 64  # length of a SHA-256 digest in hexadecimal
 _SIOCGIFADDR = 0x8915  # Linux ioctl, absent from Python's modules: get the IPv4 address of an interface
@@ -106,7 +106,7 @@ def local_address(host: str, port: int) -> str:
     """Return the address of this machine that it uses on the route to another host."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as asking:
-        asking.connect(address)  # on a datagram socket this sends nothing
+        asking.connect(address)  # chooses the route; on a datagram socket, this sends nothing
         return str(asking.getsockname()[0])
 
 

@@ -60,7 +60,7 @@ class CopyStream:
         return self._module.stream(self._stream)  # type: ignore[no-any-return]
 
     def record(self) -> CopyEvent:
-        """Record an event after all copies so far."""
+        """Record an event after all copies so far, and return it."""
         return self._stream.record_event()  # type: ignore[no-any-return]
 
 

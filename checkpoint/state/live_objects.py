@@ -37,7 +37,7 @@ class ChecksStateDict(Protocol):
     """An optimizer that can check a state dict before its tensors are read."""
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise the errors of ``load_state_dict``. In ``state_dict["state"]``, unread tensors are None."""
+        """Raise the errors that ``load_state_dict`` would raise. Tensors of the state are None: not read yet."""
 
 
 class ModuleState(NamedTuple):
@@ -231,7 +231,7 @@ class LiveObjects:
 
 
 class _Model(NamedTuple):
-    """A module of the state."""
+    """A module of the state, with its parameters and their names."""
 
     path: str  # in the state
     params: list[nn.Parameter]

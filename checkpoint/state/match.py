@@ -44,7 +44,7 @@ from vescale_fsdp.torch_modes import NULL_CONTEXT
 
 Finish = Callable[[], Any]
 Strict = bool | Literal["missing"]
-# Limits the time to find a common prefix: this many missing names are tried, each with as many unexpected names.
+# Limits the time to find a renamed prefix: this many missing names are compared, each with as many unexpected names.
 _TRIED_NAMES = 64
 _Items = Iterable[tuple[Any, Any]]
 

@@ -121,7 +121,7 @@ class ReshardableSampler(Sampler[int]):
             self.generation += 1
 
     def begin(self) -> None:
-        """Begin the next epoch if this one has ended."""
+        """Begin the next epoch if the current epoch has ended."""
         if self.has_ended:
             self.set_epoch(self.epoch + 1)
 
