@@ -1,14 +1,14 @@
-"""`Distribution`: a rule that gives each rank's region of a tensor; its size does not grow with the number of ranks.
+"""`Distribution`: a rule for each rank's region of a tensor. The rule's size does not grow with the number of ranks.
 
-A rule has *axes* (how a rank's coordinate on a mesh axis follows from its number) and *cuts* (how each sharding axis
-divides the tensor, in order of application). Replicated axes are left out: ranks with equal coordinates on the axes
-that cut are replicas of each other.
+A distribution has *axes* and *cuts*. An axis computes a rank's coordinate on a mesh axis from the rank's number. A cut
+defines how one sharding axis divides the tensor; cuts are listed in order of application. Axes that replicate are left
+out: ranks with equal coordinates on all axes that cut are replicas of each other.
 
     8 ranks, mesh (replicate=2, shard=4), ragged        axes: (size 4, stride 1)     coordinate = rank % 4
     8 ranks, FSDP=4 on dim 0 over TP=2 on dim 1         axes: (4, 2), (2, 1)         rank // 2 % 4, rank % 2
     a plain tensor                                      axes: none                   all ranks are replicas
 
-Strided shards (FSDP inside TP on one dim) need no cut of their own: TP's cut is applied first.
+Strided shards, such as FSDP inside TP on one dim, need no separate kind of cut: TP's cut is applied before FSDP's.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ Run = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True)
 class RankSet:
-    """A set of ranks by rule: ``start + i * outer_step + j * step`` for i < outer, j < count, of every run.
+    """A set of ranks as runs. A run has the ranks ``start + i * outer_step + j * step`` for i < outer, j < count.
 
     Args:
-        runs: (start, count, step, outer, outer_step), in ascending order of start.
+        runs: (start, count, step, outer, outer_step) of each run, in ascending order of start.
     """
 
     runs: tuple[Run, ...]
 
     @classmethod
     def of(cls, ranks: Iterable[int]) -> RankSet:
-        """The set of these ranks, in runs with two levels of repetition."""
+        """Return the set of these ranks, as runs with two levels of repetition."""
         return cls(tuple(_repeat(_runs(sorted(set(ranks))))))
 
     @classmethod
     def world(cls, world_size: int) -> RankSet:
-        """All ranks of a world."""
+        """Return the set of all ranks of a world."""
         return cls(((0, world_size, 1, 1, 0),))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks, ascending."""
+        """The ranks in ascending order."""
         return tuple(
             sorted(
                 start + i * outer_step + j * step
@@ -72,21 +72,21 @@ class RankSet:
         return index < len(self.ranks) and self.ranks[index] == rank
 
     def union(self, other: RankSet) -> RankSet:
-        """Ranks in either set."""
+        """Return the set of the ranks in either set."""
         return RankSet.of([*self.ranks, *other.ranks])
 
     def to_json(self) -> list[list[int]]:
-        """Plain values that `from_json` reads back without loss."""
+        """Return plain values for JSON; `from_json` reads them back without loss."""
         return [list(run) for run in self.runs]
 
     @classmethod
     def from_json(cls, data: Any) -> RankSet:
-        """Inverse of `to_json`."""
+        """Return the value that `to_json` has described."""
         return cls(tuple((int(a), int(b), int(c), int(d), int(e)) for a, b, c, d, e in data))
 
 
 def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Greedy (start, count, step) runs of ascending ranks."""
+    """Divide ascending ranks greedily into (start, count, step) runs."""
     runs: list[tuple[int, int, int]] = []
     at = 0
     while at < len(ranks):
@@ -94,7 +94,7 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
         stop = at + 1
         while stop < len(ranks) and ranks[stop] - ranks[stop - 1] == step:
             stop += 1
-        # Two ranks that are far apart are more often the end of one run and the start of the next.
+        # Two ranks with a gap between them are usually the end of one run and the start of the next, not a run.
         if stop - at == 2 and step > 1 and stop < len(ranks):
             stop, step = at + 1, 1
         runs.append((ranks[at], stop - at, step if stop - at > 1 else 1))
@@ -103,7 +103,7 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _repeat(runs: Sequence[tuple[int, int, int]]) -> Iterable[Run]:
-    """Join equal runs at equal distances."""
+    """Join runs of equal count and step at equal distances; yields (start, count, step, outer, outer_step)."""
     at = 0
     while at < len(runs):
         start, count, step = runs[at]
@@ -124,10 +124,10 @@ class Axis:
     """How a rank's coordinate on one mesh axis follows from the rank's number.
 
     Args:
-        size: ranks along the axis.
+        size: number of ranks along the axis.
         stride: the coordinate is ``(rank - base) // stride % size``.
-        base: lowest rank of the mesh, for meshes that do not start at a multiple of their extent.
-        table: (rank, coordinate) of every rank, for a mesh that follows no such rule; else None.
+        base: lowest rank of the mesh, for meshes that do not start at a multiple of their extent; else 0.
+        table: (rank, coordinate) of every rank, for a mesh that does not follow this formula; else None.
     """
 
     size: int
@@ -136,7 +136,7 @@ class Axis:
     table: tuple[tuple[int, int], ...] | None = None
 
     def coordinates(self, ranks: Sequence[int]) -> list[int]:
-        """Coordinate of each rank; -1 for ranks that a table leaves out."""
+        """Return the coordinate of each rank; -1 for ranks that the table leaves out."""
         if self.table is None:
             base, stride, size = self.base, self.stride, self.size
             return [(rank - base) // stride % size for rank in ranks]
@@ -144,7 +144,7 @@ class Axis:
         return [known.get(rank, -1) for rank in ranks]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads back without loss."""
+        """Return plain values for JSON; `from_json` reads them back without loss."""
         data: dict[str, Any] = {"size": self.size, "stride": self.stride}
         if self.base:
             data["base"] = self.base
@@ -154,37 +154,37 @@ class Axis:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Axis:
-        """Inverse of `to_json`."""
+        """Return the value that `to_json` has described."""
         table = data.get("table")
         pairs = None if table is None else tuple((int(rank), int(coordinate)) for rank, coordinate in table)
         return cls(int(data["size"]), int(data["stride"]), int(data.get("base", 0)), pairs)
 
 
 Axes = tuple[Axis, ...]
-Layouts = Sequence[GroupLayout]  # the manifest's table, to which cuts refer by index
+Layouts = Sequence[GroupLayout]  # the manifest's table of layouts; `LayoutCut.layout` is an index of it
 
 
 class Cut(ABC):
-    """How one sharding axis divides the region that is left after earlier cuts."""
+    """How one sharding axis divides the region that earlier cuts leave."""
 
-    __slots__ = ()  # else subclasses with slots would have a dict as well
+    __slots__ = ()  # without it, subclasses with slots would have a ``__dict__`` too
 
     @abstractmethod
     def narrow(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> Region:
-        """The part of ``region`` that belongs to ranks at ``coordinate`` on an axis of ``size`` ranks."""
+        """Return the part of ``region`` that belongs to ranks at ``coordinate`` on an axis of ``size`` ranks."""
 
     @abstractmethod
     def touching(self, region: Region, size: int, wanted: Region, layouts: Layouts) -> Iterator[int]:
-        """Coordinates whose part of ``region`` may overlap ``wanted``."""
+        """Yield the coordinates whose part of ``region`` may overlap ``wanted``."""
 
     @abstractmethod
     def to_json(self) -> list[Any]:
-        """Plain values that `cut_from_json` reads back without loss."""
+        """Return plain values for JSON; `cut_from_json` reads them back without loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardCut(Cut):
-    """Cut a dim of the box into chunks of ceil(n / size), as ``Shard(dim)`` does; the last may be short."""
+    """Cut a dim into chunks of ceil(n / size) elements, like ``Shard(dim)``; the last chunks may be short or empty."""
 
     dim: int
 
@@ -192,7 +192,7 @@ class ShardCut(Cut):
         return Region.of_box(region.box.chunk(self.dim, size, coordinate))
 
     def touching(self, region: Region, size: int, wanted: Region, layouts: Layouts) -> Iterator[int]:
-        # At least 1, for the divisions below: a dim may be empty.
+        # At least 1, because an empty dim would make the divisions below fail.
         chunk = max(1, chunk_of(region.box.sizes[self.dim], size, 0).numel)
         corner = region.box.offsets[self.dim]
         boxes = [box for box, _ in wanted.pieces()]
@@ -207,17 +207,17 @@ class ShardCut(Cut):
 
 
 class _FlatCut(Cut):
-    """Cut the region's flat elements into one range per coordinate."""
+    """A cut of the region's flat elements into one range per coordinate."""
 
     __slots__ = ()
 
     @abstractmethod
     def flat_range(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> FlatRange:
-        """The range of the box's flat elements at a coordinate."""
+        """Return the range of the box's flat elements that belongs to a coordinate."""
 
     @abstractmethod
     def coordinates_of(self, region: Region, size: int, flat: FlatRange, layouts: Layouts) -> Iterator[int]:
-        """Coordinates whose ranges share elements with ``flat``."""
+        """Yield the coordinates whose ranges share elements with ``flat``."""
 
     def narrow(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> Region:
         return Region(region.box, self.flat_range(region, coordinate, size, layouts))
@@ -226,6 +226,7 @@ class _FlatCut(Cut):
         if region.box == wanted.box:
             flat = wanted.span
         else:
+            # The smallest flat range of the region's box that covers the wanted elements; the range may cover others.
             strides = contiguous_strides(region.box.sizes)
             ranges = []
             for box, _ in wanted.pieces():
@@ -258,6 +259,7 @@ class LayoutCut(_FlatCut):
     def coordinates_of(self, region: Region, size: int, flat: FlatRange, layouts: Layouts) -> Iterator[int]:
         layout = layouts[self.layout]
         slot = layout.slots[self.slot]
+        # The slot's elements are in several runs of the buffer, each with its own ranks.
         if slot.is_scattered:
             start = 0
             for run in slot.runs:
@@ -276,15 +278,21 @@ class LayoutCut(_FlatCut):
 
 @dataclass(frozen=True)
 class UnitsCut(_FlatCut):
-    """A `RaggedShard` without a known layout: its units, run-length coded as (count, units)."""
+    """The pieces of a `RaggedShard` whose layout is unknown.
+
+    Attributes:
+        dims: the placement's dims.
+        runs: run lengths (count, units): ``count`` consecutive ranks have ``units`` units each.
+    """
 
     dims: tuple[int, ...]
     runs: tuple[tuple[int, int], ...]
 
     @cached_property
     def placement(self) -> RaggedShard:
-        """The placement itself."""
-        from vescale_fsdp.layout.placement import RaggedShard  # imports torch, which no other cut needs
+        """The `RaggedShard` with these dims and units."""
+        # Imported here, because the module imports torch, which other cuts do not need.
+        from vescale_fsdp.layout.placement import RaggedShard
 
         return RaggedShard.of_runs(self.dims, RunLengths(self.runs))
 
@@ -299,10 +307,10 @@ class UnitsCut(_FlatCut):
 
 
 def cut_from_json(data: Sequence[Any]) -> Cut:
-    """Inverse of every cut's ``to_json``.
+    """Return the cut that a ``to_json`` method of a cut has described.
 
     Raises:
-        CorruptCheckpointError: for an unknown kind.
+        CorruptCheckpointError: for an unknown kind of cut.
     """
     kind, *values = data
     if kind == "shard":
@@ -312,23 +320,23 @@ def cut_from_json(data: Sequence[Any]) -> Cut:
     if kind == "units":
         return UnitsCut(tuple(values[0]), tuple((int(count), int(units)) for count, units in values[1]))
     raise CorruptCheckpointError(
-        "The manifest cuts a tensor in an unknown way.", expected="shard, layout or units", got=kind
+        "The manifest has a cut of an unknown kind.", expected="shard, layout or units", got=kind
     )
 
 
 def shard_order(shards: Mapping[int, tuple[int, int]], sizes: Sequence[int]) -> list[int] | None:
-    """Mesh axes in the order in which they cut a tensor; None if their split factors give no order.
+    """Return the mesh axes in the order in which they cut a tensor; None if the split factors give no order.
 
-    torch represents an axis that cuts after later axes of the mesh as a strided shard. Its split factor is the product
-    of those axes' sizes. Other split factors occur too, such as for a tensor that is cut by columns and then flattened:
-    each rank has scattered elements, which no order of cuts gives.
+    torch represents an axis that cuts after later axes of the mesh as a strided shard, whose split factor is the
+    product of the sizes of these later axes. Other split factors occur too: if a tensor is cut by columns and then
+    flattened, each rank has scattered elements, and no order of cuts produces them.
 
     Args:
-        shards: tensor dim and split factor (1 for a plain shard) of each axis that cuts.
+        shards: axis -> (tensor dim, split factor), for each axis that cuts; the factor is 1 for a plain shard.
         sizes: the sizes of all axes of the mesh.
     """
     orders: dict[int, list[int]] = {}
-    # From the last axis on: a split factor is a product of later axes' sizes.
+    # From the last axis to the first, because a split factor is a product of the sizes of later axes.
     for axis in sorted((axis for axis in shards if sizes[axis] > 1), reverse=True):
         dim, split_factor = shards[axis]
         order = orders.setdefault(dim, [])
@@ -336,18 +344,19 @@ def shard_order(shards: Mapping[int, tuple[int, int]], sizes: Sequence[int]) -> 
         if split_factor not in parts:
             return None
         order.insert(parts.index(split_factor), axis)
+    # Cuts of different dims may be in any order; sorted, so that equal tensors have equal descriptions.
     return [axis for order in sorted(orders.values(), key=min) for axis in order]
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Axes and cuts of one tensor: axis i makes cut i, in order of application."""
+    """The axes and cuts of one tensor, in order of application: cut i divides the tensor along axis i."""
 
     axes: Axes
     cuts: tuple[Cut, ...]
 
     def region(self, shape: tuple[int, ...], coordinates: Sequence[int], layouts: Layouts) -> Region:
-        """The region of a tensor of this shape that ranks at these coordinates hold."""
+        """Return the region that ranks at these coordinates have of a tensor of this shape."""
         region = whole_region(shape)
         for axis, cut, coordinate in zip(self.axes, self.cuts, coordinates, strict=True):
             region = cut.narrow(region, coordinate, axis.size, layouts)
@@ -356,7 +365,7 @@ class Distribution:
     def touching(
         self, shape: tuple[int, ...], wanted: Region | None, layouts: Layouts
     ) -> Iterator[tuple[tuple[int, ...], Region]]:
-        """Coordinates whose region may overlap ``wanted`` (None: all coordinates), each with its region."""
+        """Yield (coordinates, region) for each region that may overlap ``wanted``; None for all non-empty regions."""
         whole = whole_region(shape)
         target = whole if wanted is None else wanted
 
@@ -377,7 +386,7 @@ class Distribution:
 class Holders:
     """The coordinates of each rank of a set, and the order of replicas.
 
-    A cell is the row-major index of coordinates in the mesh.
+    A *cell* is the row-major index of a tuple of coordinates in the mesh; ranks in one cell are replicas.
     """
 
     def __init__(self, ranks: RankSet, axes: Axes) -> None:
@@ -386,7 +395,7 @@ class Holders:
         cells = [0] * len(members)
         for axis in axes:
             coordinates = axis.coordinates(members)
-            # A rank that one axis leaves out is outside of the mesh: its cell stays -1 on all later axes.
+            # Coordinate -1: the rank is outside of the mesh. Its cell is then -1, whatever later axes say.
             cells = [
                 cell * axis.size + coordinate if cell >= 0 <= coordinate else -1
                 for cell, coordinate in zip(cells, coordinates, strict=True)
@@ -397,14 +406,14 @@ class Holders:
             self._ranks_at.setdefault(cell, []).append(rank)
 
     def ranks_at(self, coordinates: Sequence[int]) -> list[int]:
-        """The replicas at these coordinates, in rank order."""
+        """Return the replicas at these coordinates, in rank order."""
         cell = 0
         for size, coordinate in zip(self._sizes, coordinates, strict=True):
             cell = cell * size + coordinate
         return self._ranks_at.get(cell, [])
 
     def position(self, rank: int) -> tuple[tuple[int, ...], int, int] | None:
-        """(coordinates, index among the replicas, number of replicas) of a rank; None if it has no part."""
+        """Return (coordinates, index among the replicas, number of replicas) of a rank; None if it has no part."""
         cell = self._cell_of.get(rank)
         if cell is None:
             return None
@@ -416,5 +425,5 @@ class Holders:
         return tuple(reversed(coordinates)), replicas.index(rank), len(replicas)
 
     def missing_cell(self) -> int | None:
-        """A cell without a rank, or None if every cell has one."""
+        """Return the first cell without a rank, or None if every cell has a rank."""
         return next((cell for cell in range(prod(self._sizes)) if cell not in self._ranks_at), None)

@@ -1,7 +1,7 @@
-"""File names of this format: of checkpoints, steps and ranks' files, and the folders of tensors' arrays.
+"""File names of the checkpoint format: steps, ranks' files, and the folders of tensors' arrays.
 
-In the zarr form, a tensor's folder is named after the tensor. Every key of a state becomes a path that file systems and
-object stores accept:
+In the zarr form, a tensor's folder is named after the tensor. Every name becomes a path that file systems and object
+stores accept:
 
     model/layers.0.weight        model/layers.0.weight        plain names stay unchanged
     a key with /                 a key with ~1                 `state_tree.join_name` has escaped it
@@ -10,7 +10,7 @@ object stores accept:
     W next to w                  W%~8f0e...                    differs only by case; the later name is changed
     a name of 300 bytes          its first 100 bytes%~8f0e...  too long for a folder's name
 
-No reader has to decode a path: the tensor's name is an attribute of its array.
+No reader has to decode a path, because the array of a tensor has the tensor's name as an attribute.
 """
 
 from __future__ import annotations
@@ -24,39 +24,40 @@ FORMAT_NAME = "vescale-checkpoint"
 MANIFEST_NAME = "manifest.json"
 ZARR_NAME = "zarr.json"  # metadata of an array or a group
 
-_STEP = re.compile(r"step-(\d{8,})")  # 8 digits: listings by name are in the order of steps
+_STEP = re.compile(r"step-(\d{8,})")  # padded to 8 digits, so that a listing by name is in the order of steps
 _RANK_FILE = re.compile(r"(\d{5,})-of-\d{5,}\.safetensors")
-_PLAIN = " !#$&'()+,;=@[]{}~-_."
-_MAX_PART_BYTES = 200  # file systems accept 255
-# Object stores accept 1024, which includes the checkpoint's folder and the chunk's name.
+_PLAIN = " !#$&'()+,;=@[]{}~-_."  # characters besides letters and digits that are not escaped
+_MAX_PART_BYTES = 200  # of one folder's name; file systems accept 255
+# Of the path in the data folder. Object stores accept 1024, including the checkpoint's folder and the chunk's name.
 _MAX_PATH_BYTES = 600
-_HEAD_BYTES = 100  # enough to recognize the tensor
+_HEAD_BYTES = 100  # of a hashed name: enough to recognize the tensor
 
 
 def step_name(step: int) -> str:
-    """The folder of a step."""
+    """Return the name of a step's folder."""
     return f"step-{step:08d}"
 
 
 def parse_step_name(name: str) -> tuple[int, str] | None:
-    """(step, name) of a step's folder; None for every other name, such as ``step-1``, whose number is not padded."""
+    """Return (step, name) for the name of a step's folder, else None, such as for ``step-1``, which is not padded."""
     match = _STEP.fullmatch(name)
+    # Compared with `step_name`, because more than 8 digits may begin with zeros.
     return (int(match[1]), name) if match and step_name(int(match[1])) == name else None
 
 
 def parse_rank_file_name(name: str) -> int | None:
-    """The rank that wrote a file of this name, as `Manifest.file_name` gives it; None for every other name."""
+    """Return the rank that wrote a file with a name from `Manifest.file_name`; None for every other name."""
     match = _RANK_FILE.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def array_paths(names: Iterable[str]) -> dict[str, str]:
-    """The path of each tensor's array inside the data folder, by name.
+    """Return the path of each tensor's array inside the data folder, by tensor name.
 
-    All paths differ, and none is inside another, even if the file system ignores case.
+    All paths differ, and no array's path is inside another array's, even if the file system ignores case.
     """
     paths: dict[str, str] = {}
-    arrays: set[str] = set()
+    arrays: set[str] = set()  # paths of arrays, in lower case
     groups: dict[str, str] = {}  # folders around arrays: path in lower case -> path
     for name in names:
         parts = [_escaped(part) for part in name.split("/")]
@@ -64,6 +65,7 @@ def array_paths(names: Iterable[str]) -> dict[str, str]:
         parents = list(accumulate(parts[:-1], "{}/{}".format))
         clashes = path.lower() in arrays or path.lower() in groups
         for parent in parents:
+            # A parent that differs only by case from another folder is the same folder on some file systems.
             clashes |= parent.lower() in arrays or groups.get(parent.lower(), parent) != parent
         if clashes or len(path) > _MAX_PATH_BYTES or max(map(len, parts)) > _MAX_PART_BYTES:
             path, parents = _hashed(name), []
@@ -74,11 +76,13 @@ def array_paths(names: Iterable[str]) -> dict[str, str]:
 
 
 def _escaped(part: str) -> str:
-    """One key as a folder name; all bytes except plain ones are percent-escaped."""
+    """Return one part of a tensor's name as a folder name: bytes that are not plain characters are percent-escaped."""
+    # A lone surrogate is escaped too, instead of an error.
     text = quote(part, safe=_PLAIN, errors="surrogatepass")
     if not text:
         return "%empty"
-    if text.lower() == "zarr.json" or text.lower().endswith(".safetensors"):  # names of this format's files
+    # Names of the files that this format puts next to arrays.
+    if text.lower() == "zarr.json" or text.lower().endswith(".safetensors"):
         head, _, tail = text.rpartition(".")
         text = f"{head}%2E{tail}"
     if text[-1] in ". ":  # some file systems drop a trailing dot or space
@@ -89,15 +93,17 @@ def _escaped(part: str) -> str:
 
 
 def _hashed(name: str) -> str:
-    import hashlib  # here: loads OpenSSL, 5 ms that most starts do not need
+    """Return a short, unique folder name: the start of the tensor's name, and a digest of the whole name."""
+    import hashlib  # here: loads OpenSSL in 5 ms, which most processes do not need
 
     digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-    return f"{_escaped(name)[:_HEAD_BYTES]}%~{digest}"  # no escape looks like this
+    return f"{_escaped(name)[:_HEAD_BYTES]}%~{digest}"  # unlike an escaped name: no hex digit after "%"
 
 
 def array_paths_1(names: Iterable[str]) -> dict[str, str]:
-    """The paths of tensors' arrays by name, in checkpoints of format version 1."""
+    """Return the paths of tensors' arrays by name, for checkpoints of format version 1."""
     paths = {}
+    # These escapes must never change: existing checkpoints have these paths.
     for name in names:
         parts = [quote(part, safe=_PLAIN) for part in name.split("/")]
         paths[name] = "/".join("%2E" * len(text) if text in (".", "..") else text or "%00" for text in parts)

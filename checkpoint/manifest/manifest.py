@@ -1,8 +1,8 @@
-"""The manifest: the one small JSON file that makes a folder a checkpoint, and says where every byte is.
+"""The manifest: the small JSON file that makes a folder a checkpoint, and defines where every byte is stored.
 
-A frozen value that does not grow with the number of ranks. The tensors of a rank's file, their order and their
-offsets are computed from it (see `rank_file` and `zarr_layout`). `structure` describes the state, `state_tree` its
-values. FORMAT.md is the specification.
+`Manifest` is immutable, and its size does not grow with the number of ranks. The tensors of a rank's file, their order
+and their offsets are computed from the manifest (see `rank_file` and `zarr_layout`). `structure` describes the state,
+and `state_tree` the state's values. FORMAT.md is the specification.
 """
 
 from __future__ import annotations
@@ -45,23 +45,29 @@ from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import FlatRange
 
-FORMAT_VERSION = 2  # the newest version; FORMAT.md lists the changes of each
-STRIPE_BYTES = 1 << 20  # 1 MiB: the bytes of one checksum, and the unit of verified reads
-SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of larger regions
+FORMAT_VERSION = 2  # the newest version; FORMAT.md lists what each version changed
+STRIPE_BYTES = 1 << 20  # 1 MiB: each stripe has one checksum, and is the smallest read that can be verified
+SPLIT_BYTES = 64 << 10  # 64 KiB: replicas divide the writing of regions of at least this size
 
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")  # part of paths: a slash or dots could lead out of the folder
-_MAX_STRIPE_BYTES = 1 << 30  # 1 GiB: a reader allocates a stripe
+_MAX_STRIPE_BYTES = 1 << 30  # 1 GiB: a reader allocates memory for a stripe
 _MAX_NUMEL = 1 << 62  # larger counts overflow the 64-bit integers of torch and numpy
-_MAX_RANKS = 1 << 20  # bounds the time of computations for each rank
-_MAX_CHUNKS = 1 << 24  # of one tensor; each chunk is a file
+_MAX_RANKS = 1 << 20  # bounds the time of computations that loop over ranks
+_MAX_CHUNKS = 1 << 24  # bounds the number of files of one tensor
 
 
 class NoCheckpointError(CheckpointError):
-    """There is no checkpoint at a path: it is not saved yet, or was removed."""
+    """There is no checkpoint at a path: none was saved there yet, or the checkpoint was removed."""
 
 
 class StoredShare(NamedTuple):
-    """One rank's part of a tensor: the region ``held`` in its memory, and the ``share`` of it that the rank stores."""
+    """One rank's part of a tensor.
+
+    Attributes:
+        tensor_index: number of the tensor.
+        share: the region that the rank stores; replicas may divide ``held`` among themselves.
+        held: the region that the rank has in memory.
+    """
 
     tensor_index: int
     share: Region
@@ -73,18 +79,18 @@ class Manifest:
     """The content of a checkpoint, and its layout in files.
 
     Args:
-        save_id: 16 hex digits, new for every attempt; data is in ``data-<save_id>/``.
-        world_size: ranks that saved.
+        save_id: 16 hex digits, new for every attempt to save; data is in ``data-<save_id>/``.
+        world_size: number of ranks that saved.
         structure: state tree, tensors and tables.
         rank_sets: table of sets of ranks.
-        holders: for each tensor, the index in ``rank_sets`` of the ranks that have it.
+        holders: for each tensor, the index in ``rank_sets`` of the set of ranks that have the tensor.
         blob_bytes: bytes reserved in each rank's file for per-rank values (0 if there are none).
         metadata: the JSON given to `save`; the key `user` of the file.
         stripe_bytes: bytes per checksum.
         split_bytes: replicas divide a region of at least this many bytes among themselves. None: every replica stores
-            all of its region, for storage that ranks do not share.
+            its whole region, because ranks do not share storage.
         chunks: for the zarr form, each tensor's chunk sizes; None for the native form.
-        version: of the format; 1 for the native form, so that older readers accept it.
+        version: version of the format; 1 for the native form, so that older readers accept the checkpoint.
     """
 
     save_id: str
@@ -106,10 +112,11 @@ class Manifest:
 
     @cached_property
     def _holders(self) -> dict[tuple[int, int], Holders]:
+        """The cache of `holders_of`; not a field of the dataclass, because ``==`` compares fields."""
         return {}
 
     def holders_of(self, index: int) -> Holders:
-        """The ranks that have tensor number ``index``, and the order of replicas."""
+        """Return the ranks that have tensor number ``index``, with the order of replicas."""
         key = (self.holders[index], self.entries[index].axes)
         if key not in self._holders:
             self._holders[key] = Holders(self.rank_sets[key[0]], self.structure.axes[key[1]])
@@ -117,41 +124,41 @@ class Manifest:
 
     @cached_property
     def distributions(self) -> list[Distribution]:
-        """Axes and cuts of each tensor."""
+        """The axes and cuts of each tensor, by tensor number."""
         return [self.structure.distribution(entry) for entry in self.entries]
 
     def split(self, index: int, region: Region, replica: int, replicas: int) -> Region:
-        """The part of a region that one of its replicas stores.
+        """Return the part of a region that replica number ``replica`` of ``replicas`` stores.
 
-        Replicas share a large region in equal parts; the first replica stores all of a small one.
+        Replicas divide a large region into equal parts. A small region is stored by the first replica alone.
         """
         if replicas == 1 or self.split_bytes is None:
             return region
         if self.is_undivided(index, region):
             start = region.span.start
-            # The other replicas store nothing.
+            # An empty part: replicas other than the first store nothing.
             return region if replica == 0 else Region(region.box, FlatRange(start, start))
         return region.part(replica, replicas)
 
     def is_undivided(self, index: int, region: Region) -> bool:
-        """Whether the first of several replicas of a region stores all of it."""
+        """Return whether a region is too small to be divided: the first replica then stores the whole region."""
         return self.split_bytes is not None and region.numel * self.entries[index].itemsize < self.split_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors and per-rank values, without headers and checksums; replicas count once."""
+        """Number of bytes of all tensors and per-rank values, without headers and checksums; replicas count once."""
         return sum(entry.numel * entry.itemsize for entry in self.entries) + self.world_size * self.blob_bytes
 
     @cached_property
     def shares(self) -> list[list[StoredShare]]:
         """The shares that each rank stores, in file order, for readers of all files.
 
-        The time to compute them grows with the pieces, not with ranks times tensors. A reader of one file uses its
-        `RankFile`, which needs less memory.
+        The time to compute the shares grows with their number, not with ranks times tensors. A reader of one file uses
+        `RankFile` without this list, which needs less memory.
         """
         stored: list[list[StoredShare]] = [[] for _ in range(self.world_size)]
         structure = self.structure
-        # Cached by all that a tensor's regions depend on: weights and their moments are cut alike.
+        # A cache, because weights and their moments are cut alike. The key is all that a tensor's regions depend on.
         parts: dict[tuple[object, ...], list[tuple[list[int], Region]]] = {}
         # In the zarr form, ranks' files have no tensors.
         for index, entry in enumerate(() if self.is_zarr else structure.entries):
@@ -162,10 +169,11 @@ class Manifest:
                 at = self.holders_of(index).ranks_at
                 held_by = parts[cut] = [(at(coordinates), held) for coordinates, held in touching]
             for ranks, held in held_by:
-                if len(ranks) == 1:
+                if len(ranks) == 1:  # fast path: no replicas
                     if held.numel:
                         stored[ranks[0]].append(StoredShare(index, held, held))
                     continue
+                # The first replica alone stores a small region.
                 for replica, rank in enumerate(ranks[:1] if self.is_undivided(index, held) else ranks):
                     share = self.split(index, held, replica, len(ranks))
                     if share.numel:
@@ -174,7 +182,7 @@ class Manifest:
 
     @cached_property
     def indices_by_name(self) -> dict[str, list[int]]:
-        """Indices of the tensors of each name; several if ranks cut the tensor in different ways."""
+        """Name -> indices of the tensors of that name: several if groups of ranks cut the tensor in different ways."""
         indices: dict[str, list[int]] = {}
         for index, entry in enumerate(self.entries):
             indices.setdefault(entry.name, []).append(index)
@@ -187,27 +195,27 @@ class Manifest:
 
     @property
     def chunk_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Sizes of each tensor's chunks, in the zarr form."""
+        """Sizes of each tensor's chunks; only for the zarr form."""
         assert self.chunks is not None
         return self.chunks
 
     @property
     def has_chunk_table(self) -> bool:
-        """Whether ranks' files have the checksums of the chunks that the ranks wrote."""
+        """Whether each rank's file has the checksums of the chunks that the rank wrote; new in version 2."""
         return self.is_zarr and self.version >= 2
 
     @cached_property
     def array_paths(self) -> list[str]:
-        """Folder of each tensor's array in the zarr form, relative to the checkpoint's."""
+        """Folder of each tensor's array in the zarr form, relative to the checkpoint's folder."""
         paths = (array_paths_1 if self.version == 1 else array_paths)(self.indices_by_name)
         return [f"data-{self.save_id}/{paths[entry.name]}" for entry in self.entries]
 
     def file_name(self, rank: int) -> str:
-        """A rank's file, relative to the checkpoint's folder."""
+        """Return the name of a rank's file, relative to the checkpoint's folder."""
         return f"data-{self.save_id}/{rank:05d}-of-{self.world_size:05d}.safetensors"
 
     def to_bytes(self) -> bytes:
-        """The file's content, checksum included."""
+        """Return the content of the manifest's file, with its checksum."""
         structure = self.structure
         content = dump_json(
             {
@@ -234,11 +242,11 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, where: str) -> Manifest:
-        """Read a manifest from an untrusted source.
+        """Parse and check a manifest from an untrusted source.
 
         Raises:
-            CheckpointError: if it is of a newer version of the format.
-            CorruptCheckpointError: if it is not a manifest, is damaged, or contradicts itself.
+            CheckpointError: if the manifest has a newer version of the format.
+            CorruptCheckpointError: if the bytes are not a manifest, are damaged, or contradict themselves.
         """
         data = _parse(raw, where)
         try:
@@ -258,9 +266,9 @@ class Manifest:
             for problem in _problems(manifest):
                 raise _corrupt(where, problem)
             decode(manifest.structure.tree, partial(_check_leaf, manifest, where), where)
-        except CheckpointError:  # says already what is wrong
+        except CheckpointError:  # already describes the problem
             raise
-        except Exception as error:  # JSON of wrong types or numbers raises errors of any class
+        except Exception as error:  # values of wrong types or sizes can raise errors of any class
             raise _corrupt(where, f"{type(error).__name__}: {error}") from error
         return manifest
 
@@ -275,12 +283,15 @@ def build_manifest(
     stripe_bytes: int = STRIPE_BYTES,
     split_bytes: int | None = SPLIT_BYTES,
 ) -> Manifest:
-    """The manifest of a state whose ranks have these structures; needs no process group.
+    """Build the manifest of a state from the structures of all ranks; needs no process group.
+
+    Args:
+        classes: each distinct structure, with the ranks that have it.
 
     Raises:
         CheckpointError: if the structures contradict each other, or no rank has some part of a tensor.
     """
-    if len(classes) == 1:
+    if len(classes) == 1:  # the usual case: all ranks have the same structure, and nothing is merged
         ranks, structure = classes[0]
         sets = (ranks,) * len(structure.entries)
     else:
@@ -302,22 +313,22 @@ def build_manifest(
 
 
 def _seal(checksum: object) -> bytes:
-    """The end of a manifest; the checksum covers all bytes before it and a closing brace."""
+    """Return the last bytes of a manifest. The checksum covers all bytes before them, followed by a closing brace."""
     return f',"checksum":"{checksum}"}}'.encode()
 
 
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        "The manifest is damaged, or is another file.",
+        "The file is not a manifest, or is damaged.",
         expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
         got=got,
         where=where,
-        todo="restore an older step; verify(path) lists all that is wrong",
+        todo="restore an older step; verify(path) lists all problems",
     )
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
-    """JSON of the right format, version and checksum."""
+    """Parse the JSON of a manifest, and check its format, checksum and version."""
     try:
         data = json.loads(raw, parse_constant=_refuse_constant)
         if not isinstance(data, dict) or data.get("format") != FORMAT_NAME:
@@ -325,17 +336,17 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
             raise _corrupt(where, f"format {name!r}")
         seal = _seal(data.get("checksum"))
         written = RunningDigest(memoryview(raw)[: -len(seal)])
-        written.update(b"}")
+        written.update(b"}")  # the checksum was computed before the seal replaced the closing brace
         as_written = raw.endswith(seal) and written.hexdigest() == data["checksum"]
         if not as_written:
-            # The bytes differ from those that were saved, but may be the same JSON, reformatted.
+            # The file may have been reformatted: the bytes then differ, but not the JSON values.
             content = {key: value for key, value in parse_json(raw).items() if key != "checksum"}
             if data.get("checksum") != hex_digest_of(dump_json(content)):
                 raise _corrupt(where, "the checksum does not fit the content")
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise _corrupt(where, str(error)) from error
     version = data.get("version")
-    # After the checksum: a flipped bit can turn version 1 into 3, and no user should update because of that.
+    # After the checksum: a flipped bit can turn version 1 into 3, and the message would then suggest a wrong remedy.
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointError(
             "The checkpoint was written by a newer version of the format.",
@@ -354,10 +365,15 @@ def _refuse_constant(text: str) -> float:
 
 
 def _check_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None:
-    """Check the references of a leaf of the state tree, before a state is matched with the tree."""
+    """Check that the tensor number or name in a leaf of the state tree is valid.
+
+    Raises:
+        CorruptCheckpointError: if the number or name is not valid.
+    """
     if node["$"] == "tensor":
         index = node["i"]
-        if type(index) is not int or not 0 <= index < len(manifest.entries):  # a bool is an int too
+        # `type`: isinstance accepts a bool.
+        if type(index) is not int or not 0 <= index < len(manifest.entries):
             raise _corrupt(where, f"tensor number {index!r} of {len(manifest.entries)}")
         if node.get("numpy") and not is_numpy_dtype(manifest.entries[index].dtype):
             raise _corrupt(where, f"an array of dtype {manifest.entries[index].dtype}")
@@ -366,7 +382,7 @@ def _check_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
-    """Bounds and references that are not valid. Later checks rely on earlier ones: only the first problem counts.
+    """Yield the bounds and references that are not valid. Only the first is reliable: later checks assume valid values.
 
     If there are no problems, computed paths stay inside the folder, computed indices stay inside the arrays, and
     computations take bounded time and memory.
@@ -374,12 +390,14 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     world_size, split_bytes = manifest.world_size, manifest.split_bytes
     save_id, stripe_bytes = manifest.save_id, manifest.stripe_bytes
     valid = {
+        # Part of paths: a slash or dots could lead out of the folder.
         "save_id": isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None,
-        # `type`: a bool is an int too.
+        # `type`: isinstance accepts a bool.
         "world_size": type(world_size) is int and 1 <= world_size <= _MAX_RANKS,
         "stripe_bytes": type(stripe_bytes) is int
         and 16 <= stripe_bytes <= _MAX_STRIPE_BYTES
-        and stripe_bytes % 16 == 0,  # the largest item size: no stripe cuts an element
+        and stripe_bytes % 16 == 0,  # 16 is the largest item size, so that no stripe cuts an element
+        # 256 TiB: far above any real size.
         "blob_bytes": type(manifest.blob_bytes) is int and 0 <= manifest.blob_bytes < 1 << 48,
         "split_bytes": split_bytes is None or (type(split_bytes) is int and split_bytes >= 0),
     }
@@ -390,6 +408,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         for start, count, step, outer, outer_step in ranks.runs:
             last = start + max(0, count - 1) * step + max(0, outer - 1) * outer_step
             is_inside = min(start, count, step, outer, outer_step) >= 0 and last < world_size
+            # The size too: with a step of 0, a run with a huge count would stay inside the world.
             if not is_inside or count * outer > world_size:
                 yield f"ranks {ranks.runs} in a world of {world_size}"
     if manifest.is_zarr and len(manifest.chunk_sizes) != len(manifest.entries):
@@ -400,8 +419,10 @@ def _problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _entry_problems(manifest: Manifest, index: int, entry: Entry) -> Iterator[str]:
+    """Yield the problems of one tensor's description."""
     structure = manifest.structure
     _ = entry.itemsize  # raises for an unknown dtype
+    # The sign is checked too, because two negative sizes have a positive product.
     if min(entry.shape, default=0) < 0 or entry.numel > _MAX_NUMEL:
         yield f"shape {entry.shape}"
     if not 0 <= entry.axes < len(structure.axes) or len(structure.axes[entry.axes]) != len(entry.cuts):
@@ -409,9 +430,9 @@ def _entry_problems(manifest: Manifest, index: int, entry: Entry) -> Iterator[st
     if not 0 <= manifest.holders[index] < len(manifest.rank_sets):
         yield f"ranks {manifest.holders[index]}"
     if manifest.is_zarr:
-        entry.name.encode()  # raises for half a surrogate pair, which no folder's name can have
+        entry.name.encode()  # raises for a lone surrogate, which no folder's name can have
         chunks = manifest.chunk_sizes[index]
-        # Not strict: the lengths are compared below.
+        # Not strict: the lengths of `chunks` and the shape are compared below.
         is_inside = all(1 <= size <= max(1, full) for size, full in zip(chunks, entry.shape, strict=False))
         count = prod(-(-full // max(1, size)) for size, full in zip(chunks, entry.shape, strict=False))
         if len(chunks) != len(entry.shape) or not is_inside or count > _MAX_CHUNKS:
@@ -422,7 +443,8 @@ def _entry_problems(manifest: Manifest, index: int, entry: Entry) -> Iterator[st
 
 
 def _is_valid_cut(manifest: Manifest, entry: Entry, axis: Axis, cut: Cut) -> bool:
-    """Whether a cut is possible; checked before its pieces are listed."""
+    """Return whether a cut fits the tensor and the axis. Called before any code lists the cut's pieces."""
+    # The formula for coordinates divides by the stride.
     if not 1 <= axis.size <= manifest.world_size or (axis.table is None and axis.stride < 1):
         return False
     if isinstance(cut, ShardCut):

@@ -1,13 +1,14 @@
-"""A rank's file, computed from the manifest alone: its pieces, every byte of its header, its table of checksums.
+"""The layout of a rank's file, computed from the manifest alone: pieces, header, and table of checksums.
 
     bytes   0        8              data                              blob        table      end
             |u64 len | JSON, spaces | piece | piece | ... | piece |   per-rank  | checksums |
                                       dense, in the order of the manifest's tensors
 
-In the zarr form there are no pieces; instead, the file has the checksums of the chunks that the rank owns.
+The file of the zarr form has no pieces, but the checksums of the chunks that the rank owns.
 
-The header ends at a multiple of 64 bytes, and pieces are in order of falling item size, so that every piece is aligned.
-Checksums are the last entry of the safetensors file: copies of the file include them, and a writer can append them.
+The header ends at a multiple of 64 bytes, and pieces are in order of descending item size, so that every piece is
+aligned. The checksums are the last entry of the safetensors file: a copy of the file includes them, and a writer can
+append them.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from vescale_fsdp.layout.geometry import round_up
 
 BLOB_NAME = "__per_rank__"
 TABLE_NAME = "__checksums__"
-CHUNKS_NAME = "__chunks__"  # only in files that hold no tensors
+CHUNKS_NAME = "__chunks__"  # not reserved: only in files of the zarr form, which have no tensors
 RESERVED_NAMES = ("__metadata__", BLOB_NAME, TABLE_NAME)  # entries of the header that are not tensors
 _HEADER_ALIGN_BYTES = 64  # a multiple of every item size, so that memory-mapped pieces are aligned
 
 
 class FilePiece(NamedTuple):
-    """A stored region of a tensor, and its byte range in the file.
+    """A stored region of a tensor, and its half-open byte range in the file.
 
     Attributes:
-        local_start: index of the piece's first element in the rank's region; replicas store only parts of it.
+        local_start: index of the region's first element in the rank's local tensor, of which a replica may store only
+            a part.
     """
 
     tensor_index: int
@@ -55,8 +57,8 @@ class RankFile:
     Args:
         manifest: the checkpoint's manifest.
         rank: the rank that wrote (or will write) the file.
-        shares: the rank's entry of `Manifest.shares`, from callers that need the files of all ranks; default: computed
-            for this rank alone.
+        shares: the rank's entry of `Manifest.shares`, if the caller has computed the shares of all ranks; None to
+            compute them for this rank alone.
     """
 
     def __init__(self, manifest: Manifest, rank: int, shares: Sequence[StoredShare] | None = None) -> None:
@@ -71,7 +73,7 @@ class RankFile:
 
     @cached_property
     def _relative(self) -> list[FilePiece]:
-        """The pieces, with byte ranges counted from the header's end."""
+        """The pieces, with byte ranges counted from the header's end, because the header's size depends on them."""
         pieces: list[FilePiece] = []
         start, entries = 0, self.manifest.entries
         for index, share, held in self._own_shares() if self._shares is None else self._shares:
@@ -81,11 +83,11 @@ class RankFile:
         return pieces
 
     def _own_shares(self) -> Iterator[StoredShare]:
-        """The shares that this rank stores, in file order."""
+        """Yield the shares that this rank stores, in file order."""
         manifest, layouts = self.manifest, self.manifest.structure.layouts
         if manifest.is_zarr:
-            return  # tensors are in zarr arrays
-        # Caches: most tensors have the same ranks and axes, and weights and their moments are cut alike.
+            return  # the tensors are stored in zarr arrays instead
+        # Two caches: most tensors have the same ranks and axes, and weights and their moments have the same cuts.
         positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
         regions: dict[tuple[object, ...], Region] = {}
         for index, entry in enumerate(manifest.entries):
@@ -93,7 +95,7 @@ class RankFile:
             if key not in positions:
                 positions[key] = manifest.holders_of(index).position(self.rank)
             position = positions[key]
-            if position is None:
+            if position is None:  # this rank has no part of the tensor
                 continue
             coordinates, replica, replicas = position
             cut = (entry.shape, entry.axes, entry.cuts, coordinates)
@@ -102,12 +104,12 @@ class RankFile:
                 held = manifest.distributions[index].region(entry.shape, coordinates, layouts)
                 regions[cut] = held
             share = manifest.split(index, held, replica, replicas)
-            if share.numel:
+            if share.numel:  # an empty share is not stored
                 yield StoredShare(index, share, held)
 
     @cached_property
     def pieces(self) -> tuple[FilePiece, ...]:
-        """The pieces, in file order; none is empty."""
+        """The non-empty pieces, in file order."""
         base = len(self.header)
         return tuple(
             FilePiece(index, region, local_start, base + start, base + stop)
@@ -116,50 +118,57 @@ class RankFile:
 
     @cached_property
     def piece_of(self) -> dict[int, FilePiece]:
-        """Tensor number -> its piece."""
+        """Tensor number -> piece."""
         return {piece.tensor_index: piece for piece in self.pieces}
 
     @cached_property
     def _payload_bytes(self) -> int:
+        # Without pieces, the payload is the checksums of the chunks, which only files of the zarr form have.
         return self._relative[-1].stop_bytes if self._relative else CRC_BYTES * len(self.chunks)
 
     @property
     def blob_start(self) -> int:
-        """First byte of the per-rank values."""
+        """Offset of the per-rank values' first byte in the file."""
         return len(self.header) + self._payload_bytes
 
     @property
     def table_start(self) -> int:
-        """First byte of the checksums, which cover all bytes before."""
+        """Offset of the table of checksums in the file; the checksums cover all bytes before it."""
         return self.blob_start + self.manifest.blob_bytes
 
     @cached_property
     def num_stripes(self) -> int:
-        """Stripes of the covered bytes; the last may be short."""
+        """Number of stripes that the checksums cover; the last stripe may be short."""
         return -(-self.table_start // self.manifest.stripe_bytes)
 
     @property
     def total_bytes(self) -> int:
-        """Size of the file, whose table ends with a checksum of the table."""
+        """Size of the file in bytes."""
+        # + 1: the table ends with its own checksum.
         return self.table_start + (self.num_stripes + 1) * CHECKSUM_BYTES
 
     def stripe(self, index: int) -> tuple[int, int]:
-        """Half-open byte range of a stripe."""
+        """Return the half-open byte range of a stripe."""
         size = self.manifest.stripe_bytes
         return index * size, min((index + 1) * size, self.table_start)
 
     def chunk_table(self, checksums: Mapping[Chunk, int]) -> bytes:
-        """The content of the zarr form's rank files, which have no pieces: crc32c of the rank's chunks, in order."""
+        """Return the chunk checksums as they are stored in a file of the zarr form: the crc32c of each of its chunks.
+
+        Args:
+            checksums: the crc32c of each chunk that the rank owns.
+        """
         return struct.pack(f"<{len(self.chunks)}I", *(checksums[chunk] for chunk in self.chunks))
 
     @property
     def tensor_names(self) -> list[str]:
-        """Names of everything after the header, for messages."""
+        """Names of all tensors and other parts of the file, for messages."""
         return self.names_in(len(self.header), self.table_start)
 
     def names_in(self, start: int, stop: int) -> list[str]:
-        """Names of the tensors and other parts in a byte range, for messages."""
+        """Return the names of the tensors and other parts in a byte range, for messages."""
         names = ["the header"] if start < len(self.header) else []
+        # - 1: the piece before may extend into the range.
         first = max(0, bisect_right(self.pieces, start, key=lambda piece: piece.start_bytes) - 1)
         for piece in self.pieces[first:]:
             if piece.start_bytes >= stop:
@@ -174,18 +183,19 @@ class RankFile:
 
     @cached_property
     def header(self) -> bytes:
-        """The file's first bytes: length and JSON, padded with spaces."""
+        """The file's first bytes: the length of the JSON, and the JSON, padded with spaces."""
         metadata = {
             "format": FORMAT_NAME,
             "version": str(self.manifest.version),
             "save_id": self.manifest.save_id,
-            "rank": str(self.rank),  # safetensors allows no values but strings here
+            "rank": str(self.rank),  # safetensors allows only strings as values of __metadata__
             "world_size": str(self.manifest.world_size),
         }
         entries = self.manifest.entries
         items = [f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
         for index, region, _, start, stop in self._relative:
             entry = entries[index]
+            # A dtype that safetensors lacks is declared as several elements of a narrower dtype.
             code, multiple = stored_dtype(entry.dtype).carrier
             items.append(_item(entry.name, code, region.numel * multiple, start, stop))
         if self.chunks:
@@ -194,7 +204,7 @@ class RankFile:
         if self.manifest.blob_bytes:
             items.append(_item(BLOB_NAME, "U8", self.manifest.blob_bytes, self._payload_bytes, end))
         pieces = ",".join(items)
-        # The header contains the table's size, which depends on the header's size: repeated until they agree.
+        # The header contains the table's size, and a longer header may need a larger table: repeated until both fit.
         table_bytes = 0
         while True:
             table = _item(TABLE_NAME, "U8", table_bytes, end, end + table_bytes)
@@ -206,23 +216,30 @@ class RankFile:
 
 
 def pack_table(checksums: Sequence[int]) -> bytes:
-    """The table of a file's checksums, little-endian, followed by its own checksum."""
+    """Return the table of a file's checksums as little-endian u64, followed by the table's own checksum."""
     table = struct.pack(f"<{len(checksums)}Q", *checksums)
     return table + struct.pack("<Q", checksum_of(table))
 
 
 def _item(name: str, code: str, numel: int, start: int, stop: int) -> str:
-    """One entry of a safetensors header, as compact JSON."""
+    """Return one entry of a safetensors header as compact JSON."""
     return f'{encode_basestring_ascii(name)}:{{"dtype":"{code}","shape":[{numel}],"data_offsets":[{start},{stop}]}}'
 
 
 def _pad(text: bytes) -> bytes:
-    padded = round_up(8 + len(text), _HEADER_ALIGN_BYTES)  # 8: the length before the text
+    """Return the length of the JSON, and the JSON with spaces up to the alignment."""
+    padded = round_up(8 + len(text), _HEADER_ALIGN_BYTES)  # 8 bytes are the length before the text
     return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
 
 
 class FileShare(NamedTuple):
-    """A part of a region that is stored in one piece of one file."""
+    """A part of a wanted region, and the piece of a rank's file that contains the part.
+
+    Attributes:
+        rank: the rank of the file.
+        piece: the stored piece.
+        share: the overlap of the piece, as source, and the wanted region, as target.
+    """
 
     rank: int
     piece: FilePiece
@@ -230,12 +247,12 @@ class FileShare(NamedTuple):
 
 
 class ShareFinder:
-    """Finds the stored parts of regions; the layout of each rank's file is computed once, when first needed.
+    """Finds the stored parts of regions. The layout of each rank's file is computed once, when first needed.
 
     Args:
         manifest: the checkpoint's manifest.
-        cost: gives the cost of reading a rank's file. Where every replica stores all of a region, the cheapest replica
-            is read.
+        cost: returns the cost of reading a rank's file. Where every replica stores its whole region, the replica with
+            the lowest cost is read.
     """
 
     def __init__(self, manifest: Manifest, cost: Callable[[int], int] = lambda rank: 0) -> None:
@@ -245,19 +262,19 @@ class ShareFinder:
         self._shares: dict[tuple[object, ...], list[tuple[int, SharedRun | SharedPatch]]] = {}
 
     def file(self, rank: int) -> RankFile:
-        """The layout of a rank's file."""
+        """Return the layout of a rank's file."""
         if rank not in self._files:
             self._files[rank] = RankFile(self.manifest, rank)
         return self._files[rank]
 
     def shares(self, index: int, wanted: Region) -> list[FileShare]:
-        """The stored parts that together are a region of tensor number ``index``.
+        """Return the stored parts that together make up a region of tensor number ``index``.
 
         Raises:
-            CorruptCheckpointError: if elements are missing, naming the tensor.
+            CorruptCheckpointError: if elements are missing; names the tensor.
         """
         entry = self.manifest.entries[index]
-        # Weights and their moments are cut alike: one computation for all of them.
+        # A cache, because weights and their moments are cut alike. The key is all that the result depends on.
         key = (wanted, entry.shape, entry.itemsize, entry.axes, entry.cuts, self.manifest.holders[index])
         shares = self._shares.get(key)
         if shares is None:
@@ -274,7 +291,7 @@ class ShareFinder:
         return [FileShare(rank, self.file(rank).piece_of[index], share) for rank, share in shares]
 
     def _find_shares(self, index: int, wanted: Region) -> Iterator[tuple[int, SharedRun | SharedPatch]]:
-        """(rank, part) for each stored part of a region."""
+        """Yield (rank, part) for each stored part of a region."""
         if not wanted.numel:
             return
         manifest, entry = self.manifest, self.manifest.entries[index]
@@ -283,7 +300,8 @@ class ShareFinder:
         for coordinates, region in touching:
             ranks = holders.ranks_at(coordinates)
             if manifest.split_bytes is None:
-                ranks = [min(ranks, key=self._cost)]  # each replica has stored all of its region
+                # One is enough: each replica has stored the whole region.
+                ranks = [min(ranks, key=self._cost)]
             for replica, rank in enumerate(ranks):
                 share = manifest.split(index, region, replica, len(ranks))
                 for part in overlaps(share, wanted) if share.numel else ():

@@ -1,15 +1,16 @@
-"""The state tree: any nesting of containers and values as JSON; tensors and per-rank values by reference.
+"""The state tree: a nesting of containers and values as JSON, which refers to tensors and per-rank values.
 
-Plain values are JSON values. Other values are objects with a ``"$"`` key:
+Plain values are JSON values. Other values are JSON objects with a ``"$"`` key:
 
-    {"$": "tensor", "i": 7}     leaf number 7 of the tensors         {"$": "per_rank", "name": "rng"}
+    {"$": "tensor", "i": 7}     tensor number 7                      {"$": "per_rank", "name": "rng"}
     {"$": "tuple", "v": [..]}   also set, frozenset                  {"$": "dict", "v": [[key, value], ..]}
     {"$": "float", "v": "nan"}  also "inf", "-inf"                   {"$": "bytes", "v": base64}
     {"$": "complex", "v": [re, im]}   {"$": "dtype", "v": "int8"}    {"$": "device", "v": "cpu"}
     {"$": "absent"}             a tensor whose mesh does not include this rank
 
-A ``bytearray`` is bytes with ``"array": true``. Nothing is pickled, so that opening a checkpoint cannot run its code.
-`decode` reads nodes, `state.capture` writes them. torch and numpy are imported only for values of their types.
+A ``bytearray`` is stored as bytes with ``"array": true``. Nothing is pickled, so that opening a checkpoint cannot run
+code from it. `decode` reads nodes, `state.capture` writes them. torch and numpy are imported only for values of their
+types.
 """
 
 from __future__ import annotations
@@ -22,42 +23,45 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named, is_numpy_
 from vescale_fsdp.errors import CorruptCheckpointError
 
 Json = Any
-# Levels of containers that a save accepts: a load needs more of the interpreter's stack for each level than the save.
+# Most levels of containers that a save accepts. A load needs more stack per level, and could not load deeper states.
 MAX_DEPTH = 100
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def child_name(parent: str, key: object) -> str:
-    """The name of a child in arguments, reports and messages: keys joined by dots."""
+    """Return the name of a child for arguments, reports and messages: keys joined by dots."""
     return f"{parent}.{key}" if parent else str(key)
 
 
 def join_name(parent: str, key: object) -> str:
-    """The name of a child in files: keys joined by ``/``; in keys, ``~`` and ``/`` are written ``~0`` and ``~1``.
+    """Return the name of a child in files: keys joined by ``/``; in keys, ``~`` and ``/`` become ``~0`` and ``~1``.
 
-    Such a name belongs to one leaf only, whereas two leaves may have the same name with dots.
+    Different paths of text keys give different names. With dots, ``{"a.b": x}`` and ``{"a": {"b": x}}`` give one name.
     """
     text = str(key).replace("~", "~0").replace("/", "~1")  # ~ first, or the escapes would be escaped
     return f"{parent}/{text}" if parent else text
 
 
 def split_name(name: str) -> tuple[str, ...]:
-    """The keys, as text, that `join_name` joined."""
-    # ~0 last: ~01 stands for ~1.
+    """Return the keys, as text, that `join_name` has joined."""
+    # ~0 last, because ~01 is the escape of a key's "~1".
     return tuple(part.replace("~1", "/").replace("~0", "~") for part in name.split("/"))
 
 
 def dotted_name(name: str) -> str:
-    """The name with dots, from a name of `join_name`."""
+    """Return the name with dots for a name from `join_name`."""
     return ".".join(split_name(name))
 
 
 def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = "manifest") -> Any:
-    """The value of a node; ``tensor(node)`` gives the values of tensor and per-rank leaves.
+    """Return the value of a node.
+
+    Args:
+        tensor: called with each tensor leaf, per-rank leaf and absent leaf; returns the leaf's value.
 
     Raises:
         CorruptCheckpointError: for a node of unknown kind.
-        ValueError, TypeError: for other malformed nodes, which reading a manifest refuses.
+        ValueError, TypeError: for nodes with malformed content; `Manifest.from_bytes` refuses such nodes.
     """
     if isinstance(node, list):
         return [decode(item, tensor, where) for item in node]
@@ -78,7 +82,7 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
     if kind == "float" and value in ("nan", "inf", "-inf"):
         return float(value)
     if kind == "bytes" and isinstance(value, str):
-        # Without `validate`, characters that are not base64 are skipped.
+        # Without `validate`, b64decode skips characters that are not base64, and damage would go unnoticed.
         data = base64.b64decode(value, validate=True)
         return bytearray(data) if node.get("array") is True else data
     if kind == "complex" and isinstance(value, list):
@@ -102,14 +106,14 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
 
 
 def depth_of(value: Json) -> int:
-    """Levels of containers in a JSON value; 0 for a plain one."""
+    """Return the number of levels of containers in a JSON value; 0 for a value that is not a container."""
     if not isinstance(value, (list, dict)):
         return 0
     return 1 + max(map(depth_of, value.values() if isinstance(value, dict) else value), default=0)
 
 
 def has_tensors(node: Json) -> bool:
-    """Whether a node is or contains a tensor or per-rank leaf."""
+    """Return whether a node is or contains a tensor leaf, a per-rank leaf or an absent leaf."""
     if isinstance(node, list):
         return any(has_tensors(item) for item in node)
     if not isinstance(node, Mapping):

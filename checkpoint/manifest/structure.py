@@ -1,15 +1,16 @@
-"""The structure of a state: all that ranks must agree on, independent of the number of ranks.
+"""The structure of a state: the part that ranks must agree on. Its size does not depend on the number of ranks.
 
     state_tree     one value: containers, plain values and references to tensors as JSON
     structure      one state: its tree, the description of each tensor, how tensors are cut
-    manifest       one checkpoint: a structure, the ranks that have and wrote it, and the files
+    manifest       one checkpoint: a structure, the ranks that have and wrote each tensor, and the files
 
-Two ranks have the same kind of state exactly if their structures are equal; a 16-byte digest compares them.
-`capture.take_state` builds the structure of a live state; reading one from a manifest needs no torch.
+Two ranks have the same kind of state exactly if their structures are equal; ranks compare 16-byte digests of them.
+`capture.take_state` builds the structure of a live state. Reading a structure from a manifest needs no torch.
 
 Ranks with different state (pipeline stages, experts) have different structures, which `merge_structures` joins key by
-key. A tensor may occur in several structures. Equal descriptions join their ranks. Each of several different
-descriptions must be complete on its own; otherwise the ranks disagree about the layout, and the save is refused.
+key. A tensor may occur in several structures. If its descriptions are equal, it is stored once, with the ranks of all
+these structures. If they differ, the ranks of each description must have the whole tensor; otherwise the ranks disagree
+about the layout, and the save is refused.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from vescale_fsdp.layout.group_layout import GroupLayout
 
 
 def dump_json(value: Json) -> bytes:
-    """Compact JSON: equal values have equal bytes."""
+    """Return compact JSON; equal values with keys in the same order give equal bytes."""
     return _encode(value).encode()
 
 
-_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # NaN is not JSON
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # NaN is not valid JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The description of one tensor; ``axes`` is an index into the structure's table of mesh axes."""
+    """The description of one tensor. ``axes`` is an index into the table `Structure.axes`."""
 
     name: str
     dtype: str
@@ -60,7 +61,7 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """The name in messages and reports, with dots."""
+        """The name with dots, for messages and reports."""
         return dotted_name(self.name)
 
     @property
@@ -70,11 +71,11 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """Elements of the full tensor."""
+        """Number of elements of the full tensor."""
         return prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads back without loss."""
+        """Return plain values for JSON; `from_json` reads them back without loss."""
         cuts = [cut.to_json() for cut in self.cuts]
         return {
             "name": self.name,
@@ -86,18 +87,20 @@ class Entry:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Entry:
-        """Inverse of `to_json`."""
+        """Return the value that `to_json` has described."""
         name, dtype = data["name"], data["dtype"]
         if not (isinstance(name, str) and isinstance(dtype, str)):
+            # Cut to 80 characters: the file is not trusted, and may contain anything here.
             raise TypeError(f"tensor {name!r:.80} of dtype {dtype!r:.80}")
         cuts = tuple(cut_from_json(cut) for cut in data["cuts"])
         axes = whole_numbers([data["axes"]])[0]
-        return cls(name, intern(dtype), tensor_shape(data["shape"]), axes, cuts)  # many tensors, few dtypes
+        # `intern` saves memory: many tensors, few dtypes.
+        return cls(name, intern(dtype), tensor_shape(data["shape"]), axes, cuts)
 
 
 @dataclass(frozen=True)
 class Structure:
-    """State tree, tensors in file order, and the tables that they refer to."""
+    """A state tree, its tensors in file order, and the tables of axes and layouts to which the tensors refer."""
 
     tree: Json
     entries: tuple[Entry, ...]
@@ -106,8 +109,8 @@ class Structure:
 
     @property
     def document(self) -> bytes:
-        """The structure as JSON, equal for equal structures; not cached, since it is large."""
-        # Entry by entry: the dicts of all entries need many times the memory of the text.
+        """The structure as JSON; equal structures have equal bytes. Not cached, because the text is large."""
+        # Entry by entry, because the dicts of all entries would need many times the memory of the text.
         tensors = b",".join(dump_json(entry.to_json()) for entry in self.entries)
         axes = dump_json([[axis.to_json() for axis in axes] for axes in self.axes])
         layouts = dump_json([layout.to_json() for layout in self.layouts])
@@ -116,12 +119,12 @@ class Structure:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that differ between different structures."""
+        """A 16-byte digest of the structure, which ranks compare."""
         return digest_of(self.document)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Structure:
-        """Inverse of `document`; a manifest has the same keys."""
+        """Parse the JSON of `document`, or of a manifest, which has the same keys and more."""
         return cls(
             data["state"],
             tuple(Entry.from_json(entry) for entry in data["tensors"]),
@@ -130,12 +133,12 @@ class Structure:
         )
 
     def distribution(self, entry: Entry) -> Distribution:
-        """Axes and cuts of one tensor."""
+        """Return the axes and cuts of one tensor."""
         return Distribution(self.axes[entry.axes], entry.cuts)
 
 
 def renumber(node: Json, number_of: Mapping[int, int]) -> Json:
-    """A tree with new numbers in its tensor leaves."""
+    """Return a tree with new numbers in its tensor leaves: old number -> new number."""
     if isinstance(node, list):
         return [renumber(item, number_of) for item in node]
     if not isinstance(node, dict):
@@ -149,19 +152,20 @@ def merge_structures(classes: Sequence[tuple[RankSet, Structure]]) -> tuple[Stru
     """Join the structures of all ranks.
 
     Args:
-        classes: each distinct structure with the ranks that have it, in order of their first rank.
+        classes: each distinct structure with the ranks that have it, in ascending order of their first ranks.
 
     Returns:
-        The joined structure, with tensors in file order, and the ranks that have each tensor.
+        The joined structure, with tensors in file order, and for each tensor the ranks that have it.
 
     Raises:
-        CheckpointError: if ranks disagree, naming the first difference.
+        CheckpointError: if ranks disagree; names the first difference.
     """
     tree: Json = None
     axes: dict[Axes, int] = {}
     layouts: dict[GroupLayout, int] = {}
     holders: dict[Entry, RankSet] = {}
     for ranks, structure in classes:
+        # Numbers in the tables of this structure -> numbers in the joined tables.
         new_axes = [axes.setdefault(item, len(axes)) for item in structure.axes]
         new_layouts = [layouts.setdefault(item, len(layouts)) for item in structure.layouts]
         index_of = {entry: index for index, entry in enumerate(holders)}
@@ -178,7 +182,7 @@ def merge_structures(classes: Sequence[tuple[RankSet, Structure]]) -> tuple[Stru
         renumbered = renumber(structure.tree, new_index)
         tree = renumbered if tree is None else _join(tree, renumbered, "", list(holders))
     entries = list(holders)
-    # File order: falling item sizes, so that every piece of a file is aligned.
+    # File order: descending item sizes, so that every piece of a file is aligned.
     order = sorted(range(len(entries)), key=lambda index: -entries[index].itemsize)
     tree = renumber(tree, {old: new for new, old in enumerate(order)})
     in_order = tuple(entries[index] for index in order)
@@ -186,13 +190,14 @@ def merge_structures(classes: Sequence[tuple[RankSet, Structure]]) -> tuple[Stru
 
 
 def _join(left: Json, right: Json, name: str, entries: Sequence[Entry]) -> Json:
-    """Join two nodes with the same path."""
-    if left == right or _kind(right) == "absent":
+    """Join two nodes with the same path; raises a CheckpointError if their plain values or tensors differ."""
+    if left == right or _kind(right) == "absent":  # absent: the ranks are outside the tensor's mesh
         return left
     if _kind(left) == "absent":
         return right
     if _kind(left) == "tensor" and _kind(right) == "tensor":
         a, b = entries[left["i"]], entries[right["i"]]
+        # Cuts may differ: `Manifest.indices_by_name` finds the other description by name.
         if (a.shape, a.dtype) == (b.shape, b.dtype):
             return left
         raise _differ(name, f"{a.dtype} {a.shape}", f"{b.dtype} {b.shape}")
@@ -202,6 +207,7 @@ def _join(left: Json, right: Json, name: str, entries: Sequence[Entry]) -> Json:
             joined[key] = _join(left[key], item, child_name(name, key), entries) if key in left else item
         return joined
     if _kind(left) == _kind(right) == "dict":
+        # Keys are compared as text, because their nodes may be lists or dicts.
         pairs = {dump_json(key): [key, item] for key, item in left["v"]}
         for key, item in right["v"]:
             text = dump_json(key)
@@ -241,12 +247,17 @@ def _short(value: object) -> str:
 def check_complete(
     structure: Structure, sets: Sequence[RankSet], classes: Sequence[tuple[RankSet, Structure]]
 ) -> None:
-    """Refuse a state if any part of a tensor is on no rank.
+    """Check that every part of every tensor is on a rank.
+
+    Args:
+        structure: the joined structure.
+        sets: for each tensor, the ranks that have it.
+        classes: each distinct structure with the ranks that have it, for the message.
 
     Raises:
-        CheckpointError: naming the tensor, and the first difference between ranks.
+        CheckpointError: if a part is on no rank; names the tensor, and the first difference between ranks.
     """
-    checked: dict[tuple[RankSet, int], int | None] = {}
+    checked: dict[tuple[RankSet, int], int | None] = {}  # most tensors have the same ranks and axes
     for entry, ranks in zip(structure.entries, sets, strict=True):
         key = (ranks, entry.axes)
         if key not in checked:
@@ -263,7 +274,7 @@ def check_complete(
 
 
 def _first_difference(name: str, classes: Sequence[tuple[RankSet, Structure]]) -> str:
-    """The descriptions of one tensor in the first two structures that differ about it."""
+    """Return text with the first two different descriptions of a tensor, each with a rank that has it."""
     described: dict[str, int] = {}  # description -> first rank that has it
     for ranks, structure in classes:
         described.setdefault(_description(name, structure), ranks.ranks[0])
@@ -274,6 +285,7 @@ def _first_difference(name: str, classes: Sequence[tuple[RankSet, Structure]]) -
 
 
 def _description(name: str, structure: Structure) -> str:
+    """Return text that describes a tensor in a structure: dtype, shape and cuts."""
     entry = next((entry for entry in structure.entries if entry.name == name), None)
     if entry is None:
         return "nothing"

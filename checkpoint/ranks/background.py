@@ -1,13 +1,13 @@
 """Background work that finishes before the process exits, and that is safe with fork.
 
-A pool of `concurrent.futures` would lose such work: at exit, pools accept no new work, so a save in flight could not
-start the threads that write its files. An exiting process therefore waits for the work before pools are closed:
+A thread pool of `concurrent.futures` would lose such work: at exit, pools accept no new work, so a running save could
+not start the threads that write its files. An exiting process therefore waits for the work before it closes the pools:
 
     all work succeeds                     the process exits normally
     work fails and its error is not read  stderr names the work; the exit status is 1
     work exceeds its exit_timeout_s       stderr names the work; the process exits at once, with status 1
 
-A forked child does not have its parent's threads: waiting for the parent's work is an error there.
+A forked child does not have its parent's threads: in the child, waiting for the parent's work is an error.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-# The import of `thread` registers an exit function that closes all pools. It runs after `_finish_at_exit`, because it
-# is registered first.
+# The import of `thread` registers an exit function that closes all pools. This function is registered before
+# `_finish_at_exit`, and therefore runs after it.
 from concurrent.futures import Future, thread, wait
 from queue import SimpleQueue
 from typing import NoReturn
@@ -32,7 +32,7 @@ from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 EXIT_TIMEOUT_S = 60.0
 
-assert thread is not None  # marks the import as used
+assert thread is not None  # marks the import as used, so that no linter removes it
 
 
 class Job:
@@ -40,8 +40,8 @@ class Job:
 
     Args:
         what: name of the work for messages, such as "the save to /run/step-00000010".
-        exit_timeout_s: how long an exiting process waits for the work.
-        is_needed: whether the exit status is 1 if the work fails.
+        exit_timeout_s: how long an exiting process waits for the work, in seconds.
+        is_needed: whether the process exits with status 1 if the work fails and no caller has read its error.
     """
 
     def __init__(self, what: str, exit_timeout_s: float, is_needed: bool) -> None:
@@ -50,7 +50,7 @@ class Job:
         self.is_read = False  # whether a caller has read the result
 
     def run(self, work: Callable[[], None]) -> None:
-        """Do the work, and store its error in the future."""
+        """Do the work, and store its success or error in the future."""
         try:
             work()
         except BaseException as error:  # noqa: BLE001  raised by the caller that waits, or reported at the exit
@@ -59,9 +59,9 @@ class Job:
             self.future.set_result(None)
 
     def disown(self) -> None:
-        """In a forked child: make waiting for this job an error."""
-        self.future.__init__()  # type: ignore[misc]  # a new lock: a thread of the parent may have held it
-        self.is_read = True
+        """In a forked child, make waiting for this job of the parent an error."""
+        self.future.__init__()  # type: ignore[misc]  # a new lock: a thread of the parent may have held the old one
+        self.is_read = True  # the child's exit does not report the error
         self.future.set_exception(
             CheckpointError(
                 "Work of the parent process cannot be waited for in a forked child.",
@@ -73,7 +73,7 @@ class Job:
 
 
 class BackgroundThread:
-    """A thread that does work in the order of submission. The first `submit` starts it.
+    """A thread that does work in the order of submission. The first `submit` starts the thread.
 
     Args:
         name: name of the thread.
@@ -96,16 +96,16 @@ class BackgroundThread:
         exit_timeout_s: float = EXIT_TIMEOUT_S,
         is_needed: bool = True,
     ) -> Job:
-        """Queue work; arguments as for `Job`."""
-        _jobs[:] = [job for job in _jobs if not _is_over(job)]  # keeps unread errors
+        """Queue work, and return its `Job`; for the arguments see `Job`."""
+        _jobs[:] = [job for job in _jobs if not _is_over(job)]  # keeps errors for `_report`
         job = Job(what, exit_timeout_s, is_needed)
         _jobs.append(job)
         self._queue.put((job, work))
         if self._thread is None:
-            # A daemon thread: the exit waits for the work, with a time limit, and not for the thread.
+            # A daemon thread, for which Python does not wait at exit: `_finish_at_exit` waits, with a time limit.
             self._thread = threading.Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._queue.put, None)  # type: ignore[arg-type]  # ends the thread
+            weakref.finalize(self, self._queue.put, None)  # type: ignore[arg-type]  # None ends the thread
         return job
 
 
@@ -115,43 +115,46 @@ def check_exit_timeout(exit_timeout_s: float) -> None:
     Raises:
         ValueError: for negative numbers and NaN.
     """
-    if not exit_timeout_s >= 0:  # also refuses NaN
+    if not exit_timeout_s >= 0:  # not `< 0`, which is False for NaN
         raise ArgumentError("exit_timeout_s is not a time.", expected=">= 0", got=exit_timeout_s)
 
 
+# Weak references, because the thread of an unreferenced object ends.
 _threads: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
-_jobs: list[Job] = []  # running, or failed with an error that was not read
+_jobs: list[Job] = []  # jobs that run, or have failed with an error that no caller has read
 
 
 def _serve(queue: SimpleQueue[tuple[Job, Callable[[], None]] | None]) -> None:
     while (item := queue.get()) is not None:
         job, work = item
         job.run(work)
-        del item, job, work  # frees the work's memory while the thread waits for the next item
+        del item, job, work  # the work may refer to large tensors, which must not live until the next item
 
 
 def _is_over(job: Job) -> bool:
+    """Return whether a job has succeeded, or has failed and a caller has read its error."""
     return job.future.done() and (job.is_read or job.future.exception() is None)
 
 
 def _finish_at_exit() -> None:
-    """Wait for running work; report failed and unfinished work."""
-    start_s = time.monotonic()
+    """Wait for running work at the exit, and report work that has failed or is not done."""
+    start_s = time.monotonic()  # all jobs' time limits begin now
     try:
         for job in list(_jobs):
             wait([job.future], max(0.0, start_s + job.exit_timeout_s - time.monotonic()))
     except KeyboardInterrupt:
-        pass  # Ctrl-C during the wait: unfinished work is given up
+        pass  # Ctrl-C ends the wait: unfinished work is given up
     lost = [job for job in _jobs if not _is_over(job)]
     if not lost:
         return
     _report(lost)
     if any(not job.future.done() for job in lost):
-        _leave()  # a hanging thread would block the normal exit
+        _leave()  # at once, because a hanging thread would block the normal exit
     if any(job.is_needed for job in lost):
         if multiprocessing.parent_process() is not None:
-            _leave()  # child processes of multiprocessing call no exit functions
-        atexit.register(_leave)  # registered last: runs first, after other threads have ended
+            _leave()  # now, because child processes of multiprocessing call no atexit functions
+        # Exit functions run after other threads have ended; the function registered last runs first.
+        atexit.register(_leave)
 
 
 def _report(lost: Sequence[Job]) -> None:
@@ -166,8 +169,9 @@ def _report(lost: Sequence[Job]) -> None:
 
 def _leave() -> NoReturn:
     """Exit with status 1, by `os._exit`: an exiting interpreter has no other way to change its status."""
-    atexit.unregister(_leave)  # else `_run_exitfuncs` would call it again
-    atexit._run_exitfuncs()  # `os._exit` would skip the other exit functions
+    # `os._exit` would skip the other exit functions and the flush of logs and streams, so they are called here.
+    atexit.unregister(_leave)  # first, or `_run_exitfuncs` would call this function again
+    atexit._run_exitfuncs()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
@@ -176,15 +180,17 @@ def _leave() -> NoReturn:
 
 
 def _forget_parent() -> None:
+    """In a forked child, drop the parent's work and threads, which do not exist there."""
     jobs = list(_jobs)
     _jobs.clear()
     for job in jobs:
         if not job.future.done():
             job.disown()
     for each in list(_threads):
-        each._reset()  # the child does not have the thread
+        each._reset()  # the next `submit` then starts a thread of the child
 
 
 os.register_at_fork(after_in_child=_forget_parent)
-# CPython 3.9-3.14: runs before `concurrent.futures` closes its pools, unlike `atexit`; last registered, first called.
+# Not `atexit`, whose functions run after `concurrent.futures` has closed its pools. Private in CPython 3.9-3.14; the
+# function registered last runs first.
 threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]

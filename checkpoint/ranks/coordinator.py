@@ -1,16 +1,17 @@
-"""Agreement between the ranks of a save or load: they compare digests, a few numbers, and errors, and gather no plans.
+"""Agreement between the ranks of a save or load. Ranks compare digests, a few numbers and errors; they gather no plans.
 
     agree           one all-reduce of a few int64: is the structure the same on all ranks, did a rank fail? Where
                     digests differ (pipeline stages, experts), each distinct structure is sent once.
-    together        ``with coordinator.together("writing"):`` ends with one all-reduce: an error inside the block on any
-                    rank, Ctrl-C and out-of-memory included, ends the block on all ranks.
+    together        ``with coordinator.together("writing"):`` ends with one all-reduce. If the block fails on any rank,
+                    Ctrl-C and out-of-memory included, all ranks raise at the end of the block.
 
 A failed rank raises its own error. The other ranks raise a `CheckpointError` that names the failed ranks and their
 errors. Work that only some ranks do, and work that may fail on one rank, is done inside a `together` block.
 
 `agree` and `together` also compare a digest of the caller's arguments, so that different arguments are an error.
 
-Communication uses a dedicated gloo group: it cannot interleave with training's collectives, and needs no GPU memory.
+Communication uses a dedicated gloo group. Its collectives cannot interleave with those of training, and need no GPU
+memory.
 """
 
 from __future__ import annotations
@@ -44,53 +45,53 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 _NOTHING: Alike = {}
 
-_FAILURE, _DAMAGE, _ABSENCE, _STORAGE, _FOREIGN, _INTERRUPT = 1, 2, 3, 4, 5, 6  # ascending severity
+_FAILURE, _DAMAGE, _ABSENCE, _STORAGE, _FOREIGN, _INTERRUPT = 1, 2, 3, 4, 5, 6  # ascending severity, for MAX
 _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
-_WORST = "_worst"  # attribute of errors raised on all ranks: the severity of the worst rank
-_DOCUMENT_BYTES = 64 << 20  # largest message of a rank: limits the memory that other ranks allocate
+_WORST = "_worst"  # attribute of errors that all ranks raise: the severity of the worst rank's error
+_DOCUMENT_BYTES = 64 << 20  # 64 MiB, the largest message of a rank: other ranks allocate memory for it
 COMMIT, ABORT = "commit", "abort"
-_READERS_S = 5.0  # a rank that has not read a decision after this time is lost, or has lost the store
-_POLL_S = 0.001
+_READERS_S = 5.0  # a rank that has not read a decision after this time has ended, or cannot reach the store
+_POLL_S = 0.001  # between two reads of a counter in the store
 _LONGEST_S = 1800.0  # torch's default time-out of groups
-_ENDLESS = 2**62  # stands for an unknown free space; its negative fits an int64
+_ENDLESS = 2**62  # stands for an unknown free space; both the value and its negative fit an int64
 _NOTHING_DONE = "nothing was committed"
-_MEETING_WORDS = 32  # most numbers that ranks compare in the first collective of a call
+_MEETING_WORDS = 32  # size of the first collective of a call, which must be the same for all calls
 
 
 def _severity(error: BaseException | None) -> int:
-    """The severity of an error, 0 for None. All ranks raise the worst kind, so that they all react in the same way."""
+    """Return the severity of an error; 0 for None. Ranks compare severities, so that all react to the worst error."""
     if error is None:
         return 0
     for severity, kind in _KINDS.items():
         if isinstance(error, kind):
             return severity
-    if isinstance(error, OSError | StorageError):
+    if isinstance(error, OSError | StorageError):  # before VescaleError, a base class of StorageError
         return _STORAGE
-    # An unknown error ends its rank's process: the other ranks must not continue with an older checkpoint.
     if isinstance(error, VescaleError):
         return _FAILURE
+    # Most severe: an unknown error ends its rank's process, so no rank may continue with an older checkpoint.
     return _FOREIGN if isinstance(error, Exception) else _INTERRUPT
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Whether the worst error of all ranks was a rank's failure to use its storage; the same on all ranks."""
+    """Return whether the worst error of all ranks was a failure of a rank's storage; the same on all ranks."""
     return error.__dict__.get(_WORST) == _STORAGE
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C or an exit on any rank caused this error; the same on all ranks."""
+    """Return whether Ctrl-C or an exit on any rank caused this error; the same on all ranks."""
     return error.__dict__.get(_WORST) == _INTERRUPT
 
 
 def _marked(error: E, worst: int) -> E:
-    """The error, after its `_WORST` attribute is set to the severity of the worst rank."""
+    """Set an error's `_WORST` attribute to the severity of the worst rank's error; returns the error."""
     error.__dict__[_WORST] = worst
     return error
 
 
 def _format_error(error: BaseException) -> str:
-    """An error as text for other ranks."""
-    notes: list[str] = error.__dict__.get("__notes__", [])  # PEP 678
+    """Return an error as text, with its notes, for messages on other ranks."""
+    notes: list[str] = error.__dict__.get("__notes__", [])  # the notes that `add_note` has added (PEP 678)
     try:
         return "\n".join([f"{type(error).__name__}: {error}", *notes])
     except Exception as mute:  # noqa: BLE001  an error without a text is still reported
@@ -98,17 +99,25 @@ def _format_error(error: BaseException) -> str:
 
 
 class Agreement(NamedTuple):
-    """The result of `Coordinator.agree`, the same on all ranks."""
+    """The result of `Coordinator.agree`, the same on all ranks.
+
+    Attributes:
+        classes: each distinct structure, with the ranks that have it.
+        blob_bytes: the largest number of bytes of per-rank values on any rank.
+        has_resharded: whether the state of any rank has `Resharded` values.
+        save_id: a new random id.
+        free_bytes: the smallest free space of all ranks; None if no rank knows its free space.
+    """
 
     classes: list[tuple[RankSet, Structure]]
-    blob_bytes: int  # the largest of all ranks
-    has_resharded: bool  # on any rank
+    blob_bytes: int
+    has_resharded: bool
     save_id: str
-    free_bytes: int | None  # the smallest of all ranks; None if no rank knows it
+    free_bytes: int | None
 
 
 class Coordinator:
-    """This rank's view of the ranks that save or load together. The base class serves a single process."""
+    """Communication between the ranks that save or load together. The base class serves a single process."""
 
     rank = 0
     world_size = 1
@@ -124,36 +133,41 @@ class Coordinator:
         *,
         has_resharded: bool = False,
     ) -> Agreement:
-        """Compare structures; ``structure`` is None only together with an error.
+        """Compare the structures of all ranks' states, and agree on the parameters of a save. A collective.
 
         Args:
+            structure: this rank's structure; None only together with an error.
+            blob_bytes: number of bytes of this rank's per-rank values.
+            error: the error of this rank's capture, if it failed.
             alike: arguments that must be the same on all ranks, by name.
-            free_bytes: free space where this rank will write, if it is known.
+            free_bytes: free space where this rank will write; None if unknown.
             has_resharded: whether the state has `Resharded` values.
 
         Raises:
-            CheckpointError: on all ranks, if any rank passes an error or a different argument; a rank that passes an
+            CheckpointError: on all ranks, if any rank passes an error or a different argument. A rank that passes an
                 error raises that error.
         """
         words = words_of(structure.digest if structure is not None else bytes(16))
-        save_id = secrets.randbits(62) if self.rank == 0 else 0  # MAX returns rank 0's; fits an int64
+        # MAX returns rank 0's number; 62 bits fit an int64.
+        save_id = secrets.randbits(62) if self.rank == 0 else 0
         free = _ENDLESS if free_bytes is None else free_bytes
         largest_bytes, resharded, save_id, least_free, *digests = self.raise_together(
             error,
             "describing the state",
             alike=alike,
-            # Negated: the largest of -free is the least free.
+            # -free, because the negative of the largest -free is the smallest free space.
             numbers=[blob_bytes, has_resharded, save_id, -free, *both_ways(words)],
             is_first=True,
         )
         assert structure is not None
         world = RankSet.world(self.world_size)
         classes = [(world, structure)] if is_same(digests) else self._exchange(structure, words)
+        # None: no rank knows its free space.
         least_free_bytes = None if -least_free == _ENDLESS else -least_free
         return Agreement(classes, largest_bytes, bool(resharded), f"{save_id:016x}", least_free_bytes)
 
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
-        """Every distinct structure and its ranks; the first of these ranks sends it."""
+        """Return every distinct structure with its ranks; the first of these ranks sends the structure."""
         raise AssertionError("one process alone has one structure")
 
     def raise_together(
@@ -166,19 +180,19 @@ class Coordinator:
         *,
         is_first: bool = False,
     ) -> list[int]:
-        """Return the largest of each of ``numbers`` over all ranks, or raise on all ranks if a rank failed.
+        """Reduce ``numbers`` by MAX over all ranks and return the result, or raise on all ranks if a rank failed.
 
         Args:
             error: this rank's error, of any class.
-            doing: the failed action, for the message.
+            doing: the action of this rank, for the message.
             outcome: the state of the checkpoint if a rank failed, for the message.
             alike: as for `agree`.
             is_first: whether this is the first collective of a call; a warning then names ranks that do not take part.
 
         Raises:
             CheckpointError: on ranks without an error: names the failed ranks and their errors, or the argument that
-                differs. A failed rank raises its own error. One exception: if that error is one of this library, and
-                another rank's error is more severe, it raises one of the more severe kind.
+                differs. A failed rank raises its own error. One exception: if its error is a `VescaleError` and
+                another rank's error is more severe, the rank raises a CheckpointError of the more severe kind.
         """
         if error is not None:
             raise _marked(error, _severity(error))
@@ -188,9 +202,9 @@ class Coordinator:
     def together(
         self, doing: str, outcome: str = _NOTHING_DONE, alike: Alike = _NOTHING, *, is_first: bool = False
     ) -> Iterator[None]:
-        """Context manager: all ranks leave the block, or all ranks raise; see `raise_together`.
+        """Context manager: at the end of the block, all ranks continue or all ranks raise; see `raise_together`.
 
-        ``alike`` is read when the block ends, so the block may add arguments.
+        ``alike`` is read at the end of the block, so the block may add arguments to it.
         """
         error: BaseException | None = None
         try:
@@ -198,11 +212,12 @@ class Coordinator:
         except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks would wait for this rank
             error = caught
         try:
+            # A failed block may not have added all arguments to `alike`, so a failed rank passes none.
             self.raise_together(
                 error, doing, outcome, alike if error is None else _NOTHING, is_first=is_first
             )
         finally:
-            del error  # its traceback keeps the block's frames alive
+            del error  # the error's traceback would keep the block's frames, and their tensors, alive
 
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
         """Send a contiguous CPU tensor to a rank that calls `receive`."""
@@ -216,11 +231,11 @@ class Coordinator:
         """All-reduce an integer CPU tensor in place by MAX. A collective."""
 
     def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
-        """Start an all-reduce by MAX; the returned function waits for it and returns the result. A collective."""
+        """Start an all-reduce by MAX. A collective. The returned function waits for the result, and returns it."""
         return lambda: list(numbers)
 
     def begin_sum(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
-        """Start an all-reduce by SUM; the returned function waits for it and returns the result. A collective."""
+        """Start an all-reduce by SUM. A collective. The returned function waits for the result, and returns it."""
         return lambda: list(numbers)
 
     def begin_exchange(
@@ -228,8 +243,8 @@ class Coordinator:
     ) -> Callable[[], None]:
         """Start to send and receive contiguous CPU tensors, each to or from the rank in its pair.
 
-        Returns a function that waits for all of them. Between two ranks, sends and receives match in the order in which
-        they were started.
+        Returns a function that waits for all transfers. Between two ranks, sends and receives match in the order in
+        which they were started.
         """
         assert not outgoing and not incoming, "one process alone has no partners"
         return lambda: None
@@ -237,14 +252,14 @@ class Coordinator:
     def exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
     ) -> None:
-        """`begin_exchange`, then wait."""
+        """Send and receive tensors as `begin_exchange` does, and wait until all transfers are done."""
         self.begin_exchange(outgoing, incoming)()
 
     def decide(self, name: str, word: str, done: str) -> str:
-        """Enter ``word`` in the ranks' store under a name, and return the word that was entered first.
+        """Enter ``word`` in the ranks' store under a name, and return the word that any rank entered first.
 
-        Does not wait for other ranks. One exception: rank 0, whose process may host the store, waits up to 5 s until
-        all ranks have read `COMMIT`, because a rank that cannot read assumes `ABORT`.
+        Does not wait for other ranks, with one exception: rank 0, whose process may host the store, waits up to 5 s
+        until all ranks have read `COMMIT`, because a rank that cannot read the store assumes `ABORT`.
 
         Args:
             done: an earlier name that all ranks have read; rank 0 deletes its entry.
@@ -255,19 +270,21 @@ class Coordinator:
         return word
 
     def new_name(self) -> str:
-        """A new name for `decide`, the same on all ranks. A collective."""
+        """Return a new name for `decide`, the same on all ranks. A collective."""
         return ""
 
     def everyone(self, item: T) -> list[T]:
-        """All-gather an item of each rank; only one all-reduce if ``repr(item)`` is the same on all ranks."""
+        """Return the items of all ranks by rank. A collective: one all-reduce if ``repr(item)`` is equal on all ranks,
+        else also an all-gather.
+        """
         return [item]
 
 
 class SoloCoordinator(Coordinator):
-    """One process alone.
+    """The coordinator of one process that saves or loads alone.
 
     Args:
-        global_rank: this process's rank in a world whose other ranks do not take part.
+        global_rank: this process's rank in its world, whose other ranks do not take part; 0 without a world.
     """
 
     def __init__(self, global_rank: int = 0) -> None:
@@ -300,11 +317,11 @@ class GroupCoordinator(Coordinator):
         store = store_of(self.group)
         doing = f"rank {self.rank}, {name}"
         try:
-            # "" stands for a missing entry: no rank has entered a word yet.
+            # An expected value of "" matches a missing entry, so only the first rank's word is entered.
             entered = within(self._timeout_s, lambda: store.compare_set(name, "", word), doing)
-        except RuntimeError as lost:
+        except RuntimeError as lost:  # torch's errors of a store, and the LifecycleError of `within`
             raise CheckpointError(
-                "The store of the ranks was lost while they decided.",
+                "The ranks' store was lost during a decision.",
                 expected=f"{word!r} to be entered, or an earlier word to be read, under {name!r}",
                 got=f"{type(lost).__name__}: {lost}",
                 where=f"rank {self.rank}",
@@ -312,29 +329,31 @@ class GroupCoordinator(Coordinator):
             ) from lost
         decision = entered.decode()
         with suppress(RuntimeError):  # the decision is final, even if the store is lost now
-            # The limit is twice the time that rank 0 waits in this call.
+            # Twice the time that rank 0 waits for readers, so that the limit ends only a call that hangs.
             within(2 * _READERS_S, lambda: self._wait_for_readers(store, name, decision, done), doing)
         return decision
 
     def _wait_for_readers(self, store: dist.Store, name: str, decision: str, done: str) -> None:
+        """Count this rank as a reader of a decision. Rank 0 waits until all ranks have read `COMMIT`, and cleans up."""
         num_read = store.add(f"{name} read", 1)
         if self.rank == 0:
             deadline_s = time.monotonic() + _READERS_S
             while decision == COMMIT and num_read < self.world_size and time.monotonic() < deadline_s:
-                # The store may be hosted by this process, which may exit after the decision.
+                # This process may host the store, and may exit after the decision.
                 time.sleep(_POLL_S)
-                num_read = store.add(f"{name} read", 0)  # reads the counter
+                num_read = store.add(f"{name} read", 0)  # adding 0 reads the counter
             store.delete_key(done)
             store.delete_key(f"{done} read")
 
     def new_name(self) -> str:
-        return f"{self._max([secrets.randbits(62)])[0]:016x}"  # the largest that any rank has drawn
+        # The largest number that any rank has drawn; 62 bits fit an int64.
+        return f"{self._max([secrets.randbits(62)])[0]:016x}"
 
     def _max(self, values: list[int], first_doing: str | None = None) -> list[int]:
-        """The largest of each value over all ranks.
+        """Return the largest of each value over all ranks.
 
         Args:
-            first_doing: description of the call that this collective begins; None in later collectives of a call.
+            first_doing: what this rank does, if this is the first collective of a call; None in later collectives.
         """
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         with self._reaching("meeting"):
@@ -343,13 +362,15 @@ class GroupCoordinator(Coordinator):
         return tensor.tolist()
 
     def _meet(self, values: list[int], doing: str) -> list[int]:
-        """`_max` in the first collective of a call. Values are padded to one size: gloo aborts if sizes differ.
+        """Run `_max` as the first collective of a call, which may meet a different call on another rank.
+
+        Values are padded to one size, because gloo aborts the process if sizes differ.
 
         Raises:
-            CheckpointError: on all ranks, if they make different calls.
+            CheckpointError: on all ranks, if ranks make different calls.
         """
         assert len(values) <= _MEETING_WORDS
-        # The first word of `doing` identifies the call. 62 bits: the value and its negative fit an int64.
+        # The first word of `doing` identifies the call. 62 bits, so that the value and its negative fit an int64.
         call = checksum_of(doing.partition(" ")[0].encode()) >> 2
         padding = [0] * (_MEETING_WORDS - len(values))
         high, low, *largest = self._max([call, -call, *values, *padding], doing)
@@ -364,7 +385,7 @@ class GroupCoordinator(Coordinator):
         return largest[: len(values)]
 
     def _first_of_each(self, doing: str) -> list[tuple[int, str]]:
-        """The distinct actions of the ranks, each with the first rank that does it; at most 8."""
+        """Return at most 8 distinct actions of the ranks, each with the first rank that does it, for a message."""
         ranks: dict[str, int] = {}
         for rank, each in enumerate(self._gathered(doing, "comparing calls")):
             ranks.setdefault(each, rank)
@@ -375,12 +396,14 @@ class GroupCoordinator(Coordinator):
         if self._roll_call is None:
             work.wait()
         elif first_doing is None:
-            self._roll_call.skip()  # counts the meeting: its number is part of the next keys
+            # All ranks must count the same collectives: the number is part of later keys.
+            self._roll_call.skip()
             work.wait()
         else:
             self._roll_call.meet(work, first_doing)
 
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
+        # The length with the digest: receivers allocate memory before the structure arrives.
         mine = torch.tensor([len(structure.document), *words], dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         with self._reaching("comparing structures"):
@@ -388,7 +411,7 @@ class GroupCoordinator(Coordinator):
         owners: dict[tuple[int, ...], list[int]] = {}
         for rank, row in enumerate(rows):
             owners.setdefault(tuple(row.tolist()), []).append(rank)
-        # In a `together` block, because a rank that runs out of memory would miss the broadcasts.
+        # In a `together` block, because a rank that runs out of memory here would not take part in the broadcasts.
         with self.together("allocating other ranks' structures"):
             documents = [
                 # A bytearray, because torch warns about read-only bytes.
@@ -423,16 +446,18 @@ class GroupCoordinator(Coordinator):
         arguments = both_ways(words_of(alike))
         values = [_severity(error), *arguments, *numbers]
         worst, *largest = self._meet(values, doing) if is_first else self._max(values)
-        if worst:
+        if worst:  # checked before the arguments, which a failed rank may not have sent
             self._raise_gathered(error, worst, doing, outcome)
         if not is_same(largest[: len(arguments)]):
             raise unlike(self._gathered(dict(alike), "comparing arguments"))
         return largest[len(arguments) :]
 
     def _raise_gathered(self, error: BaseException | None, worst: int, doing: str, outcome: str) -> NoReturn:
+        """Raise on all ranks, after a rank has failed: gather the texts of all errors, and name the failed ranks."""
         texts = self._documents(None if error is None else _format_error(error), doing)
         failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-        # An error of this library becomes one of the worst kind; errors of other classes are raised as they are.
+        # This rank's own error is raised unless it is a `VescaleError` of a less severe kind than the worst one. Then,
+        # and on ranks without an error, an error of the worst kind is raised.
         if error is not None and _severity(error) in (worst, _STORAGE, _FOREIGN, _INTERRUPT):
             error.add_note(f"on rank {self.rank}, while {doing}; {outcome}")
             raise _marked(error, worst)
@@ -452,15 +477,16 @@ class GroupCoordinator(Coordinator):
         try:
             yield
         except CheckpointError:
-            raise  # names the missing ranks
+            # Also a RuntimeError; comes from the roll call, and already names the missing ranks.
+            raise
         except RuntimeError as lost:
             raise CheckpointError(
                 f"Ranks could not be reached while {doing}.",
                 expected=f"all {self.world_size} ranks within the process group's time-out",
                 got=f"{type(lost).__name__}: {lost}",
                 where=f"rank {self.rank}",
-                todo="see the errors of the other ranks; if a rank writes for longer than the time-out, pass "
-                "init_process_group a longer one",
+                todo="see the errors of the other ranks; if a rank writes for longer than the time-out, pass a longer "
+                "time-out to init_process_group",
             ) from lost
 
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
@@ -513,14 +539,17 @@ class GroupCoordinator(Coordinator):
         return finish
 
     def everyone(self, item: T) -> list[T]:
-        digest = checksum_of(repr(item).encode()) >> 2  # 62 bits: it and its negative fit an int64
+        digest = checksum_of(repr(item).encode()) >> 2  # 62 bits: the digest and its negative fit an int64
         high, low = self._max([digest, -digest])
         if high == -low:
             return [item] * self.world_size
         return self._gathered(item, "gathering a value of each rank")
 
     def _documents(self, item: Json, doing: str) -> list[Json]:
-        """All-gather one JSON value per rank."""
+        """Return the JSON values of all ranks by rank.
+
+        Sizes are gathered first, because the buffers of an all-gather must have the same size on all ranks.
+        """
         # A bytearray, because torch warns about read-only bytes.
         data = torch.frombuffer(bytearray(self._seal(json.dumps(item).encode())), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
@@ -531,7 +560,7 @@ class GroupCoordinator(Coordinator):
         lengths = [int(size) for size in sizes]
         if not 0 < min(lengths) <= max(lengths) <= _DOCUMENT_BYTES:
             raise CheckpointError(
-                f"A rank sent an empty message, or one that is too large, while {doing}.",
+                f"A rank sent a message that is empty or too large, while {doing}.",
                 expected=f"1 to {_DOCUMENT_BYTES} bytes from each rank",
                 got=lengths[:16],
             )
@@ -546,6 +575,7 @@ class GroupCoordinator(Coordinator):
         ]
 
     def _document(self, data: bytes, rank: int, doing: str) -> Json:
+        """Parse a message of another rank; raises a CheckpointError that names the rank if it is not JSON."""
         try:
             return parse_json(data)  # type: ignore[no-any-return]
         except ValueError as error:
@@ -562,52 +592,54 @@ class GroupCoordinator(Coordinator):
         return data
 
     def _open(self, data: bytes, rank: int) -> bytes:
-        """Inverse of `_seal` for a message of another rank."""
+        """Return the message that another rank has encoded with `_seal`."""
         return data
 
     def _gathered(self, item: T, doing: str) -> list[T]:
+        """Return the items of all ranks by rank."""
         items = [item] * self.world_size
         with self._reaching(doing):
             dist.all_gather_object(items, item, group=self.group)
         return items
 
 
-# Gloo groups by base group, then by use. Weak keys: a group that outlives `destroy_process_group` keeps its threads and
-# sockets, and they would accumulate in a process that restarts its job.
+# Base group -> use -> gloo group. The keys are weak, because a gloo group that outlives `destroy_process_group` keeps
+# its threads and sockets. These would accumulate in a process that restarts its job.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
+# Gloo group -> roll call. The keys are weak, so that an entry does not keep its group alive.
 _roll_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, RollCall] = weakref.WeakKeyDictionary()
 
 
 def solo_coordinator() -> SoloCoordinator:
-    """The coordinator of this process alone, in any world."""
+    """Return the coordinator of this process alone, whether or not it has a process group."""
     return SoloCoordinator(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
 
 def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str = "sync") -> Coordinator:
-    """The coordinator of a process group; without torch.distributed, that of a single process.
+    """Return the coordinator of a process group; without torch.distributed, the coordinator of a single process.
 
-    The first call for a group creates a gloo group of the same ranks, so all of them must make this call together. The
-    gloo group has the same time-out: if a rank is missing, a save or load fails after that time.
+    The first call for a group creates a gloo group of the same ranks, so all ranks of the group must make this call
+    together. The gloo group has the time-out of the group: if a rank is missing, a save or load fails after that time.
 
     Args:
-        process_group: the ranks that save or load together; default: all.
+        process_group: the ranks that save or load together; default: all ranks.
         use: name of the gloo group; work that runs concurrently needs groups with different names.
 
     Raises:
         ValueError: if this rank is not in the group.
-        CheckpointError: names missing ranks.
+        CheckpointError: if ranks do not make this call in time; names the missing ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return SoloCoordinator()
     base = process_group if process_group is not None else dist.group.WORLD
-    # `new_group` returns a placeholder on ranks outside of the group.
+    # On ranks outside of a group, `dist.new_group` returns a placeholder that is no ProcessGroup.
     if not isinstance(base, dist.ProcessGroup):
         raise ArgumentError(
             "This rank is not in the process group.",
-            expected="a group of which it is a member",
+            expected="a group that includes this rank",
             got=repr(base),
             where=f"rank {dist.get_rank()}",
             todo="call this on the group's ranks only",
@@ -615,17 +647,17 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
     ranks = dist.get_process_group_ranks(base)
     rank_of = {rank: group_rank for group_rank, rank in enumerate(ranks)}
     if all(rank == group_rank for rank, group_rank in rank_of.items()):
-        rank_of = None  # type: ignore[assignment]
+        rank_of = None  # type: ignore[assignment]  # callers then skip the conversion of ranks
     known = _groups.setdefault(base, {})
     if use not in known:
         store, members = default_store(), hex_checksum_of(",".join(map(str, ranks)).encode())
         name = f"{base.group_name} {members} {use}"
         rank, timeout = dist.get_rank(base), timeout_of(base)
         if timeout is not None:
-            # torch's own clients may wait forever.
+            # A limit for each call: torch's own clients may wait forever for a store that has stopped.
             store = BoundedStore(store, timeout.total_seconds())
         roll_call = RollCall(store, name, rank, len(ranks), timeout)
-        # Before `new_group`, which does not report which ranks are missing.
+        # Wait for all ranks here, because a wait inside `new_group` does not report which ranks are missing.
         roll_call.gather("creating a gloo group for the ranks of the process group")
         known[use] = new_group(base, backend="gloo")
         _roll_calls[known[use]] = roll_call
@@ -633,33 +665,40 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
 
 
 Alike = Mapping[str, Json]
-_ABSENT = "nothing"  # shown for a key that a rank does not have
+_ABSENT = "nothing"  # shown in place of the value, for a rank that lacks the key
 
 
 def words_of(alike: Alike | bytes) -> list[int]:
-    """Four unsigned 32-bit words of a digest; the order of keys does not matter."""
+    """Return the digest of named arguments as four unsigned 32-bit words. The order of the names does not matter.
+
+    Bytes are taken as the digest itself.
+    """
     if not isinstance(alike, bytes):
+        # default=repr: arguments may be of types that JSON lacks.
         alike = digest_of(json.dumps(alike, sort_keys=True, default=repr).encode())
-    return list(struct.unpack("<4I", alike))  # 32 bits each: as int64, they can be negated
+    # 32 bits each, so that their negatives fit an int64, see `both_ways`.
+    return list(struct.unpack("<4I", alike))
 
 
 def both_ways(words: list[int]) -> list[int]:
-    """The words and their negatives: the MAX of these over ranks shows whether all words are equal, see `is_same`."""
+    """Return the words and their negatives. The MAX of both over ranks shows whether ranks differ, see `is_same`."""
     return [*words, *(-word for word in words)]
 
 
 def is_same(largest: Sequence[int]) -> bool:
-    """Whether all ranks passed the same words, given the MAX of `both_ways` over ranks."""
+    """Return whether all ranks passed the same words, given the MAX of `both_ways` over ranks."""
     half = len(largest) // 2
+    # The MAX of the negatives is the negative of the smallest: equal if largest and smallest are equal.
     return all(high == -low for high, low in zip(largest[:half], largest[half:], strict=True))
 
 
 def unlike(everyone: Sequence[Json]) -> CheckpointError:
-    """The error for arguments that differ between ranks; ``everyone`` has the arguments of each rank."""
+    """Return the error for arguments that differ between ranks; ``everyone`` has the arguments of each rank."""
     name, values = _first_difference(everyone, "")
     ranks_by_text: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks_by_text.setdefault(repr(value), []).append(rank)
+    # Limits for thousands of ranks and large values: the message must stay readable.
     shown = [f"{text[:200]} on ranks {ranks[:16]}" for text, ranks in ranks_by_text.items()]
     return CheckpointError(
         "Ranks disagree about an argument.",
@@ -672,19 +711,23 @@ def unlike(everyone: Sequence[Json]) -> CheckpointError:
 
 
 def _first_difference(values: Sequence[Json], name: str) -> tuple[str, Sequence[Json]]:
-    """The name of the first argument that differs between ranks, and its values indexed by rank."""
+    """Return the name of the first argument that differs between ranks, and its value on each rank.
+
+    Dicts, and lists of equal lengths, are searched for the innermost difference.
+    """
     keys: Sequence[object] = []
     if all(isinstance(value, dict) for value in values):
-        keys = sorted({key for value in values for key in value})
+        keys = sorted({key for value in values for key in value})  # all ranks then name the same difference
     elif all(isinstance(value, list) and len(value) == len(values[0]) for value in values):
         keys = range(len(values[0]))
     for key in keys:
         items = [value.get(key, _ABSENT) if isinstance(value, dict) else value[key] for value in values]
+        # Compared by digest, as in the collective that has found the difference.
         if len({tuple(words_of({"": item})) for item in items}) > 1:
             return _first_difference(items, child_name(name, key))
     return name, values
 
 
 def num_neighbors() -> int:
-    """The number of ranks that may share this machine's cores: the world size, since ranks per machine are unknown."""
+    """Return how many ranks may share this machine's cores: the world size, since ranks per machine are unknown."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -1,4 +1,4 @@
-"""Exchange of data between ranks: one rank reads it, and other ranks receive it, in waves and in bounded memory.
+"""Exchange of data between ranks, in waves and in bounded memory: one rank reads a part, and other ranks receive it.
 
     wave 0      0 sends part 0 to 2              2 sends part 8 to 0
     wave 1      0 sends part 1 to 2              2 sends part 9 to 0
@@ -8,7 +8,7 @@ each rank processes its own turns in that order. In a wave a rank sends at most 
 of turns. While the turns of one wave are sent, the previous wave's turns are processed and the next wave's are read.
 
 A rank that fails to read or to process a turn continues to send and receive, so that no other rank waits for it. One
-byte after each turn says whether the sender could read it; receivers ignore an unreadable turn.
+byte after the turn's data is 1 if the sender could read the turn; receivers ignore the turn if the byte is 0.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.base import FileReader, FileWriter, Storage
 
-_PIECE_BYTES = 4 << 20  # most bytes of a file in one message
-FROM_DISK = -1  # in place of a sender: the file was rebuilt from disk
+_PIECE_BYTES = 4 << 20  # 4 MiB: most bytes of a file in one message, which bounds the memory for messages
+FROM_DISK = -1  # in place of a sending rank: the file was rebuilt from disk
 
 
 class Turn(Protocol):
@@ -45,10 +45,13 @@ T = TypeVar("T", bound=Turn)
 
 
 def waves_of(turns: Iterable[T], max_incoming: int) -> list[list[T]]:
-    """Assign turns to waves: each to the first wave in which its sender is free and its receivers have room.
+    """Assign turns to waves, in order: each to the first wave in which its sender is free and its receivers have room.
 
     Args:
         max_incoming: most turns that a rank receives in one wave.
+
+    Returns:
+        The turns of each wave.
     """
     waves: list[list[T]] = []
     sends_next: dict[int, int] = {}  # the first wave in which a rank is free to send
@@ -58,7 +61,7 @@ def waves_of(turns: Iterable[T], max_incoming: int) -> list[list[T]]:
         number = sends_next.get(turn.sender, 0)
         for rank in turn.receivers:
             wave, count = receives.get(rank, (0, 0))
-            number = max(number, wave + (count == max_incoming))
+            number = max(number, wave + (count == max_incoming))  # the next wave, if the last one is full
         for rank in turn.receivers:
             wave, count = receives.get(rank, (0, 0))
             receives[rank] = (number, count + 1 if number == wave else 1)
@@ -77,13 +80,14 @@ def exchange(
     *,
     threads: int,
 ) -> int:
-    """Read and send this rank's turns, and receive the turns of other ranks; a collective.
+    """Read and send this rank's turns, and receive turns of other ranks. A collective.
 
     Args:
         waves: the turns that this rank sends or receives, in the order that all ranks follow.
         size_of: returns the size of a turn in bytes.
-        read: reads a turn into memory and returns whether it succeeded; must not raise.
-        take: processes the bytes of a turn, whether this rank read or received it; must not raise.
+        read: reads a turn into memory and returns whether the read succeeded; must not raise.
+        take: processes the bytes of a turn, both of turns that this rank read and of turns that it received; must not
+            raise.
         threads: number of turns that are read at the same time, ahead of their wave.
 
     Returns:
@@ -91,14 +95,15 @@ def exchange(
     """
     rank, received = coordinator.rank, 0
     own = iter([turn for wave in waves for turn in wave if turn.sender == rank])
+    # One size for all buffers, so that any free buffer fits any turn.
     most_bytes = max((size_of(turn) for wave in waves for turn in wave), default=0)
-    free: list[torch.Tensor] = []  # buffers for reuse: the page faults of new ones cost as much as a copy
+    free: list[torch.Tensor] = []  # buffers for reuse: the page faults of a new buffer cost as much as a copy
 
     def memory() -> torch.Tensor:
         try:
             return free.pop()
-        except IndexError:  # no check of the length before: another thread may take the last buffer after it
-            # + 1: the byte that says whether the sender could read the turn.
+        except IndexError:  # no `if free` before `pop`: another thread could take the last buffer in between
+            # + 1: the byte that tells receivers whether the sender could read the turn.
             return torch.empty(most_bytes + 1, dtype=torch.uint8, device="cpu")
 
     def bytes_of(turn: T, data: torch.Tensor) -> memoryview:
@@ -113,17 +118,17 @@ def exchange(
         for turn, data in turns:
             if data[size_of(turn)]:
                 take(turn, bytes_of(turn, data))
-            free.append(data)  # also after a turn that its sender could not read
+            free.append(data)  # also the buffer of a turn that its sender could not read
 
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
         ahead: deque[Future[torch.Tensor]] = deque(pool.submit(filled, turn) for turn in islice(own, threads))
-        before: list[tuple[T, torch.Tensor]] = []  # the previous wave, which has arrived
+        before: list[tuple[T, torch.Tensor]] = []  # the turns of the previous wave, which have arrived
         for wave in waves:
             current: list[tuple[T, torch.Tensor]] = []
             outgoing: list[tuple[torch.Tensor, int]] = []
             incoming: list[tuple[torch.Tensor, int]] = []
             for turn in wave:
-                nbytes = size_of(turn) + 1
+                nbytes = size_of(turn) + 1  # with the byte that says whether the sender could read the turn
                 if turn.sender == rank:
                     data = ahead.popleft().result()
                     # Read one more turn ahead, in place of the turn just taken.
@@ -132,10 +137,11 @@ def exchange(
                 else:
                     data = memory()
                     incoming.append((data[:nbytes], turn.sender))
-                    received += nbytes - 1  # without the byte after the turn
+                    received += nbytes - 1  # without the byte after the turn's data
                 current.append((turn, data))
             finish = coordinator.begin_exchange(outgoing, incoming)
-            take_all(before)  # while this wave is sent
+            # Before `finish`, so that the previous wave is processed while this wave is sent.
+            take_all(before)
             finish()
             before = current
         take_all(before)
@@ -151,14 +157,14 @@ class FileMove(NamedTuple):
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """See `Turn`."""
+        """The rank that receives the file, as a tuple."""
         return (self.receiver,)
 
 
 def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileMove], doing: str) -> int:
-    """Copy files between the storages of ranks; a collective.
+    """Copy files between the storages of ranks. A collective.
 
-    A file appears under its name when it has arrived completely. An error with one file does not stop other files.
+    A file appears under its name when it has arrived completely. An error in one file does not stop the other files.
 
     Args:
         storage: this rank's storage.
@@ -179,8 +185,8 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
             for number, nbytes in sizes:
                 if moves[number] in ends:
                     ends[moves[number]].num_bytes = nbytes
-        # Each wave of files becomes waves of pieces. A rank plans only its own pieces: with huge files and thousands of
-        # ranks, the pieces of all ranks would be millions.
+        # Each wave of files becomes waves of pieces. A rank lists only the pieces that it sends or receives: with huge
+        # files and thousands of ranks, all ranks together have millions of pieces.
         waves = [
             [_Piece(end, number) for end in own if number < end.num_pieces]
             for wave in waves_of(moves, 1)
@@ -188,7 +194,7 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
             for number in range(max(end.num_pieces for end in own))
         ]
         try:
-            # One thread: `_End` opens its file without a lock.
+            # One thread, because `_End` opens its file without a lock.
             received = exchange(coordinator, waves, _Piece.size, _Piece.read, _Piece.take, threads=1)
         finally:
             for end in ends.values():
@@ -199,35 +205,35 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
 
 
 class _End:
-    """This rank's end of a move: the file that it reads or writes."""
+    """This rank's end of a move: the file that the rank reads as sender, or writes as receiver."""
 
     def __init__(self, storage: Storage, move: FileMove, rank: int) -> None:
         self._storage, self.move = storage, move
         self.is_receiver = rank == move.receiver
         self.kept = FirstError()
-        self.num_bytes = -1  # unknown, or the sender has no such file
+        self.num_bytes = -1  # size of the file; -1 while unknown, and if the sender cannot find the file
         self._num_written = 0
         self._reader: FileReader | None = None
         self._writer: FileWriter | None = None
 
     def size(self) -> int:
-        """The file's size in bytes, on the sender; -1 if the file is missing."""
+        """Return the file's size in bytes on the sender; -1 if the file is missing, which `kept` records as error."""
         num_bytes = self.kept.attempt(lambda: self._storage.required_info(self.move.name).size_bytes)
         return -1 if num_bytes is None else num_bytes
 
     @property
     def num_pieces(self) -> int:
-        """The number of the file's pieces; an empty file has one piece."""
+        """Number of the file's pieces; 0 if the size is unknown. An empty file has one piece, so that it is created."""
         return 0 if self.num_bytes < 0 else max(1, -(-self.num_bytes // _PIECE_BYTES))
 
     def read(self, number: int, data: memoryview) -> None:
-        """Read a piece."""
+        """Read piece ``number`` into ``data``."""
         if self._reader is None:
             self._reader = self._storage.open_file(self.move.name)
         self._reader.read_at(number * _PIECE_BYTES, [data])
 
     def write(self, number: int, data: memoryview) -> None:
-        """Write a piece. The last piece also renames the file to its final name."""
+        """Write piece ``number``. After the last piece, the file is closed and renamed to its final name."""
         working_name = self._storage.working_name(self.move.name, f"from{self.move.sender}")
         if self._writer is None:
             self._storage.remove(working_name)  # a killed run may have left such a file
@@ -235,12 +241,12 @@ class _End:
         self._writer.write_at(number * _PIECE_BYTES, [data])
         self._num_written += 1
         if self._num_written == self.num_pieces:
-            self._writer.close()
+            self._writer.close()  # before the rename, so that an incomplete file never has the final name
             self._writer = None
             self._storage.rename(working_name, self.move.name)
 
     def close(self) -> None:
-        """Close the file, and remove it if it is incomplete."""
+        """Close the file. A file that is incomplete is removed."""
         ends: list[Callable[[], object]] = []
         if self._reader is not None:
             ends.append(self._reader.close)
@@ -249,7 +255,7 @@ class _End:
         for end in ends:
             try:
                 end()
-            except BaseException as error:  # noqa: BLE001  `move_files` raises it after closing all files
+            except BaseException as error:  # noqa: BLE001  kept: `move_files` raises it after all files are closed
                 self.kept.error = self.kept.error or error
 
 
@@ -261,20 +267,20 @@ class _Piece(NamedTuple):
 
     @property
     def sender(self) -> int:
-        """See `Turn`."""
+        """The rank that sends the file."""
         return self.end.move.sender
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """See `Turn`."""
+        """The ranks that receive the file."""
         return self.end.move.receivers
 
     def size(self) -> int:
-        """The size in bytes."""
+        """Return the size of the piece in bytes; the last piece of a file may be short."""
         return min(_PIECE_BYTES, self.end.num_bytes - self.number * _PIECE_BYTES)
 
     def read(self, data: memoryview) -> bool:
-        """Read the piece; returns whether all reads of this file have succeeded so far."""
+        """Read the piece into ``data``; returns whether all reads of this file have succeeded so far."""
         self.end.kept.attempt(lambda: self.end.read(self.number, data))
         return self.end.kept.error is None
 

@@ -1,4 +1,4 @@
-"""Keep a rank's first error while it continues to send and receive for other ranks; the rank raises it at the end."""
+"""Keep a rank's first error while the rank continues to send and receive for other ranks, and raise the error later."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ T = TypeVar("T")
 
 
 class FirstError:
-    """Runs work until the first error. The error is kept, and later work is skipped."""
+    """Runs work until the first error, which is kept in ``error``; later work is skipped."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """Run work and return its result; None if it raises, or was skipped after an earlier error."""
+        """Run ``work`` and return its result; None if ``work`` raises, or is skipped because of an earlier error."""
         if self.error is None:
             try:
                 return work()
-            except BaseException as caught:  # noqa: BLE001  other ranks still wait for this rank's parts
+            except BaseException as caught:  # noqa: BLE001  kept: other ranks still wait for messages of this rank
                 self.error = caught
         return None
 
@@ -32,7 +32,7 @@ class FirstError:
 
 @contextmanager
 def noting(error: BaseException | None) -> Iterator[None]:
-    """Context manager for cleanup after ``error``, if any: a second error becomes a note of the first."""
+    """Context manager for cleanup: an error in the block becomes a note of ``error``, or is raised if that is None."""
     try:
         yield
     except Exception as second:
@@ -43,7 +43,7 @@ def noting(error: BaseException | None) -> Iterator[None]:
 
 @contextmanager
 def adding_note(note: str | None) -> Iterator[None]:
-    """Context manager: add a note, unless None, to an error of the block."""
+    """Context manager: add ``note`` to an error that the block raises; no note if None."""
     try:
         yield
     except BaseException as error:

@@ -1,9 +1,9 @@
 """Warn within seconds about ranks that are missing from a collective, while the collective keeps waiting.
 
 A rank may be late for a good reason, such as an evaluation on rank 0 before a save. Other ranks cannot distinguish a
-late rank from one that never makes the call (``if rank == 0: save(..)``). Waiting therefore ends only with the process
-group's time-out; for an earlier error, pass a group with a shorter one. Each rank that has waited for some seconds
-registers in the process group's store; one rank then reads the entries and warns about the missing ranks.
+late rank from a rank that never makes the call (``if rank == 0: save(..)``). The wait therefore ends only with the
+process group's time-out; for an earlier error, pass a group with a shorter time-out. Each rank that has waited for some
+seconds registers in the process group's store; one rank then reads the entries and warns about the missing ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from vescale_fsdp.errors import CheckpointError
 
 _PATIENCE_S = 5.0  # wait before a rank registers as waiting
-_NOTES_S = 2.0  # wait before the warning, so that ranks that came slightly later have registered too
-_POLL_S = 0.02
+_NOTES_S = 2.0  # wait between registration and warning, so that slightly later ranks have registered too
+_POLL_S = 0.02  # between two reads of the counter in the store
 _CAUSE = (
     "save, load, async_save and a manager's calls are collectives: every rank of the group must make them. Take this "
     "call out of a condition such as `if rank == 0:`"
@@ -28,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 class RollCall:
-    """Watches the collectives of one group.
+    """Watches the collectives of one group, and names the ranks that are missing from them.
 
     Args:
-        store: a store that all ranks of the group reach.
-        name: the group's name, the same on all ranks.
+        store: a store that all ranks of the group can reach.
+        name: a name of the group, the same on all ranks.
         rank, world_size: this rank in the group, and the group's size.
         timeout: the group's time-out; None for no limit.
     """
@@ -56,7 +56,7 @@ class RollCall:
 
         def arrived(patience_s: float) -> bool:
             end_s = time.monotonic() + patience_s
-            while self._store.add(f"{key} count", 0) < self._world_size:  # reads the counter
+            while self._store.add(f"{key} count", 0) < self._world_size:  # adding 0 reads the counter
                 if time.monotonic() > end_s:
                     return False
                 time.sleep(_POLL_S)
@@ -76,16 +76,16 @@ class RollCall:
         """Wait for a collective of all ranks.
 
         Raises:
-            RuntimeError: the collective's error.
-            CheckpointError: instead, if ranks are known to be missing; names them.
+            CheckpointError: if the collective fails and ranks are known to be missing; names the missing ranks.
+            RuntimeError: the collective's error, if the missing ranks are unknown.
         """
 
         def arrived(patience_s: float) -> bool:
             try:
                 work.wait(timedelta(seconds=patience_s))
             except RuntimeError:
-                if work.is_completed():
-                    raise  # the collective itself failed, not only this wait
+                if work.is_completed():  # the collective has failed; otherwise only this wait has timed out
+                    raise
                 return False
             return True
 
@@ -101,27 +101,33 @@ class RollCall:
             raise absence from error
 
     def skip(self) -> None:
-        """Count a collective that is not watched, so that numbers stay equal on all ranks."""
+        """Count a collective that is not watched: its number is part of the later collectives' keys in the store."""
         self._next()
 
     def _next(self) -> str:
+        """Return the key of the next collective, the same on all ranks."""
         self._num_meetings += 1
         return f"{self._name} {self._num_meetings}"
 
     def _watch(self, key: str, arrived: Callable[[float], bool], doing: str) -> bool:
-        """Wait for some seconds; returns whether all ranks came. If not, this rank registers as waiting, and the first
-        registered rank warns.
+        """Wait for some seconds, and return whether all ranks have arrived.
+
+        If ranks are missing, this rank registers as waiting, and the rank that has registered first logs a warning.
+
+        Args:
+            arrived: waits up to a number of seconds; returns whether all ranks have arrived.
         """
         if arrived(_PATIENCE_S):
             return True
         try:
             self._store.set(f"{key} {self._rank}", "")
             is_first = self._store.add(f"{key} waiting", 1) == 1
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch's errors of a store, and the LifecycleError of `BoundedStore`
             _log.warning("%s: ranks are missing, and the store that lists them is lost: %s", doing, error)
             return False
         if arrived(_NOTES_S):
             return True
+        # Only the first registered rank warns, or thousands of ranks would log the same warning.
         missing = self._missing(key)
         if is_first and missing:
             _log.warning(
@@ -138,14 +144,16 @@ class RollCall:
         return False
 
     def _missing(self, key: str) -> list[int]:
+        """Return the ranks that have not registered as waiting."""
         return [rank for rank in range(self._world_size) if not self._store.check([f"{key} {rank}"])]
 
     def absence(self, key: str, doing: str) -> CheckpointError | None:
-        """The error that names the missing ranks; None if they are unknown."""
+        """Return the error that names the missing ranks; None if the missing ranks are unknown."""
         try:
             missing = self._missing(key)
-        except RuntimeError:  # the store is gone as well
+        except RuntimeError:  # the store cannot be reached either
             return None
+        # None missing: the collective failed for another reason. All missing: no rank could register.
         if not 0 < len(missing) < self._world_size:
             return None
         return CheckpointError(

@@ -1,11 +1,11 @@
 """torch stores that processes of different jobs can trust: signed entries, calls with a time limit, addresses.
 
-torch's store has no authentication: any process that reaches its port can read and write every key. Entries that
-processes act upon are therefore signed with a shared secret. Without a secret, processes listen on loopback only.
+torch's store has no authentication: any process that reaches the store's port can read and write every key. Entries
+that processes act upon are therefore signed with a shared secret. Without a secret, processes listen on loopback only.
 
-If the store's process is dead, calls fail at once, because the kernel closes its connections. If the process is
-stopped, or its machine is down, torch's clients (2.11 to 2.15) wait forever: their time-outs do not cover reads. Each
-call therefore runs in its own thread, with a time limit.
+If the process that hosts a store has ended, calls fail at once, because the kernel has closed the connections. If the
+process is stopped, or its machine is down, torch's clients (2.11 to 2.15) wait forever, because their time-outs do not
+cover reads. Each call therefore runs in its own thread, with a time limit.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ import torch.distributed as dist
 
 from vescale_fsdp.errors import LifecycleError, PlacementError
 
-SECRET = "VESCALE_FSDP_SECRET"  # environment variable
+SECRET = "VESCALE_FSDP_SECRET"  # name of the environment variable
 _DIGEST = "sha256"
 _MAC_BYTES = 64  # length of a SHA-256 digest in hexadecimal
-_SIOCGIFADDR = 0x8915  # Linux ioctl: get the IPv4 address of an interface
-_POLL_S = 0.02
+_SIOCGIFADDR = 0x8915  # Linux ioctl, absent from Python's modules: get the IPv4 address of an interface
+_POLL_S = 0.02  # between two checks for missing keys
 T = TypeVar("T")
 
 
 def secret_of(secret: str | None) -> bytes | None:
-    """The given secret, or the environment variable VESCALE_FSDP_SECRET, or None."""
+    """Return the given secret, else that of the environment variable VESCALE_FSDP_SECRET, else None."""
     text = os.environ.get(SECRET) if secret is None else secret
-    return text.encode() if text else None
+    return text.encode() if text else None  # an empty secret would protect nothing
 
 
 def check_exposure(address: str, secret: bytes | None) -> None:
-    """Refuse to listen beyond this machine without a secret.
+    """Check that a process without a secret listens on this machine only.
 
     Raises:
-        PlacementError: if the address, or any address that the host name resolves to, is not a loopback address.
+        PlacementError: if there is no secret, and the address, or any address that the host name resolves to, is not a
+            loopback address.
     """
     if secret is None and not _is_loopback(address):
         raise PlacementError(
@@ -57,12 +58,13 @@ def check_exposure(address: str, secret: bytes | None) -> None:
 
 
 def _is_loopback(address: str) -> bool:
+    # partition: an IPv6 address may end with "%" and the name of an interface.
     addresses = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(address, None)}
     return all(ipaddress.ip_address(each).is_loopback for each in addresses)
 
 
 def interface_of(address: str) -> str:
-    """The network interface with this IPv4 address; for any loopback address, the loopback interface.
+    """Return the name of the network interface with this IPv4 address; any loopback address gives the loopback one.
 
     Raises:
         PlacementError: if no interface has the address.
@@ -72,10 +74,13 @@ def interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for name in names:
             try:
+                # 15: the longest name of an interface in Linux.
                 request = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # the interface has no IPv4 address
                 continue
-            own = ipaddress.ip_address(request[20:24])  # of an ifreq: 16 bytes of name, family and port
+            # Of an ifreq: after 16 bytes of name, 2 of family, 2 of port.
+            own = ipaddress.ip_address(request[20:24])
+            # Every address in 127.0.0.0/8 works on the loopback interface, which lists only one of them.
             if str(own) == wanted or (own.is_loopback and ipaddress.ip_address(wanted).is_loopback):
                 return name
     raise PlacementError(
@@ -87,29 +92,31 @@ def interface_of(address: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface.
+    """Return the IPv4 address of a network interface.
 
     Raises:
-        OSError: if there is no such interface, or it has no IPv4 address.
+        OSError: if there is no such interface, or the interface has no IPv4 address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         request = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-    return str(ipaddress.ip_address(request[20:24]))  # after 16 bytes of name, family and port
+    return str(ipaddress.ip_address(request[20:24]))  # after 16 bytes of name, 2 of family, 2 of port
 
 
 def local_address(host: str, port: int) -> str:
-    """This machine's own address on the route to another host."""
+    """Return the address of this machine that it uses on the route to another host."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as asking:
-        asking.connect(address)  # on a datagram socket this sends nothing
+        asking.connect(address)  # chooses the route; on a datagram socket, this sends nothing
         return str(asking.getsockname()[0])
 
 
 def bound_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens on this address only; torch's default listens on all addresses. Port 0: any free port."""
+    """Create a store that listens on this address only; by default, torch's listen on all. Port 0: any free port."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    # Many processes may connect at once.
     listener = socket.create_server(address[:2], family=family, backlog=2048)
     number = listener.getsockname()[1]
+    # `detach`, because the store takes over the socket and closes it.
     return dist.TCPStore(
         host,
         number,
@@ -121,19 +128,20 @@ def bound_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def sign(secret: bytes, name: str, value: bytes) -> bytes:
-    """An HMAC of name and value, followed by the value."""
-    # The zero byte separates name and value, so that no other pair gives the same bytes.
+    """Return an HMAC of name and value, followed by the value."""
+    # The zero byte separates name and value: without it, other names and values could give the same bytes. The name is
+    # included so that an entry cannot be copied to another key.
     return hmac.new(secret, name.encode() + b"\0" + value, _DIGEST).hexdigest().encode() + value
 
 
 def unsign(secret: bytes, name: str, signed: bytes) -> bytes:
-    """Inverse of `sign`.
+    """Return the value of a message from `sign`.
 
     Raises:
         PlacementError: if the value was not signed for this name with this secret.
     """
     value = signed[_MAC_BYTES:]
-    # The time that `compare_digest` takes reveals nothing about the secret.
+    # Not `==`: the time of its comparison would reveal how much of a forged signature is right.
     if not hmac.compare_digest(sign(secret, name, value), signed):
         raise PlacementError(
             "A message is not signed with this job's secret.",
@@ -146,7 +154,7 @@ def unsign(secret: bytes, name: str, signed: bytes) -> bytes:
 
 
 def within(timeout_s: float, call: Callable[[], T], what: str) -> T:
-    """Return the result or raise the error of a call, with a time limit. A late call goes on in its own thread.
+    """Run a call in its own thread, and return its result or raise its error. A late call keeps running there.
 
     Args:
         what: description of the call, for the error.
@@ -162,12 +170,12 @@ def within(timeout_s: float, call: Callable[[], T], what: str) -> T:
         except BaseException as error:  # noqa: BLE001  raised by the waiting thread
             future.set_exception(error)
 
-    # A call that never ends must not delay the exit.
+    # A daemon thread, because a call that never ends must not keep the process from exiting.
     Thread(target=run, name="bounded-call", daemon=True).start()
     try:
         return future.result(timeout_s)
     except TimeoutError:
-        if future.done():  # raised by the call itself
+        if future.done():  # the call itself has raised a TimeoutError
             raise
         raise LifecycleError(
             "A store does not answer.",
@@ -217,12 +225,12 @@ class _StoreProxy(dist.Store):
     def num_keys(self) -> int:
         return self._call(self._store.num_keys, "num_keys")
 
-    def has_extended_api(self) -> bool:  # append and calls for several keys are not forwarded
-        return False
+    def has_extended_api(self) -> bool:
+        return False  # this class does not forward `append`, `multi_get` and `multi_set`
 
 
 class SignedStore(_StoreProxy):
-    """A store with signed entries. Counters (``add``), which torch's barriers use, are not signed.
+    """A store with signed entries. Counters are not signed: the store itself computes ``add``, which barriers use.
 
     Args:
         store: the store that contains the signed entries.
@@ -240,7 +248,8 @@ class SignedStore(_StoreProxy):
         return unsign(self._secret, key, super().get(key))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        before = self._signed(key, expected) if expected else ""  # an empty text stands for a missing entry
+        # "" matches a missing entry, which has no signature.
+        before = self._signed(key, expected) if expected else ""
         return unsign(self._secret, key, super().compare_set(key, before, self._signed(key, desired)))
 
     def _signed(self, key: str, value: str | bytes) -> Any:  # torch's stub says str, but bytes are accepted
@@ -264,14 +273,14 @@ class BoundedStore(_StoreProxy):
         except dist.DistNetworkError as lost:
             raise LifecycleError(
                 "The processes' common store was lost.",
-                expected="the process that hosts it to outlive all processes that use it",
+                expected="the process that hosts the store to outlive all processes that use the store",
                 got=f"{type(lost).__name__}: {lost}",
                 where=what,
-                todo="find out why that process has ended; start it and this job again",
+                todo="find out why the hosting process has ended; start that process and this job again",
             ) from lost
 
     def get(self, key: str) -> bytes:
-        self.wait([key])  # inside `get`, torch waits for a missing key without a time limit
+        self.wait([key])  # first: torch's `get` waits for a missing key without a time limit
         return super().get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

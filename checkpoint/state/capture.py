@@ -30,38 +30,39 @@ from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
 
-_MAX_INT_BITS = 8192  # about half of the 4300 digits that Python converts to and from text
+_MAX_INT_BITS = 8192  # 2467 digits; Python's conversions between int and text refuse more than 4300
 
 
 class TreeSink(ABC):
-    """Collects the leaves that JSON cannot represent, and returns a node for each of them."""
+    """Collects the leaves that JSON cannot represent. Each method returns the JSON node that refers to the leaf."""
 
     @abstractmethod
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
-        """Collect a tensor, and return its node."""
+        """Collect a tensor, and return its JSON node."""
 
     @abstractmethod
     def per_rank(self, name: str, value: PerRank) -> Json:
-        """Collect a per-rank value, and return its node."""
+        """Collect a per-rank value, and return its JSON node."""
 
     def stateful(self, name: str, value: Stateful, depth: int) -> Json:
-        """Return the node of an object with ``state_dict``; ``depth`` as for `encode`."""
+        """Return the JSON node of the object's state dict. ``depth``: the number of containers around the object."""
         return encode(value.state_dict(), name, self, depth + 1)
 
 
 def is_stateful(value: object) -> bool:
-    """Whether a value is stored as the result of its ``state_dict()``."""
+    """Return whether a value is stored as the result of its ``state_dict()``."""
+    # `Stateful` is a protocol, so tensors and mappings with its methods would match too; they are stored as such.
     return not isinstance(value, (torch.Tensor, Mapping)) and isinstance(value, Stateful)
 
 
 def remade(like: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
-    """A tuple of the same type as ``like``: plain, named, or one of torch's."""
+    """Return a tuple of ``items`` with the type of ``like``: plain, named, or a torch class such as torch.Size."""
     make = getattr(type(like), "_make", type(like))  # a named tuple's constructor takes separate arguments
     return make(items)  # type: ignore[no-any-return]
 
 
 class _HashableSink(TreeSink):
-    """Raises for tensors and per-rank values in keys and sets, whose members are looked up by value."""
+    """The sink for dict keys and members of sets: raises for tensors and per-rank values."""
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         raise self._refused(name, "a tensor or an array")
@@ -83,7 +84,7 @@ _hashable_sink = _HashableSink()
 
 
 def encode(value: Any, name: str, sink: TreeSink, depth: int = 0) -> Json:
-    """The JSON node of a value; tensors and per-rank values are passed to the sink.
+    """Return the JSON node of a value; tensors and per-rank values are passed to the sink.
 
     Args:
         depth: number of containers around the value.
@@ -91,17 +92,18 @@ def encode(value: Any, name: str, sink: TreeSink, depth: int = 0) -> Json:
     Raises:
         CheckpointError: for a value that has no encoding or could not be loaded; names its type.
     """
-    kind = type(value)
+    kind = type(value)  # exact types: an enum that is also an int or a str would lose its class
     if kind is str or kind is bool or value is None:
         return value
     if kind is int:
         return _encode_int(value, name)
     if isinstance(value, torch.Tensor):
         return sink.tensor(name, value)
-    if depth > MAX_DEPTH:
+    if depth > MAX_DEPTH:  # a load recurses deeper per level, and could not read what this walk can write
         raise _too_deep(name)
     if isinstance(value, Mapping):
         nodes = [(key, encode(item, join_name(name, key), sink, depth + 1)) for key, item in value.items()]
+        # A "$" key marks nodes of other kinds, so dicts with such keys are stored as pairs, like those with other keys.
         if all(type(key) is str and not key.startswith("$") for key in value):
             return dict(nodes)
         return {"$": "dict", "v": [[_encode_key(key, name, depth + 1), node] for key, node in nodes]}
@@ -124,7 +126,7 @@ def _encode_int(value: int, name: str) -> int:
         return value
     raise CheckpointError(
         "A number is too long to be saved.",
-        expected=f"integers of at most {_MAX_INT_BITS} bits, which JSON parsers accept",
+        expected=f"integers of at most {_MAX_INT_BITS} bits: JSON parsers refuse very long numbers",
         got=f"{value.bit_length()} bits",
         where=dotted_name(name),
         todo="store the number as bytes",
@@ -136,16 +138,16 @@ def _too_deep(name: str) -> CheckpointError:
         "The state is nested too deeply.",
         expected=f"at most {MAX_DEPTH} levels, and no container inside itself",
         got="more",
-        where=f"{dotted_name(name)[:60]} ..",
-        todo="flatten it, or break the circle",
+        where=f"{dotted_name(name)[:60]} ..",  # the start is enough to find the value
+        todo="flatten the state, or remove a container's reference to itself",
     )
 
 
 def _encode_tuple(value: tuple[Any, ...], name: str, sink: TreeSink, depth: int) -> Json:
-    if type(value) is not tuple:  # a named tuple, or one of torch's
+    if type(value) is not tuple:  # a named tuple, or a torch class such as torch.Size
         try:
-            remade(value, list(value))
-        except Exception as error:  # the class may raise any error; a load could not create the tuple either
+            remade(value, list(value))  # tried here, because a load creates the tuple in this way
+        except Exception as error:  # the class may raise any error
             raise _refuse(value, name) from error
     items = [encode(item, join_name(name, index), sink, depth) for index, item in enumerate(value)]
     return {"$": "tuple", "v": items}
@@ -159,7 +161,7 @@ def _encode_key(key: Any, name: str, depth: int) -> Json:
 
 
 def _holds_nan(key: Any) -> bool:
-    """Whether a key is or contains NaN. NaN equals nothing, so the entry could not be looked up."""
+    """Return whether a key is or contains NaN. NaN does not equal itself, so a load could not find the entry."""
     if isinstance(key, (tuple, frozenset)):
         return any(map(_holds_nan, key))
     return isinstance(key, (float, complex, np.inexact)) and bool(key != key)  # only NaN differs from itself
@@ -167,13 +169,13 @@ def _holds_nan(key: Any) -> bool:
 
 def _encode_rare(value: Any, name: str, sink: TreeSink, depth: int) -> Json:
     if isinstance(value, (set, frozenset)):
-        # Sorted by JSON text, because the iteration order of a set differs between processes.
+        # Sorted by JSON text: the iteration order of a set differs between processes, and ranks compare digests.
         items = sorted((encode(item, name, _hashable_sink, depth) for item in value), key=json.dumps)
         return {"$": "frozenset" if isinstance(value, frozenset) else "set", "v": items}
     if isinstance(value, (bytes, bytearray)):
-        flag = {"array": True} if isinstance(value, bytearray) else {}
+        flag = {"array": True} if isinstance(value, bytearray) else {}  # a load then creates a bytearray
         return {"$": "bytes", "v": base64.b64encode(value).decode(), **flag}
-    if type(value) is complex:
+    if type(value) is complex:  # not isinstance: numpy's complex128, a subclass, keeps its dtype below
         parts = [encode(part, name, sink) for part in (value.real, value.imag)]
         return {"$": "complex", "v": parts}
     if isinstance(value, torch.dtype):
@@ -189,8 +191,10 @@ def _encode_rare(value: Any, name: str, sink: TreeSink, depth: int) -> Json:
 
 
 def _tensor_of(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
-    """The array's memory as a tensor; a copy if torch does not support its strides, or it is read-only."""
-    in_order = np.asarray(array, order="C")  # unlike ascontiguousarray, keeps arrays without dims
+    """Return a tensor over the array's memory, or over a copy if the array is read-only or not C-contiguous."""
+    # torch has no negative strides. np.ascontiguousarray would make a 0-d array 1-D.
+    in_order = np.asarray(array, order="C")
+    # A copy, because torch warns about read-only memory.
     return torch.from_numpy(in_order if in_order.flags.writeable else in_order.copy())
 
 
@@ -208,7 +212,7 @@ def _refuse(value: object, name: str) -> CheckpointError:
 
 
 class TakenState(NamedTuple):
-    """A captured state on one rank.
+    """The result of `take_state` on one rank.
 
     Attributes:
         structure: the state's structure, without rank-specific parts.
@@ -235,9 +239,9 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
     """
     taker = _Taker(state, Describer(rank_of))
     try:
-        with gc_paused():
+        with gc_paused():  # the walk creates many small objects and no cycles
             tree = encode(state, "", taker)
-            order = taker.file_order
+            order = taker.file_order  # differs from the order of the walk, so the tree is renumbered
             number_of = {index: number for number, index in enumerate(order)}
             structure = Structure(
                 renumber(tree, number_of),
@@ -246,19 +250,20 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
                 taker.describer.layouts,
             )
     except RecursionError as error:
+        # MAX_DEPTH limits neither the caller's stack nor the stack of a state_dict().
         raise CheckpointError(
             "The state is nested too deeply.",
             expected=f"at most {MAX_DEPTH} levels, and no container inside itself",
             got=str(error),
             where="the state itself",
-            todo="flatten it, or break the circle",
+            todo="flatten the state, or remove a container's reference to itself",
         ) from error
     locals_by_name = {item.entry.name: item.local for item in taker.tensors}
     return TakenState(structure, locals_by_name, taker.per_rank_values, taker.resharded)
 
 
 class _Taken(NamedTuple):
-    """A tensor of the state: its entry, this rank's part, and its role and offset (see `_Taker._role`)."""
+    """A captured tensor: its entry, this rank's part, and its role and offset (see `_Taker._role`)."""
 
     entry: Entry
     local: torch.Tensor
@@ -267,6 +272,8 @@ class _Taken(NamedTuple):
 
 
 class _Taker(TreeSink):
+    """Captures one state: `encode` passes each tensor and per-rank value to this sink."""
+
     def __init__(self, state: Any, describer: Describer) -> None:
         self._live = LiveObjects(state)
         self.describer = describer
@@ -283,11 +290,11 @@ class _Taker(TreeSink):
         if local is None:  # this rank is outside the tensor's mesh
             return {"$": "absent"}
         axes = self.axes.setdefault(distribution.axes, len(self.axes))
-        # Tensors that share memory are stored once. All ranks must get the same result, even a rank with an empty
-        # piece, which has no address: a ragged piece is therefore compared only with pieces of the same slot, and with
-        # none if its slot is unknown.
+        # Tensors that share memory are stored once. All ranks must agree on which tensors these are, but an empty piece
+        # has no address to compare. A ragged piece is therefore compared only with pieces of the same slot, and is
+        # stored separately if its slot is unknown.
         alike: list[int] = []
-        slot = tensor.layout_ref if isinstance(tensor, RaggedDTensor) else ()
+        slot = tensor.layout_ref if isinstance(tensor, RaggedDTensor) else ()  # None: unknown; (): not ragged
         if slot is not None:
             slot_key = (id(slot[0]), slot[1]) if slot else ()
             alike = self._by_memory.setdefault(
@@ -296,7 +303,7 @@ class _Taker(TreeSink):
         for index in alike:
             if self.tensors[index].local.is_set_to(local):
                 return {"$": "tensor", "i": index}
-        self._claim(name)
+        self._claim(name)  # only now: a second name of the same memory is not a name in the files
         entry = Entry(name, dtype, shape, axes, distribution.cuts)
         alike.append(len(self.tensors))
         self.tensors.append(_Taken(entry, local, *self._role(entry)))
@@ -307,7 +314,7 @@ class _Taker(TreeSink):
             return encode(self._live.module_state(value).values, name, self, depth + 1)
         if isinstance(value, torch.optim.Optimizer):
             named = self._live.named(value, dotted_name(name))
-            if named is not None:
+            if named is not None:  # None: state_dict() does not number parameters, and is stored unchanged
                 return encode(named.value(), name, self, depth + 1)
         return super().stateful(name, value, depth)
 
@@ -331,7 +338,7 @@ class _Taker(TreeSink):
                 "a name that the file format reserves",
                 f"a name other than {', '.join(RESERVED_NAMES)}",
             )
-        # ASCII names, which almost all names are, skip the loop over their letters.
+        # `isascii` first, because it is fast: an ASCII name has no surrogates.
         elif not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
             problem = (
                 "a name that is not valid text",
@@ -350,11 +357,15 @@ class _Taker(TreeSink):
         self._names.add(name)
 
     def _role(self, entry: Entry) -> tuple[str, int]:
-        """A tensor's role in its group (weights, one kind of moments), and its offset in the group's buffer."""
+        """Return a tensor's role in its group and its offset in the group's buffer; ("", 0) if it is in no group.
+
+        All weights of a group have the same role; so do all optimizer states of one kind.
+        """
         cut = entry.cuts[-1] if entry.cuts else None  # a layout's cut is applied last
         if not isinstance(cut, LayoutCut):
             return "", 0
         slot = self.describer.layouts[cut.layout].slots[cut.slot]
+        # The name without the parameter's part is equal for all tensors of a role: optimizer/state/*/exp_avg.
         role = f"{cut.layout}:" + entry.name.replace(slot.fqn, "*", 1)
         self._roles.setdefault(role, len(self._roles))
         return role, slot.offset
@@ -363,8 +374,9 @@ class _Taker(TreeSink):
     def file_order(self) -> list[int]:
         """Indices of the tensors in file order."""
 
-        # Descending item sizes keep every tensor aligned in its file. Tensors of a group's buffer are in buffer order.
         def key(index: int) -> tuple[int, int, int, int]:
+            # Descending item sizes keep every tensor aligned in its file. Tensors of one role follow each other in the
+            # order of their group's buffer; tensors without a role come last.
             item = self.tensors[index]
             return (-item.entry.itemsize, self._roles.get(item.role, len(self._roles)), item.offset, index)
 
@@ -372,22 +384,21 @@ class _Taker(TreeSink):
 
 
 class _LeafTaker(TreeSink):
-    """Collects the tensors of one per-rank value; for a DTensor, its local part."""
+    """Collects the tensors of one per-rank value; of a DTensor, the local part."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self._inside = False  # whether the walk is inside a Stateful object
 
     def stateful(self, name: str, value: Stateful, depth: int) -> Json:
-        # A load passes an object its stored state without a call of its state_dict(), which would start a data loader.
-        # So the state of an object inside the object could not be matched.
+        # A load finds objects without a call of state_dict(), which could start a data loader: not the inner object.
         if self._inside:
             raise CheckpointError(
-                "A Stateful object is nested in another one's state, inside a PerRank.",
+                "A Stateful object is nested in the state of another Stateful object, inside a PerRank.",
                 expected="a state_dict() of plain values, tensors and containers",
                 got=f"a {type(value).__qualname__}",
                 where=dotted_name(name),
-                todo="let the outer object's state_dict() return the inner one's",
+                todo="let the outer object's state_dict() include the result of the inner object's state_dict()",
             )
         self._inside = True
         node = super().stateful(name, value, depth)
@@ -396,13 +407,13 @@ class _LeafTaker(TreeSink):
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         local = Describer().describe(name, tensor).local
-        # An empty stand-in on a rank outside the mesh, so that the leaf has a number.
+        # On a rank outside the tensor's mesh, an empty tensor gives the leaf a number.
         self.tensors.append(torch.empty(0, dtype=torch.float32, device="cpu") if local is None else local)
         return {"$": "tensor", "i": len(self.tensors) - 1}
 
     def per_rank(self, name: str, value: PerRank) -> Json:
         raise CheckpointError(
-            "A PerRank value is nested in another one.",
+            "A PerRank value is nested in another PerRank value.",
             expected="one PerRank around both",
             got="two",
             where=dotted_name(name),

@@ -1,4 +1,4 @@
-"""Pause Python's garbage collector during planning, where it would cost more than the work itself."""
+"""Pause Python's garbage collector during planning: its passes would take longer than the planning itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Context manager: no garbage collection in the block. Plans create many small objects and no cycles."""
+    """Context manager: no cyclic garbage collection in the block. Plans create many small objects, but no cycles."""
     was_enabled = gc.isenabled()  # a caller may have disabled it
     gc.disable()
     try:

@@ -60,22 +60,22 @@ class CopyStream:
         return self._module.stream(self._stream)  # type: ignore[no-any-return]
 
     def record(self) -> CopyEvent:
-        """Record an event after all copies so far."""
+        """Record an event after all copies so far, and return it."""
         return self._stream.record_event()  # type: ignore[no-any-return]
 
 
 @lru_cache
 def copy_stream_of(device: torch.device) -> CopyStream | None:
-    """The shared stream for a device's copies; None for the CPU and meta devices."""
+    """Return the stream for a device's copies, one per device; None for the CPU and meta devices."""
     return None if device.type in ("cpu", "meta") else CopyStream(device)
 
 
 def host_memory(num_bytes: int) -> torch.Tensor:
-    """A 1D uint8 CPU tensor, pinned if there is a GPU.
+    """Return a 1D uint8 CPU tensor of zeros, pinned if there is a GPU.
 
-    It is filled with zeros here, because the page faults of the first write cost more than a copy. torch rounds the
-    size of pinned memory up to a power of two. ``VESCALE_FSDP_UNTRIED=exact_pinning`` pins the exact size; this is not
-    yet tested on a GPU.
+    Writing zeros touches every page here: page faults during a later copy would cost more than the copy itself. torch
+    rounds the size of pinned memory up to a power of two. ``VESCALE_FSDP_UNTRIED=exact_pinning`` pins the exact size;
+    this is not yet tested on a GPU.
     """
     has_gpu = torch.cuda.is_available()
     if has_gpu and num_bytes and allows_untried("exact_pinning"):
@@ -84,9 +84,10 @@ def host_memory(num_bytes: int) -> torch.Tensor:
 
 
 def _pinned_as_it_is(memory: torch.Tensor) -> torch.Tensor:
+    """Pin a tensor's existing memory, without torch's rounding of the size; returns the tensor."""
     driver: Any = torch.cuda.cudart()
     code = int(driver.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if code:
+    if code:  # 0 is cudaSuccess
         raise MemoryError(f"cudaHostRegister could not pin {memory.numel()} bytes: error {code}")
     weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr())  # runs before the memory is freed
     return memory
@@ -97,11 +98,12 @@ class PinnedSlots(threading.local):
 
     def __init__(self) -> None:
         self._slots: list[tuple[torch.Tensor, CopyEvent | None]] = [
+            # Empty: `lend` allocates buffers of the sizes that it needs.
             (torch.empty(0, dtype=torch.uint8, device="cpu"), None)
         ] * 2
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        """A 1D uint8 buffer that no earlier copy uses; valid until this thread has called `lend` twice more."""
+        """Return a 1D uint8 buffer that no earlier copy uses; valid until this thread has called `lend` twice more."""
         slot, busy = self._slots.pop(0)
         if busy is not None:
             busy.synchronize()
@@ -113,16 +115,16 @@ class PinnedSlots(threading.local):
         return slot[:num_bytes]
 
     def busy_until(self, event: CopyEvent) -> None:
-        """Mark the last buffer from `lend` as in use until an event."""
+        """Mark the buffer that `lend` returned last as in use until an event."""
         slot, _ = self._slots[-1]
         self._slots[-1] = slot, event
 
 
 def memory_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    """The storages (by `storage_id`) of the optimizers' parameters and states.
+    """Return the `storage_id` of each tensor that the optimizers write: their parameters and states.
 
     Raises:
-        TypeError: for classes other than `torch.optim.Optimizer`: their steps do not call torch's step hooks.
+        TypeError: for an object that is not a `torch.optim.Optimizer`: its steps do not call torch's step hooks.
     """
     storages: set[int] = set()
     for optimizer in optimizers:
@@ -164,7 +166,7 @@ class DeferredCopy:
 
     def release(self) -> None:
         """Make the caller's current streams wait for the copies; writes that are queued later are then safe."""
-        if not self._is_released:
+        if not self._is_released:  # a write before the first release did not wait for the copies
             self._is_overtaken = self._was_written
         for stream, event in self._copied:
             stream.hold_compute(event)
@@ -172,7 +174,7 @@ class DeferredCopy:
 
     @property
     def _was_written(self) -> bool:
-        # A copy, and not strict: another thread may be in `finish`, which clears `_sources`.
+        # A copy of the list, and zip without `strict`: another thread may clear `_sources` in `finish`.
         pairs = zip(list(self._sources), self._versions, strict=False)
         return any(version_of(each) != version for each, version in pairs)
 
@@ -184,11 +186,11 @@ class DeferredCopy:
         """
         for _, event in self._copied:
             event.synchronize()
-        # Read before `_is_released`: as soon as that is set, an optimizer may write.
+        # `_was_written` is read before `_is_released`: once `_is_released` is set, an optimizer may write.
         was_written = self._was_written
         self._is_overtaken = self._is_overtaken or (was_written and not self._is_released)
         self._sources = []
-        if self in _under_way:
+        if self in _under_way:  # not if there were no sources
             _under_way.remove(self)
         if self._is_overtaken:
             raise CheckpointError(
@@ -203,11 +205,14 @@ _under_way: list[DeferredCopy] = []
 
 
 def _release_all(*unused: Any) -> None:
-    for copy in list(_under_way):  # including released ones: optimizers may step on different streams
+    for copy in list(_under_way):  # including released copies: optimizers may step on different streams
         copy.release()
 
 
 @lru_cache
 def _hold_optimizers() -> None:
-    """Make every optimizer step wait for running copies. The hook stays: torch forbids its removal during a step."""
+    """Make every optimizer step wait for running copies. `lru_cache` registers the hook once per process.
+
+    The hook is never removed: torch forbids the removal during a step.
+    """
     register_optimizer_step_pre_hook(_release_all)

@@ -37,11 +37,17 @@ class ChecksStateDict(Protocol):
     """An optimizer that can check a state dict before its tensors are read."""
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise the errors of ``load_state_dict``. In ``state_dict["state"]``, unread tensors are None."""
+        """Raise the errors that ``load_state_dict`` would raise. Tensors of the state are None: not read yet."""
 
 
 class ModuleState(NamedTuple):
-    """A module's ``state_dict()``; canonical name -> value; canonical name -> name in ``state_dict()``."""
+    """A module's ``state_dict()`` under two sets of names; see `canonical_names`.
+
+    Attributes:
+        raw: ``module.state_dict()``.
+        values: canonical name -> value.
+        raw_names: canonical name -> name in ``raw``.
+    """
 
     raw: dict[str, Any]
     values: dict[str, Any]
@@ -65,7 +71,7 @@ class NamedOptimizer(NamedTuple):
     raw: dict[str, Any]
 
     def value(self) -> dict[str, Any]:
-        """The state by parameter name, and the groups, in the form of torch's ``get_optimizer_state_dict``."""
+        """Return the state by parameter name, and the groups, in the form of torch's ``get_optimizer_state_dict``."""
         groups = zip(self.raw["param_groups"], self.names, strict=True)
         return {
             **self.raw,
@@ -75,19 +81,19 @@ class NamedOptimizer(NamedTuple):
 
     @property
     def state_of(self) -> dict[str, Any]:
-        """Name -> state, of the parameters that have state."""
+        """Parameter name -> state, for the parameters that have state."""
         state = self.raw["state"]
         return {name: state[number] for name, number in self.numbers.items() if number in state}
 
     @property
     def other_state(self) -> dict[Any, Any]:
-        """State that belongs to no parameter, under the optimizer's own keys."""
+        """The entries of the state that belong to no parameter, under the optimizer's own keys."""
         numbers = set(self.numbers.values())
         return {key: value for key, value in self.raw["state"].items() if key not in numbers}
 
 
 class LiveObjects:
-    """The modules and optimizers of one state.
+    """The modules and optimizers of one state, with their state under parameter names.
 
     Args:
         state: the state passed to `save` or `load`; searched through dicts, lists and tuples.
@@ -98,14 +104,14 @@ class LiveObjects:
         self._module_states: dict[int, tuple[nn.Module, ModuleState]] = {}
 
     def module_state(self, module: nn.Module) -> ModuleState:
-        """``module.state_dict()`` under raw and canonical names; computed once per module."""
+        """Return ``module.state_dict()`` under raw and canonical names; computed once per module."""
         known = self._module_states.get(id(module))
         if known is None:
             raw = module.state_dict()
             names = canonical_names(module, raw)
             values = {names[name]: value for name, value in raw.items()}
             state = ModuleState(raw, values, {short: name for name, short in names.items()})
-            # With a reference to the module, so that its id is not reused.
+            # The entry refers to the module, so that the id in its key is not reused.
             self._module_states[id(module)] = known = (module, state)
         return known[1]
 
@@ -125,7 +131,7 @@ class LiveObjects:
         return modules
 
     def leaves(self) -> dict[Path, Any]:
-        """Path -> leaf of the state, after modules and optimizers are replaced by dicts of their state.
+        """Return the leaves of the state by path; modules and optimizers count as dicts of their state.
 
         Raises:
             CheckpointError: if an optimizer has parameters on the meta device.
@@ -149,7 +155,9 @@ class LiveObjects:
         )
 
     def named(self, optimizer: torch.optim.Optimizer, where: str) -> NamedOptimizer | None:
-        """An optimizer's state by parameter name; None if its ``state_dict()`` does not number parameters like torch's.
+        """Return an optimizer's state by parameter name.
+
+        Returns None if its ``state_dict()`` does not number the parameters as torch's optimizers do.
 
         Args:
             where: the optimizer's name in the state.
@@ -176,15 +184,19 @@ class LiveObjects:
     def _names_of(
         self, params: list[torch.Tensor], optimizer: torch.optim.Optimizer, where: str
     ) -> list[str]:
-        """Names of an optimizer's parameters: within one module that has all of them, else prefixed by module names."""
+        """Return the names of an optimizer's parameters, in order.
+
+        If one module has all parameters, these are its names for them. Otherwise each name starts with the path of the
+        parameter's module in the state.
+        """
         wanted = {id(param) for param in params}
         fitting = [model for model in self._models if wanted <= model.names.keys()]
         if fitting:
-            # The smallest module: in {"model": model, "head": model.head}, an optimizer of the head uses its names.
+            # The smallest one: of {"model": model, "head": model.head}, the head for an optimizer of head parameters.
             chosen = min(fitting, key=lambda model: len(model.names))
             names = [chosen.names[id(param)] for param in params]
         else:
-            # Of several modules with a parameter, the first one wins.
+            # Reversed, so that the first of several modules with a parameter wins.
             owners = {id(param): model for model in reversed(self._models) for param in model.params}
             unknown = [param for param in params if id(param) not in owners]
             if unknown:
@@ -204,11 +216,13 @@ class LiveObjects:
 
     @cached_property
     def _models(self) -> list[_Model]:
+        """The distinct modules of the state, with the names of their parameters."""
         found: dict[int, _Model] = {}
         for path, module in _modules(self._state, "", 0):
             if id(module) in found:
                 continue
-            self.module_state(module)  # hooks of state_dict() replace gathered parameters by sharded ones
+            # First: hooks of state_dict() replace gathered parameters by sharded ones.
+            self.module_state(module)
             params = dict(module.named_parameters())
             names = canonical_names(module, params)
             by_id = {id(param): names[name] for name, param in params.items()}
@@ -217,7 +231,7 @@ class LiveObjects:
 
 
 class _Model(NamedTuple):
-    """A module of the state."""
+    """A module of the state, with its parameters and their names."""
 
     path: str  # in the state
     params: list[nn.Parameter]
@@ -225,24 +239,26 @@ class _Model(NamedTuple):
 
 
 def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Names of parameters and buffers without the parts that wrappers of modules add.
+    """Return names of parameters and buffers without the parts that module wrappers, such as DDP, add.
 
     Args:
         names: names from ``named_parameters()`` or ``state_dict()``.
 
     Returns:
-        Given name -> canonical name. If several canonical names would be equal, the given names are kept.
+        Given name -> canonical name. Names whose canonical names would be equal are kept as they are.
     """
     parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     starts = [
         f"{path}.module.".removeprefix(".")
+        # With duplicates: a module with two paths gives its parameters names under both.
         for path, inner in module.named_modules(remove_duplicate=False)
         if isinstance(inner, parallel)
     ]
     canonical = {}
     for name in names:
         short = name
-        for start in sorted(starts, key=len, reverse=True):  # inner wrappers first
+        # Inner wrappers first: outer paths then still match.
+        for start in sorted(starts, key=len, reverse=True):
             if short.startswith(start):
                 short = start.removesuffix("module.") + short.removeprefix(start)
         canonical[name] = without_wrappers(short)
@@ -251,24 +267,30 @@ def canonical_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def same_names(own: Iterable[Any], stored: Iterable[Any]) -> dict[Any, Any]:
-    """Stored name -> the state's name, for names that differ only in parts that wrappers add.
+    """Return stored name -> the state's name, for names that differ only in parts that wrappers add.
+
+    A name that matches several names is left out.
 
     >>> same_names(["a.weight", "step"], ["_orig_mod.a.weight", "step"])
     {'_orig_mod.a.weight': 'a.weight'}
     """
     mine, theirs = [_short_names(names) for names in (own, stored)]
-    left = mine.keys() - theirs.keys()
+    left = mine.keys() - theirs.keys()  # equal names need no renaming
     by_short: dict[str, list[str]] = {}
     for name, short in theirs.items():
         if name not in mine:
             by_short.setdefault(short, []).append(name)
     found = {name: by_short[mine[name]] for name in left if mine[name] in by_short}
     counts = Counter(mine[name] for name in left)
+    # Only where one stored name and one own name have the same short name.
     return {names[0]: name for name, names in found.items() if len(names) == 1 == counts[mine[name]]}
 
 
 def _short_names(names: Iterable[Any]) -> dict[str, str]:
-    """Name -> name without wrappers' parts, and without ``module.`` if all names with dots begin with it."""
+    """Return name -> name without wrappers' parts, and without ``module.`` if all dotted names begin with it.
+
+    ``module.`` is the prefix that DDP adds to all names of a model.
+    """
     short_names = {name: without_wrappers(name) for name in names if isinstance(name, str)}
     dotted = [short for short in short_names.values() if "." in short]
     if dotted and all(short.startswith("module.") for short in dotted):
@@ -277,7 +299,7 @@ def _short_names(names: Iterable[Any]) -> dict[str, str]:
 
 
 def has_meta_modules(state: Any) -> bool:
-    """Whether a module of a state has parameters or buffers on the meta device."""
+    """Return whether a module of a state has parameters or buffers on the meta device."""
     return any(
         tensor.device.type == "meta"
         for _, module in _modules(state, "", 0)
@@ -286,17 +308,20 @@ def has_meta_modules(state: Any) -> bool:
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
-    """Whether this rank has no memory for its part of a tensor."""
+    """Return whether this rank's part of a tensor is on the meta device, and has no memory."""
     return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
 
 
 def aliases_of(leaves: Mapping[Path, Any]) -> dict[str, list[str]]:
-    """Name -> all names of the same tensor, for leaves with several names; includes parameters on the meta device."""
+    """Return name -> all names of the same tensor, for each leaf that has several names.
+
+    Tied parameters on the meta device are included.
+    """
     groups: dict[object, list[str]] = {}
     for path, leaf in leaves.items():
-        if isinstance(leaf, torch.Tensor) and leaf.numel():
+        if isinstance(leaf, torch.Tensor) and leaf.numel():  # empty tensors share no elements
             local = local_of(leaf) if isinstance(leaf, DTensor) else leaf
-            # Empty pieces of different tensors may have the same address, so the layout's names are compared too.
+            # Empty pieces of different tensors may have the same address on this rank, but not the same layout name.
             slot = leaf.layout_ref if isinstance(leaf, RaggedDTensor) else None
             name = None if slot is None else slot[1]
             memory = storage_id(local), local.storage_offset(), tuple(leaf.shape), local.stride(), leaf.dtype
@@ -305,11 +330,11 @@ def aliases_of(leaves: Mapping[Path, Any]) -> dict[str, list[str]]:
 
 
 def unsaved_meta_buffers(live: LiveObjects) -> dict[str, nn.Module]:
-    """Name -> owning module, for non-persistent buffers on the meta device, which no checkpoint contains."""
+    """Return name -> owning module, for the non-persistent buffers on the meta device: no checkpoint contains them."""
     found = {}
     for model in live.modules.values():
         if not any(buffer.is_meta for buffer in model.buffers()):
-            continue
+            continue  # fast path: no call of state_dict()
         saved = live.module_state(model).raw
         for path, owner in model.named_modules():
             for name, buffer in owner.named_buffers(recurse=False):
@@ -320,15 +345,15 @@ def unsaved_meta_buffers(live: LiveObjects) -> dict[str, nn.Module]:
 
 
 def allocate(live: LiveObjects, names: Iterable[str], buffers: Iterable[str]) -> Callable[[], None]:
-    """Allocate tensors of modules on the meta device. Create new `LiveObjects` afterwards: ``live`` is outdated.
+    """Allocate tensors of modules that are on the meta device. ``live`` is outdated afterwards: create a new one.
 
     Args:
         names: names of the leaves to allocate.
         buffers: names, in their modules, of the non-persistent buffers to allocate.
 
     Returns:
-        A function that moves the tensors back to the meta device, for a load that fails: uninitialized values must not
-        be used.
+        A function that moves the tensors back to the meta device. Call it if the load fails: the values of the new
+        tensors are uninitialized.
     """
     wanted, unsaved = set(names), set(buffers)
     moved: list[tuple[nn.Module, set[str]]] = []
@@ -352,20 +377,22 @@ def allocate(live: LiveObjects, names: Iterable[str], buffers: Iterable[str]) ->
 
 
 def home_device(state: Mapping[str, Any]) -> torch.device:
-    """The device of a module's tensors; if all are on the meta device, the device of their mesh, or the CPU."""
-    # 0-d tensors do not count: torch's optimizers keep step counts on the CPU.
+    """Return the device of a state's tensors; if all are on the meta device, the device of their mesh, or the CPU."""
+    # 0-d tensors are left out: torch's optimizers keep step counts on the CPU.
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.ndim]
     there = [tensor.device for tensor in tensors if not tensor.is_meta]
     if there:
         return there[0]
     kind = next((tensor.device_mesh.device_type for tensor in tensors if isinstance(tensor, DTensor)), "cpu")
+    # With the index, because devices of tensors have one: "cuda" and "cuda:0" are not equal.
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def _require_memory(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Raise a CheckpointError if an optimizer has parameters on the meta device."""
     if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
         raise CheckpointError(
-            "An optimizer has parameters on the meta device. A load replaces these parameters in the model only.",
+            "An optimizer has parameters on the meta device. A load replaces them in the model, not in the optimizer.",
             expected="an optimizer of allocated parameters",
             got=f"{type(optimizer).__name__} with parameters on the meta device",
             where=name,
@@ -374,29 +401,30 @@ def _require_memory(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """All parameters and buffers, each under all of its names."""
-    params = model.named_parameters(remove_duplicate=False)  # also the other names of tied parameters
+    """Return all parameters and buffers; tied ones under each of their names."""
+    params = model.named_parameters(remove_duplicate=False)
     return [*params, *model.named_buffers(remove_duplicate=False)]
 
 
 def _move(model: nn.Module, names: set[str], device: torch.device) -> None:
-    """Replace some tensors of a model by uninitialized ones on a device; tied tensors stay tied."""
+    """Replace the named tensors of a model by uninitialized tensors on a device. Tied tensors stay tied."""
     before = _tensors(model)
     chosen = {id(tensor) for name, tensor in before if name in names}
     apply_to_tensors(model, lambda t: torch.empty_like(t, device=device) if id(t) in chosen else t)
     first: dict[int, torch.Tensor] = {}
     for (name, old), (_, new) in zip(before, _tensors(model), strict=True):
-        kept = first.setdefault(id(old), new)  # `apply_to_tensors` gives each tied name a tensor of its own
-        if kept is not new:
+        kept = first.setdefault(id(old), new)
+        if kept is not new:  # `apply_to_tensors` gave this name of a tied tensor a tensor of its own
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, kept)
 
 
 def _modules(value: Any, name: str, depth: int) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) for each module in dicts, lists and tuples of a state."""
     if isinstance(value, nn.Module):
         yield name, value
     elif depth > MAX_DEPTH:
-        return  # `encode` and `match` raise for such a state
+        return  # no error here: `encode` and `match` raise one for such a state
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _modules(item, child_name(name, join_name("", key)), depth + 1)
@@ -406,7 +434,7 @@ def _modules(value: Any, name: str, depth: int) -> Iterator[tuple[str, nn.Module
 
 
 def _numbers_parameters(raw: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``raw`` has torch's form, with a number for each of the optimizer's parameters."""
+    """Return whether ``raw`` has torch's form: its groups have a number for each of the optimizer's parameters."""
     if not isinstance(raw, dict) or not {"state", "param_groups"} <= raw.keys():
         return False
     sizes = [len(group["params"]) for group in optimizer.param_groups]

@@ -1,9 +1,9 @@
 """Match a state with a manifest's tree: which stored tensor fills which leaf. Nothing is overwritten yet.
 
-`match` walks both trees together and returns a `Match`: the tensors to fill in place, the leaves that are missing or
-unexpected, and a `finish` that assigns plain values after all bytes are read. Live optimizers are matched by the names
-of their parameters (`live_objects`), with state in any form of `optimizer_state`. State that an optimizer does not have
-yet is created like the checkpoint's.
+`match` walks the state and the tree together and returns a `Match`: the tensors to fill in place, the leaves that are
+missing or unexpected, and a `finish` that assigns plain values after all bytes are read. Live optimizers are matched by
+the names of their parameters (`live_objects`); the checkpoint may have their state in any form of `optimizer_state`.
+State that a live optimizer does not have yet is created with the checkpoint's shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from vescale_fsdp.torch_modes import NULL_CONTEXT
 
 Finish = Callable[[], Any]
 Strict = bool | Literal["missing"]
-# Limits the time to find a common prefix: this many missing names are tried, each with as many unexpected names.
+# Limits the time to find a renamed prefix: this many missing names are compared, each with as many unexpected names.
 _TRIED_NAMES = 64
 _Items = Iterable[tuple[Any, Any]]
 
 
 class TensorRead(NamedTuple):
-    """A tensor of the state that tensor ``number`` of the manifest fills."""
+    """A read of the manifest's tensor ``number`` into ``tensor``, which has ``name`` in the state."""
 
     name: str
     number: int
@@ -62,15 +62,15 @@ class Match:
     """The corresponding leaves of a state and a manifest.
 
     Attributes:
-        reads: tensors of the state to fill, and the manifest's tensors for them.
+        reads: tensors of the state to fill, each with the number of the manifest's tensor.
         fresh: tensors of the checkpoint that an object of the state lacks; the caller allocates and fills them.
         per_rank: name in the manifest -> per-rank leaf of the state.
         per_rank_values: name in the manifest -> value to load; set by the caller.
         missing: leaves of the state that the checkpoint lacks.
         unexpected: leaves of the checkpoint that the state lacks.
-        problems: (name, expected, got) of leaves of different kinds.
+        problems: (name, kind in the checkpoint, kind in the state) of each leaf whose kinds differ.
         mismatched: tensors with different shapes or dtypes: name -> (in the checkpoint, in the state).
-        containers: names of visited dicts and lists, of the state or the checkpoint.
+        containers: names of the dicts and lists that were visited, in the state or the checkpoint.
         unused: name patterns that match no leaf of the state or the checkpoint.
         finish: assigns plain values and loads the state of objects; called once, after all tensors are read.
     """
@@ -88,7 +88,7 @@ class Match:
     finish: Finish = field(default=lambda: None)
 
     def fits(self, read: TensorRead, dtype: str, shape: Sequence[int]) -> bool:
-        """Whether a tensor of the state has the stored dtype and shape; if not, it is added to ``mismatched``."""
+        """Return whether a tensor of the state has the stored dtype and shape; if not, add it to ``mismatched``."""
         stored = f"{dtype} {list(shape)}"
         own = f"{dtype_name(read.tensor.dtype)} {list(read.tensor.shape)}"
         if stored != own:
@@ -101,12 +101,12 @@ class Match:
         Args:
             where: the checkpoint.
             strict: False allows leaves that are missing, unexpected or mismatched, and patterns that match no leaf;
-                ``"missing"`` allows unexpected leaves.
+                ``"missing"`` allows only unexpected leaves.
 
         Raises:
-            CheckpointError: if it does not fit; names leaves.
+            CheckpointError: if the checkpoint does not fit; names the leaves.
         """
-        if self.problems:
+        if self.problems:  # even if not strict: no value of one kind can replace a value of the other
             name, stored, own = self.problems[0]
             raise CheckpointError(
                 f"{len(self.problems)} leaves of the state are of another kind than in the checkpoint.",
@@ -116,7 +116,7 @@ class Match:
                 todo="build the state as it was at the save",
             )
         if not strict and self.mismatched:
-            # People pass strict=False because names differ; a tensor of another shape may be a mistake.
+            # A warning, because strict=False is usually meant for different names: another shape may be a mistake.
             warnings.warn(
                 f"{len(self.mismatched)} tensors keep their values, because they have another shape or dtype in "
                 f"{where}: {some(self.mismatched)}",
@@ -126,7 +126,8 @@ class Match:
             return
         if self.mismatched:
             name, (stored, own) = next(iter(self.mismatched.items()))
-            is_cast = stored.split(" ", 1)[1] == own.split(" ", 1)[1]  # the shapes, which follow the dtypes
+            # The shapes, which follow the dtypes in the text, are equal: only the dtypes differ.
+            is_cast = stored.split(" ", 1)[1] == own.split(" ", 1)[1]
             raise CheckpointError(
                 f"{len(self.mismatched)} tensors have another shape or dtype than in the checkpoint.",
                 expected=f"{stored} (as saved)",
@@ -156,17 +157,18 @@ class Match:
 
     @property
     def renaming(self) -> tuple[str, str] | None:
-        """The prefix of missing names, and the checkpoint's prefix for them; None if less than half of the names fit.
+        """(prefix of missing names, the checkpoint's prefix for them); None if less than half of the missing names fit.
 
         >>> Match(missing=["model.0.bias", "model.1.bias"], unexpected=["model.m.0.bias", "model.m.1.bias"]).renaming
         ('model.', 'model.m.')
         """
         left, best, most = set(self.unexpected), None, 0
+        # Last part -> names: two names with different prefixes have the same last part.
         by_end: dict[str, list[str]] = {}
         for name in self.unexpected:
             by_end.setdefault(name.rpartition(".")[2], []).append(name)
         tried: set[tuple[str, str]] = set()
-        for name in self.missing[:_TRIED_NAMES]:
+        for name in self.missing[:_TRIED_NAMES]:  # a part of the names, because the loops take quadratic time
             for other in by_end.get(name.rpartition(".")[2], ())[:_TRIED_NAMES]:
                 start = _different_starts(name, other)
                 if start in tried:
@@ -179,7 +181,7 @@ class Match:
         return best if 2 * most >= len(self.missing) else None
 
     def _how_to_rename(self) -> str:
-        """How to load a checkpoint with other names; empty if `renaming` is None."""
+        """Return advice for a message: how to load the checkpoint under its names; empty if `renaming` is None."""
         if self.renaming is None:
             return ""
         own, stored = self.renaming
@@ -197,13 +199,13 @@ class Match:
         return f"{text}rename it, or "
 
     def _container_of(self, start: str) -> str:
-        """The innermost container of names with this prefix."""
+        """Return the innermost container whose children have this prefix; empty if there is none."""
         return max((name for name in self.containers if start.startswith(f"{name}.")), key=len, default="")
 
 
 def _different_starts(name: str, other: str) -> tuple[str, str]:
-    """The prefixes in which two names differ, without their equal last parts."""
-    parts, others = (re.split(r"(?<=[.])", text) for text in (name, other))  # parts keep their dots
+    """Return what is left of two names when their equal last parts are removed."""
+    parts, others = (re.split(r"(?<=[.])", text) for text in (name, other))  # each part keeps its dot
     while parts and others and parts[-1] == others[-1]:
         parts.pop()
         others.pop()
@@ -218,13 +220,13 @@ def match(
     live: LiveObjects | None = None,
     gives_modules: bool = True,
 ) -> Match:
-    """Match a state with a tree.
+    """Match a state with a manifest's tree; overwrites nothing.
 
     Args:
         include: name patterns; only leaves that match a pattern are loaded. None for all leaves.
         live: the state's modules and optimizers; None to collect them here.
-        gives_modules: whether ``finish`` calls a module's ``load_state_dict`` with all entries; otherwise only with
-            the entries that are not tensors.
+        gives_modules: whether ``finish`` passes all entries to a module's ``load_state_dict``. Otherwise it passes only
+            the entries that are not tensors, because tensors are filled in place.
     """
     matcher = _Matcher(LiveObjects(state) if live is None else live, include, gives_modules)
     matcher.matched.finish = matcher.visit(state, tree, "", False)
@@ -232,10 +234,12 @@ def match(
 
 
 class _Matcher:
+    """Walks a state and a manifest's tree, and collects the result in ``matched``."""
+
     def __init__(self, live: LiveObjects, include: tuple[str, ...] | None, gives_modules: bool) -> None:
         self._live = live
         self._gives_modules = gives_modules
-        self._shared_new: dict[int, NewTensor] = {}  # by number
+        self._shared_new: dict[int, NewTensor] = {}  # by number in the manifest
         self._include = include
         self.matched = Match(unused=set(include or ()))
 
@@ -252,10 +256,11 @@ class _Matcher:
         return bool(fitting)
 
     def visit(self, target: Any, node: Json, name: str, stateful: bool) -> Finish:
-        """Match one value with a node. The returned function returns the value that replaces it.
+        """Match one value with a node. Returns a function that returns the loaded value, after all tensors are read.
 
         Args:
-            stateful: whether the value is part of an object's state; entries that it lacks are then added.
+            stateful: whether the value is part of an object's state dict; entries that only the checkpoint has are then
+                added to it.
         """
         kind = node.get("$") if isinstance(node, Mapping) else None
         if is_stateful(target):
@@ -265,10 +270,12 @@ class _Matcher:
         if isinstance(target, (torch.Tensor, np.ndarray)) or kind in ("tensor", "absent"):
             return self._tensor(target, node, name)
         if isinstance(target, Mapping):
+            # The checkpoint may have optimizer state in another form than this dict: see `optimizer_state`.
             node = self._in_form_of(target, node, name, stateful)
             kind = node.get("$") if isinstance(node, Mapping) else None
         if isinstance(target, Mapping) and isinstance(node, Mapping) and kind in (None, "dict"):
             return self._mapping(target, node, name, stateful)
+        # The checkpoint may have one dict for several optimizers: torch's get_optimizer_state_dict merges their states.
         if (
             isinstance(target, (list, tuple))
             and isinstance(node, Mapping)
@@ -279,8 +286,9 @@ class _Matcher:
             ]
             finishers = self._optimizers([(n, named) for n, named in owners if named is not None], node, name)
             if finishers is not None and len(finishers) == len(target):
-                # Calls all `finish` functions, and returns the list itself.
+                # The index selects `target`; the list is built only to call each `finish`.
                 return lambda: (target, [finish() for finish in finishers])[0]
+        # A list may be loaded from a tuple, and a tuple from a list.
         items = node.get("v") if kind == "tuple" and isinstance(node, Mapping) else node
         if isinstance(target, (list, tuple)) and isinstance(items, list) and len(items) == len(target):
             return self._sequence(target, items, name, stateful)
@@ -295,7 +303,7 @@ class _Matcher:
         self.matched.per_rank[stored] = target
 
         def finish() -> PerRank:
-            if stored in self.matched.per_rank_values:
+            if stored in self.matched.per_rank_values:  # else no saved rank has a value for this rank
                 target.value = _filled(target.value, self.matched.per_rank_values[stored], name)
             return target
 
@@ -306,6 +314,7 @@ class _Matcher:
             return lambda: target
         is_leaf = isinstance(node, Mapping) and node.get("$") == "tensor"
         if isinstance(target, np.ndarray) and is_leaf and _is_fillable(target):
+            # `from_numpy` shares the array's memory, so the read fills the array.
             self.matched.reads.append(TensorRead(name, int(node["i"]), torch.from_numpy(target)))
         elif isinstance(target, torch.Tensor) and is_leaf:
             self.matched.reads.append(TensorRead(name, int(node["i"]), target))
@@ -314,6 +323,7 @@ class _Matcher:
         return lambda: target
 
     def _unlike(self, target: Any, node: Json, name: str) -> Finish:
+        """Record that a value and its node are of different kinds; the value is kept."""
         self.matched.problems.append((name, _kind_of_node(node), _kind_of(target)))
         return lambda: target
 
@@ -325,9 +335,10 @@ class _Matcher:
         stateful: bool,
         opaque: Collection[Any] = (),
     ) -> Finish:
-        """Match a dict. Entries under ``opaque`` keys are matched like parts of an object's state (``stateful``)."""
+        """Match a dict. The values of ``opaque`` keys are matched with ``stateful=True``, see `visit`."""
         self.matched.containers.add(name)
         nodes = dict(items_of_node(node) or ())
+        # torch.compile and other wrappers may have been added or removed since.
         renamed = same_names(target, nodes)
         nodes = {renamed.get(key, key): item for key, item in nodes.items()}
         finishers: dict[Any, Finish] = {}
@@ -336,21 +347,23 @@ class _Matcher:
             if key in nodes:
                 inner = child_name(name, key)
                 finishers[key] = self.visit(value, nodes[key], inner, stateful or key in opaque)
+            # Of an object's state, only missing tensors are reported; plain entries that were not saved are left out.
             elif not stateful or _holds_tensors(value):
                 self.matched.missing += self._leaves(value, child_name(name, key), self._items_of_value)
-            elif self._include is None:
+            elif self._include is None:  # with `include`, the object's entries that are not loaded are kept
                 dropped.append(key)
         for key, item in nodes.items():
             inner = child_name(name, key)
             if key not in target and stateful:
-                finishers[key] = self._fresh(item, inner)  # the object's load_state_dict decides about it
+                # The object's load_state_dict accepts or refuses it.
+                finishers[key] = self._fresh(item, inner)
             elif key not in target:
                 self.matched.unexpected += self._leaves(item, inner, items_of_node)
 
         def finish() -> Any:
             done = {key: finisher() for key, finisher in finishers.items()}
-            # An object gets only entries of its stored state. Other entries are dropped from a copy, because the dict
-            # may be the object's own.
+            # An object's load_state_dict gets only the stored entries. Other entries are deleted from a copy, because
+            # state_dict() may have returned the object's own dict.
             taker = copy.copy(target) if dropped else target
             if isinstance(taker, MutableMapping):
                 for key in dropped:
@@ -364,19 +377,20 @@ class _Matcher:
         return finish
 
     def _fresh(self, node: Json, name: str, owner: tuple[NamedOptimizer, str] | None = None) -> Finish:
-        """Return a function that creates a new value for a node. Tensors that shared memory at the save share it again.
+        """Return a function that creates a new value from a node. Tensors that shared memory when saved share it again.
 
         Args:
             owner: the optimizer and the parameter's name, if the node is a parameter's state.
         """
         if has_tensors(node):
-            # Requests the tensors now; their values come later.
+            # Registers the new tensors in `matched.fresh`; the result, without values, is discarded.
             decode(node, lambda leaf: self._shared(leaf, name, owner))
         return lambda: decode(node, lambda leaf: self._shared(leaf, name, owner))
 
     def _shared(
         self, leaf: Mapping[str, Any], name: str, owner: tuple[NamedOptimizer, str] | None
     ) -> torch.Tensor | None:
+        """Return the new tensor of a leaf, one per number; None before its allocation, and for other leaves."""
         if leaf["$"] != "tensor":
             return None
         number = int(leaf["i"])
@@ -402,7 +416,7 @@ class _Matcher:
             finishers = None if named is None else self._optimizers([(name, named)], node, name)
             if finishers is not None:
                 return finishers[0]
-            if named is not None:
+            if named is not None:  # the node is not optimizer state
                 return self._unlike(target, node, name)
         inner = self.visit(target.state_dict(), node, name, True)
         return lambda: _give(target, inner(), name)
@@ -419,6 +433,7 @@ class _Matcher:
             if self._gives_modules:
                 state.raw.update(values)
                 return _give(module, state.raw, name)
+            # The tensors are already filled in place. Not strict, because their names are left out.
             others = {raw: value for raw, value in values.items() if not isinstance(value, torch.Tensor)}
             return _give(module, others, name, strict=False) if others else module
 
@@ -427,7 +442,10 @@ class _Matcher:
     def _optimizers(
         self, targets: list[tuple[str, NamedOptimizer]], node: Json, name: str
     ) -> list[Finish] | None:
-        """Match optimizers with the one node that has the state of all of them; None if it is not optimizer state."""
+        """Match optimizers with one node that has the state of all these optimizers.
+
+        Returns None if the node is not optimizer state, or numbers the parameters of several optimizers.
+        """
         known = [fqn for _, named in targets for fqn in named.params]
         stored = optimizer_state(node, known)
         if stored is None or (stored.is_numbered and len(targets) != 1):
@@ -437,13 +455,14 @@ class _Matcher:
         for fqn in stored.names:
             if fqn not in known:
                 part = child_name(child_name(name, "state"), fqn)
-                # A parameter without state is one leaf: its name.
+                # `None` makes a parameter without state one leaf, under the parameter's name.
                 self.matched.unexpected += self._leaves(
                     dict(stored.state.get(fqn, {})) or None, part, items_of_node
                 )
         return [self._optimizer(named, stored, where) for where, named in targets]
 
     def _optimizer(self, named: NamedOptimizer, stored: OptimizerState, name: str) -> Finish:
+        """Match one optimizer. The returned function calls the optimizer's ``load_state_dict``."""
         states = named.state_of
         state = {
             fqn: self._parameter_state(named, states, stored, fqn, child_name(child_name(name, "state"), fqn))
@@ -458,6 +477,7 @@ class _Matcher:
             for key, item in stored.more.items()
             if self._selected(child_name(name, key))
         }
+        # Nothing is loaded into the optimizer, so its load_state_dict is not called.
         if not any((more, *options)) and not any(parts.is_changed for parts in state.values()):
             return lambda: named.optimizer
         own_groups = named.raw["param_groups"]
@@ -482,7 +502,7 @@ class _Matcher:
             }
 
         if isinstance(named.optimizer, ChecksStateDict):
-            # Checked now, before anything is overwritten.
+            # Here, not in `finish`, so that errors are raised before anything is overwritten.
             named.optimizer.check_state_dict(whole(lambda finish: finish()))
 
         def finish() -> Any:
@@ -505,7 +525,9 @@ class _Matcher:
         fqn: str,
         name: str,
     ) -> _ParameterState:
-        """The new state of one parameter: the checkpoint's, even if empty; kinds that are not selected are kept."""
+        """Match the state of one parameter. Kinds that ``include`` does not select are kept; all others are replaced by
+        the checkpoint's, and removed if the checkpoint lacks them.
+        """
         own = states.get(fqn, {})
         kept: dict[Any, Finish] = {kind: partial(_identity, value) for kind, value in own.items()}
         if fqn not in stored.names:
@@ -526,10 +548,10 @@ class _Matcher:
             if is_leaf and isinstance(value, torch.Tensor) and value.ndim:
                 self.matched.reads.append(TensorRead(inner, int(item["i"]), value))
             elif is_leaf:
-                # A separate tensor, even if parameters share one in the checkpoint: an optimizer that steps many
-                # parameters in one call would increment a shared step several times.
+                # Each parameter gets its own tensor, even if the checkpoint shares one between parameters: an optimizer
+                # that steps many parameters in one call would increment a shared step several times.
                 new = NewTensor(inner, int(item["i"]), named.params[fqn], str(kind), named.optimizer)
-                kept[kind] = partial(getattr, self._new(new), "value")  # allocated after the match
+                kept[kind] = partial(getattr, self._new(new), "value")  # read late: allocated after the match
             elif isinstance(value, Mapping):
                 kept[kind] = self.visit(value, item, inner, True)
             else:
@@ -539,19 +561,22 @@ class _Matcher:
     def _options(
         self, named: NamedOptimizer, stored: OptimizerState, number: int, name: str
     ) -> dict[str, Finish]:
-        """The options of a group to load."""
+        """Return the options of a param group to load: name -> function that returns the value."""
         own, fqns = named.raw["param_groups"][number], named.names[number]
+        # First, because `options_for` raises if stored groups disagree: no error if no option is to be loaded.
         if self._include is not None and not any(self._selected(child_name(name, option)) for option in own):
             return {}
         stored_options = stored.options_for(fqns, name)
         loaded: dict[str, Finish] = {}
         for option, node in stored_options.items():
             inner = child_name(name, option)
+            # Parameters and their names stay those of the live group.
             if option not in ("params", "param_names") and self._selected(inner):
                 fresh = self._fresh(node, inner)
                 loaded[option] = partial(lambda own, fresh: _like(own, fresh()), own.get(option), fresh)
         for option in named.optimizer.defaults:
-            # Flags may be missing, because torch versions differ in them; a missing number means another optimizer.
+            # A flag (bool) may be missing, because versions of torch differ in flags; a number is missing only in the
+            # state of another class of optimizer.
             is_number = isinstance(own.get(option), (int, float, tuple)) and not isinstance(own[option], bool)
             is_missing = bool(stored_options) and option not in stored_options
             if is_missing and is_number and self._selected(child_name(name, option)):
@@ -559,7 +584,13 @@ class _Matcher:
         return loaded
 
     def _in_form_of(self, target: Mapping[Any, Any], node: Json, name: str, stateful: bool) -> Json:
-        """If the target is a dict of optimizer state, convert the node to the target's form; else return the node."""
+        """Convert a node of optimizer state to the target's form, if the target is a dict of optimizer state.
+
+        Returns the node unchanged for other targets and nodes.
+
+        Raises:
+            CheckpointError: if the target has no entries for state that is to be loaded.
+        """
         own_groups = target.get("param_groups")
         is_flat = flattened_keys(target)
         if not is_flat and not _are_groups(own_groups):
@@ -570,10 +601,13 @@ class _Matcher:
         if stored is None:
             return node
         has_room = any(key.startswith("state.") for key in target) if is_flat else bool(target.get("state"))
+        # The target has no state yet, or numbers parameters that the checkpoint names. This is an error only if the
+        # state is selected.
         is_short = stored.state and (not has_room or (is_numbered and not stored.is_numbered))
         leaves = self._leaves(node, name, items_of_node) if is_short and not stateful else []
         if any(".state." in f".{leaf.removeprefix(name)}." for leaf in leaves):
             raise _no_room(name, "numbers" if is_numbered else "names", has_room)
+        # A dict alone does not say which name has which number.
         if is_numbered or (is_flat and stored.is_numbered):
             return node
         if is_flat:
@@ -585,6 +619,7 @@ class _Matcher:
         if isinstance(node, Mapping) and [group.names for group in stored.groups] == groups:
             return node if "param_groups" in node else stored.nested()
         stored = stored.named(groups, name)
+        # The target's groups may differ from the stored ones: each gets the options of its own parameters.
         regrouped = [OptimizerGroup(names, stored.options_for(names, name)) for names in groups]
         return replace(stored, groups=regrouped).nested()
 
@@ -610,12 +645,12 @@ class _Matcher:
             return self._fresh(node, name)
         if has_tensors(node) or _holds_tensors(target):
             return self._unlike(target, node, name)
-        # Not in `finish`, so that errors are raised before anything is overwritten.
+        # Decoded here, not in the returned function, so that errors are raised before anything is overwritten.
         value = decode(node, lambda leaf: None)
         return lambda: value
 
     def _leaves(self, value: Any, name: str, items_of: Callable[[Any], _Items | None]) -> list[str]:
-        """Selected names of the leaves of a value or a node."""
+        """Return the names of those leaves of a value, or of a node, that ``include`` selects."""
         items = items_of(value)
         if items is None:
             return [name] if self._selected(name) else []
@@ -623,7 +658,7 @@ class _Matcher:
         return [leaf for key, item in items for leaf in self._leaves(item, child_name(name, key), items_of)]
 
     def _items_of_value(self, value: Any) -> _Items | None:
-        """Keys and values of a container of a state; None for a leaf."""
+        """Return the keys and values of a container of the state; None for a leaf."""
         if isinstance(value, nn.Module):
             value = self._live.module_state(value).values
         if isinstance(value, Mapping):
@@ -632,7 +667,7 @@ class _Matcher:
 
 
 class _ParameterState(NamedTuple):
-    """The new state of a parameter by kind, and whether any of it is loaded."""
+    """The new state of a parameter by kind, and whether the optimizer's ``load_state_dict`` must be called for it."""
 
     kinds: dict[Any, Finish]
     is_changed: bool
@@ -643,7 +678,7 @@ def _identity(value: Any) -> Any:
 
 
 def _like(own: Any, value: Any) -> Any:
-    """Convert a loaded option to the type of the optimizer's own: number or tensor, list or tuple."""
+    """Convert a loaded option to the type that the live optimizer has: number or tensor, list or tuple."""
     if isinstance(own, tuple) and isinstance(value, (list, tuple)) and len(own) == len(value):
         return tuple(_like(a, b) for a, b in zip(own, value, strict=True))
     if isinstance(own, torch.Tensor) and isinstance(value, (int, float)):
@@ -654,7 +689,7 @@ def _like(own: Any, value: Any) -> Any:
 
 
 def _are_groups(value: Any) -> bool:
-    """Whether a value is an optimizer's list of param groups."""
+    """Return whether a value is an optimizer's list of param groups."""
     return isinstance(value, list) and all(
         isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in value
     )
@@ -678,7 +713,7 @@ def _give(target: Any, state: Any, name: str, **options: Any) -> Any:
     try:
         with torch.inference_mode() if is_inference else NULL_CONTEXT:
             target.load_state_dict(state, **options)
-    except Exception as error:  # of any class: it is the object's own code
+    except Exception as error:  # any class: load_state_dict may be the user's code
         raise CheckpointError(
             "An object's load_state_dict failed with the stored state.",
             expected=f"load_state_dict of {type(target).__qualname__} to return",
@@ -690,7 +725,7 @@ def _give(target: Any, state: Any, name: str, **options: Any) -> Any:
 
 
 def _filled(target: Any, value: Any, name: str) -> Any:
-    """The new per-rank value. Stateful objects in the target are kept, and load their state."""
+    """Return the new per-rank value. Stateful objects in the target are kept, and load the stored state."""
     if is_stateful(target):
         return _give(target, value, name)
     if isinstance(target, Mapping) and type(value) is dict:
@@ -709,8 +744,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _is_fillable(array: np.ndarray) -> bool:  # type: ignore[type-arg]
-    """Whether torch can write to an array's memory."""
-    # torch has no negative strides.
+    """Return whether torch can write to an array's memory: not if it is read-only or has negative strides."""
     return array.flags.writeable and min(array.strides, default=0) >= 0 and is_numpy_dtype(str(array.dtype))
 
 
@@ -727,9 +761,10 @@ def _kind_of_node(node: Json) -> str:
     return f"a {type(node).__name__}"
 
 
-_PER_PARAMETER = ("step", "eta", "mu", "mu_product")  # kinds of state with one number per parameter
+# Kinds of state that are single numbers, even where the parameter is 0-d and its other state has the same shape.
+_PER_PARAMETER = ("step", "eta", "mu", "mu_product")
 
-# torch optimizers with state of the parameter's shape, except for single numbers.
+# torch optimizers whose state has the parameter's shape or is a single number: other shapes are an error.
 _SHAPED_AS_PARAMETERS = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -747,7 +782,7 @@ _SHAPED_AS_PARAMETERS = (
 
 @dataclass(eq=False)
 class NewTensor:
-    """A tensor that is allocated and filled from the checkpoint.
+    """A tensor that the state lacks, to be allocated and filled from the checkpoint.
 
     Attributes:
         name: name of the leaf.
@@ -791,7 +826,7 @@ class NewTensor:
             self.value = torch.empty(shape, dtype=dtype, device="cpu")
         elif tuple(param.shape) == shape and (shape or self.kind not in _PER_PARAMETER):
             self.value = torch.empty_like(param, dtype=dtype, requires_grad=False)
-        # Step counts and other numbers; those of LBFGS are replicated DTensors, see below.
+        # Single numbers, such as step counts, are on the CPU as in torch. Those of LBFGS are created below.
         elif not shape and not isinstance(self.optimizer, torch.optim.LBFGS):
             self.value = torch.empty((), dtype=dtype, device="cpu")
         elif isinstance(self.optimizer, _SHAPED_AS_PARAMETERS):
@@ -806,15 +841,16 @@ class NewTensor:
             self.value = torch.empty(shape, dtype=dtype, device=param.device)
         elif is_sharded:
             raise CheckpointError(
-                "The sharding of optimizer state is unknown: it has another shape than its parameter.",
+                "The sharding of optimizer state is unknown: the state has another shape than its parameter.",
                 expected="state in the optimizer, which defines the sharding",
                 got=f"{list(shape)} for a parameter of {list(param.shape)}, and no state in the optimizer",
                 where=f"{self.name} in {where}",
                 todo="use an optimizer that creates its state when it is built",
             )
-        else:  # replicated DTensors, also for numbers: LBFGS computes them from the gradients of all parameters
+        else:
+            # Replicated DTensors, also for numbers: LBFGS computes them from the gradients of all parameters.
             whole = torch.empty(shape, dtype=dtype, device=param.to_local().device)
             replicated = [Replicate()] * param.device_mesh.ndim
-            # Without `run_check`, which would communicate.
+            # `run_check` would communicate.
             self.value = DTensor.from_local(whole, param.device_mesh, replicated, run_check=False)
         return self.value

@@ -33,19 +33,22 @@ class ListIndex(int):
 
 
 def name_of(path: Path) -> str:
-    """The flattened name of a path."""
+    """Return the flattened name of a path: its keys and indices, joined by dots."""
     return ".".join([part if type(part) is str else str(part) for part in path])
 
 
 def without_wrappers(name: str) -> str:
-    """A dotted name without the parts that ``torch.compile``, activation checkpointing and FSDP1 add."""
-    if not any(wrapper in name for wrapper in _WRAPPERS):
+    """Return a dotted name without the parts that ``torch.compile``, activation checkpointing and FSDP1 add."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):  # fast path: most names have no such part
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[Path, Any]:
-    """Path -> leaf of a nested state.
+    """Return the leaves of a nested state by path.
+
+    Args:
+        is_tensor: whether a value is a tensor, which is always a leaf.
 
     Raises:
         ConversionError: if two leaves have the same flattened name.
@@ -57,9 +60,11 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
             leaves[path] = value
         elif isinstance(value, Mapping):
             for key, inner in value.items():
+                # Keys of other types become text, as they do in the flattened name.
                 add(inner, (*path, key if isinstance(key, (str, int)) else str(key)))
             if not value and path:
                 leaves[path] = {}  # an empty dict is a leaf; otherwise it would be lost
+        # A list of plain values is one leaf, as in torch.distributed.checkpoint.
         elif isinstance(value, (list, tuple)) and any(
             isinstance(item, (Mapping, list, tuple)) or is_tensor(item) for item in value
         ):
@@ -84,10 +89,10 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
 
 
 def claim_name(name: str, taken: Collection[str]) -> None:
-    """Check that a tensor's name in a native checkpoint (its keys, joined by ``/``) is not used by another tensor.
+    """Check that a tensor's name is not taken. The name is that of a native checkpoint: keys joined by ``/``.
 
     Raises:
-        ConversionError: if the name is already used.
+        ConversionError: if another tensor has the name.
     """
     if name in taken:
         raise ConversionError(
@@ -99,7 +104,7 @@ def claim_name(name: str, taken: Collection[str]) -> None:
 
 
 def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
-    """The nested state with these leaves. If list indices are missing, the remaining items move up.
+    """Build the nested state from its leaves by path. Gaps in the indices of a list are closed.
 
     Raises:
         ConversionError: if one leaf's path is the beginning of another leaf's path.
@@ -122,6 +127,7 @@ def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
 
 
 def _close_lists(node: Any) -> Any:
+    """Convert the dicts whose keys are all list indices to lists. In other dicts, indices become plain int keys."""
     if not isinstance(node, dict):
         return node
     if node and all(isinstance(key, ListIndex) for key in node):

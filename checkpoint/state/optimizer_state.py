@@ -26,7 +26,7 @@ _STATE, _GROUPS = "state", "param_groups"
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """Names (or numbers) of a group's parameters, and its options by name."""
+    """A param group: the names or numbers of its parameters, and its options by name."""
 
     names: list[str]
     options: dict[str, Any]
@@ -34,15 +34,15 @@ class OptimizerGroup:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """An optimizer's state.
+    """The state of an optimizer, parsed from any of the forms.
 
     Attributes:
-        state: parameter name -> kind -> node.
-        groups: groups in the order of the saved optimizer; empty if unknown. In flattened state, one group for each set
-            of equal options.
+        state: parameter name -> kind of state, such as ``exp_avg`` -> node.
+        groups: groups in the order of the saved optimizer; empty if unknown. Flattened state gives one group for each
+            set of equal options.
         is_numbered: whether parameters have numbers instead of names.
-        other_state: state that belongs to no parameter, under the optimizer's own keys.
-        more: other entries next to ``state`` and ``param_groups``.
+        other_state: entries of ``state`` that belong to no parameter, under the optimizer's own keys.
+        more: entries next to ``state`` and ``param_groups``.
     """
 
     state: dict[str, dict[Any, Json]]
@@ -53,11 +53,11 @@ class OptimizerState:
 
     @property
     def names(self) -> list[str]:
-        """All parameters, in the order of the groups."""
+        """All parameters that have a group or state, in the order of the groups; each once."""
         return list(dict.fromkeys(chain(*(group.names for group in self.groups), self.state)))
 
     def renamed(self, names: Mapping[str, str]) -> OptimizerState:
-        """The same state with other names for some parameters."""
+        """Return the same state with other names for some parameters: old name -> new name."""
         return OptimizerState(
             {names.get(name, name): parts for name, parts in self.state.items()},
             [OptimizerGroup([names.get(n, n) for n in group.names], group.options) for group in self.groups],
@@ -67,7 +67,7 @@ class OptimizerState:
         )
 
     def named(self, groups: Sequence[Sequence[str]], where: str) -> OptimizerState:
-        """The same state with names instead of numbers.
+        """Return the same state with names instead of numbers.
 
         Args:
             groups: names of each group's parameters in the live optimizer.
@@ -78,13 +78,13 @@ class OptimizerState:
         if not self.is_numbered:
             if any(group.names for group in self.groups) or len(self.groups) != len(groups):
                 return self
-            # Some trainers store groups without their parameters; these groups are matched by their order.
+            # Some trainers store groups without their parameters. These groups get the live groups' names, by order.
             pairs = zip(self.groups, groups, strict=True)
             return replace(self, groups=[OptimizerGroup(list(own), group.options) for group, own in pairs])
         sizes, stored = [len(names) for names in groups], [len(group.names) for group in self.groups]
         if sizes != stored:
             raise CheckpointError(
-                "The checkpoint numbers an optimizer's parameters, and the numbers fit only groups of the same sizes.",
+                "The checkpoint numbers an optimizer's parameters. Numbers are valid only for groups of equal sizes.",
                 expected=f"groups of {stored} parameters (as saved)",
                 got=f"groups of {sizes}",
                 where=where,
@@ -94,7 +94,7 @@ class OptimizerState:
         return self.renamed(dict(zip(numbers, chain.from_iterable(groups), strict=True)))
 
     def options_for(self, names: Collection[str], where: str) -> dict[str, Json]:
-        """The stored options of parameters that form one group in the live optimizer.
+        """Return the stored options for parameters that form one group in the live optimizer; empty if unknown.
 
         Raises:
             CheckpointError: if the parameters have different options in the checkpoint.
@@ -123,7 +123,7 @@ class OptimizerState:
         return _node({**parts, **self.other_state})
 
     def nested(self) -> Json:
-        """The tree of nested state."""
+        """Return the tree in the nested form."""
         return {
             **self.more,
             _STATE: self._state_node,
@@ -131,7 +131,7 @@ class OptimizerState:
         }
 
     def flattened(self) -> Json:
-        """The tree of flattened state."""
+        """Return the tree in the flattened form, which has no place for ``more``."""
         parts = {f"{_STATE}.{name}": leaf for name, leaf in _flat(self._state_node, "")}
         options = {
             f"{_GROUPS}.{name}.{option}": value
@@ -143,16 +143,16 @@ class OptimizerState:
 
 
 def optimizer_state(node: Json, known: Collection[str] = ()) -> OptimizerState | None:
-    """Parse a tree as optimizer state; None if it is not. The states in a list of trees are merged.
+    """Parse a tree as optimizer state; returns None if it is not. The states in a list of trees are merged.
 
     Args:
-        known: names of parameters, to separate names from kinds in flattened keys.
+        known: names of parameters, which show where a name ends in a flattened key, and the kind of state begins.
     """
     if isinstance(node, list) and node:
         states = [optimizer_state(item, known) for item in node]
         parts = [state for state in states if state is not None and not state.is_numbered]
         names = [name for part in parts for name in part.names]
-        # State of one parameter in two optimizers cannot be told apart once it is joined.
+        # Not merged if two optimizers have state of one parameter: the result could contain only one of the two.
         return _joined(parts) if len(parts) == len(node) and len(set(names)) == len(names) else None
     items = items_of_node(node)
     if items is None or isinstance(node, list):
@@ -162,27 +162,28 @@ def optimizer_state(node: Json, known: Collection[str] = ()) -> OptimizerState |
         return _from_flattened(nodes, known)
     groups = nodes.pop(_GROUPS, None)
     state = dict(items_of_node(nodes.pop(_STATE, {})) or ())
-    groups = [] if groups is None and state else groups
+    groups = [] if groups is None and state else groups  # a dict with ``state`` alone is accepted too
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return None
     groups = [{"params": [], **group} for group in groups]  # some trainers leave the parameters out
     if not all(isinstance(group["params"], list) for group in groups):
         return None
     params = set(map(str, chain.from_iterable(group["params"] for group in groups))) or set(map(str, state))
+    # The state of a parameter is a container; a plain value means that this dict only looks like optimizer state.
     if any(str(key) in params and items_of_node(item) is None for key, item in state.items()):
         return None
     return _from_nested(groups, state, nodes)
 
 
 def flattened_keys(keys: Collection[Any]) -> bool:
-    """Whether all keys are keys of flattened optimizer state."""
+    """Return whether there are keys, and all of them are keys of flattened optimizer state."""
     return bool(keys) and all(
         isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in keys
     )
 
 
 def items_of_node(node: Json) -> Iterable[tuple[Any, Json]] | None:
-    """Keys and nodes of a container of a manifest's tree; None for a leaf."""
+    """Return the keys and nodes of a container in a manifest's tree; None for a leaf."""
     if isinstance(node, list):
         return enumerate(node)
     if isinstance(node, Mapping) and "$" not in node:
@@ -193,6 +194,7 @@ def items_of_node(node: Json) -> Iterable[tuple[Any, Json]] | None:
 
 
 def _from_nested(groups: list[Any], state: Mapping[Any, Json], more: dict[Any, Json]) -> OptimizerState:
+    """Parse nested or numbered state. Without parameters in the groups, each key of ``state`` counts as a parameter."""
     params = [list(group["params"]) for group in groups]
     every = list(chain.from_iterable(params))
     known = set(map(str, every)) if every else set(map(str, state))
@@ -212,13 +214,14 @@ def _from_nested(groups: list[Any], state: Mapping[Any, Json], more: dict[Any, J
 
 
 def _from_flattened(nodes: Mapping[str, Json], known: Collection[str]) -> OptimizerState:
+    """Parse flattened state. If no known name fits a key, the name is all of the key but its last part."""
     options: dict[str, dict[str, Json]] = {}
     for key, node in nodes.items():
         if key.startswith(f"{_GROUPS}."):
             rest = key.removeprefix(f"{_GROUPS}.")
             name = _parameter_of(rest, known) or rest.rpartition(".")[0]
             options.setdefault(name, {})[rest.removeprefix(f"{name}.")] = node
-    names = {*known, *options}
+    names = {*known, *options}  # keys of options give further names: an option's own name has no dot
     state: dict[str, dict[Any, Json]] = {}
     for key, node in nodes.items():
         if key.startswith(f"{_STATE}."):
@@ -240,7 +243,7 @@ def _from_flattened(nodes: Mapping[str, Json], known: Collection[str]) -> Optimi
 
 
 def _parameter_of(text: str, names: Collection[str]) -> str | None:
-    """The longest of the names that is a prefix of a text, followed by a dot; None if there is none."""
+    """Return the longest of the names that begins a text and is followed by a dot; None if there is none."""
     while "." in text:
         text = text.rpartition(".")[0]
         if text in names:
@@ -249,7 +252,7 @@ def _parameter_of(text: str, names: Collection[str]) -> str | None:
 
 
 def _joined(parts: Sequence[OptimizerState]) -> OptimizerState:
-    """Merge the state of several optimizers."""
+    """Merge the states of several optimizers, which have no parameter in common."""
     return OptimizerState(
         {name: state for part in parts for name, state in part.state.items()},
         [group for part in parts for group in part.groups],
@@ -260,14 +263,14 @@ def _joined(parts: Sequence[OptimizerState]) -> OptimizerState:
 
 
 def _node(items: Mapping[Any, Any]) -> Json:
-    """The node of a dict; a dict with a key ``$`` becomes a list of pairs, because ``$`` marks nodes of other kinds."""
+    """Return the node of a dict. A dict with a key ``$`` becomes pairs, because ``$`` marks nodes of other kinds."""
     if "$" not in items:
         return dict(items)
     return {"$": "dict", "v": [[key, node] for key, node in items.items()]}
 
 
 def _flat(node: Json, prefix: str) -> Iterable[tuple[str, Json]]:
-    """Pairs of dotted name and leaf; lists are leaves."""
+    """Return (dotted name, leaf) pairs; lists are leaves."""
     items = items_of_node(node) if not isinstance(node, list) else None
     if items is None:
         return [(prefix, node)]

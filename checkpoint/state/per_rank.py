@@ -25,14 +25,14 @@ Merge = Callable[[list[Any], int, int], Any]
 
 @set_module("vescale_fsdp.checkpoint")
 class PerRank:
-    """A leaf of a state with a separate value on each rank.
+    """A leaf of a state that has its own value on each rank.
 
     Args:
         value: plain values, tensors, nested containers, or an object with ``state_dict`` and
             ``load_state_dict``.
         merge: called as ``merge(values_of_all_saved_ranks, rank, world_size)`` if the checkpoint was saved by another
-            number of ranks; returns this rank's value. Without ``merge``, each rank gets the value saved by the rank
-            of the same number; if there is none, it keeps its own value, with a warning.
+            number of ranks; returns this rank's value. Without ``merge``, each rank gets the value that the rank of the
+            same number saved. A rank whose number did not save keeps its own value, with a warning.
 
     Attributes:
         value: this rank's value; `load` replaces it.
@@ -55,7 +55,7 @@ class PerRank:
 
 
 class Reshardable(Protocol):
-    """Protocol of a value for `Resharded`: each rank has a part of it, such as its position in the data.
+    """Protocol of the objects that `Resharded` wraps: each rank has a part, such as its position in the data.
 
     Examples:
         >>> from vescale_fsdp.checkpoint.data import ReshardableSampler
@@ -65,13 +65,13 @@ class Reshardable(Protocol):
     """
 
     def state_dict(self) -> Any:
-        """This rank's part."""
+        """Return this rank's part."""
 
     def load_state_dict(self, state: Any) -> None:
         """Replace this rank's part."""
 
     def merge(self, states: list[Any]) -> Any:
-        """Merge the parts of all saved ranks into the whole value."""
+        """Return the whole value, merged from the parts of all saved ranks."""
 
     def split(self, whole: Any, rank: int, world_size: int) -> Any:
         """Return one rank's part of the whole. Must not change ``self`` or ``whole``: all ranks share ``whole``."""
@@ -79,9 +79,9 @@ class Reshardable(Protocol):
 
 @set_module("vescale_fsdp.checkpoint.data")
 class Resharded(PerRank):
-    """A `PerRank` value for any number of ranks: a load merges the saved parts, and splits them for its ranks.
+    """A `PerRank` value for any number of ranks: a load merges the saved parts, and splits the result for its ranks.
 
-    A save also merges the parts once as a check, and raises on all ranks if that fails.
+    A save also merges the parts once, as a check, and raises on all ranks if the merge fails.
 
     Args:
         value: a `Reshardable` object, such as a `ReshardableSampler` or a `ReshardableLoader`.
@@ -105,7 +105,7 @@ def pack_blob(values: Mapping[str, tuple[Any, list[torch.Tensor]]]) -> bytes:
     """Encode a rank's per-rank values: u64 length of a JSON header, the header, then the tensors' bytes.
 
     Args:
-        values: name -> an encoded tree and its tensors; leaves of the tree contain the tensors' indices.
+        values: name -> (encoded tree, tensors); leaves of the tree contain indices of the tensors.
     """
     if not values:
         return b""
@@ -132,23 +132,24 @@ def pack_blob(values: Mapping[str, tuple[Any, list[torch.Tensor]]]) -> bytes:
 
 
 def _tensor_of(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    """A tensor with its own copy of these bytes."""
+    """Return a CPU tensor with a copy of the bytes; raises ValueError if their number does not fit the shape."""
+    # Two negative sizes would have a positive product.
     if min(shape, default=0) < 0 or numel_of(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for a tensor of {dtype}, {shape}")
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    # Copied, because an array of 0 bytes cannot be viewed as a wider dtype: its stride is 0.
+    # Copied, not viewed: an array of 0 bytes has stride 0, and cannot be viewed as a wider dtype.
     bytes_of(tensor).numpy()[:] = np.frombuffer(data, dtype=np.uint8)
     return tensor
 
 
 def leaf_of(tensors: list[torch.Tensor], node: Mapping[str, Any]) -> Any:
-    """The tensor or array of a leaf in a per-rank value's tree; the leaf contains its index."""
+    """Return the tensor, or the array, to which a leaf of a per-rank value's tree refers by index."""
     tensor = tensors[int(node["i"])]
     return tensor.numpy() if node.get("numpy") else tensor
 
 
 def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[torch.Tensor]]]:
-    """Inverse of `pack_blob`; bytes after the last tensor are ignored.
+    """Decode the bytes of `pack_blob`. Bytes after the last tensor are ignored: all ranks reserve the same length.
 
     Raises:
         CorruptCheckpointError: if the blob's header is invalid or its sizes do not match the blob.
@@ -157,7 +158,7 @@ def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[to
         return {}
     try:
         (head_bytes,) = struct.unpack_from("<Q", blob)
-        if head_bytes > len(blob) - 8:
+        if head_bytes > len(blob) - 8:  # 8: the length itself
             raise ValueError(f"a head of {head_bytes} bytes in a blob of {len(blob)} bytes")
         head = json.loads(bytes(blob[8 : 8 + head_bytes]))
         data = blob[8 + head_bytes :]
@@ -172,7 +173,8 @@ def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[to
         values = {}
         names = list(head["values"])
         firsts = [head["values"][name]["first"] for name in names] + [len(tensors)]
-        for name, first, stop in zip(names, firsts, firsts[1:], strict=False):  # firsts ends with the total
+        # Not strict: `firsts` is one longer than `names`, because it ends with the number of tensors.
+        for name, first, stop in zip(names, firsts, firsts[1:], strict=False):
             values[name] = (head["values"][name]["tree"], tensors[first:stop])
         return values
     except (LookupError, TypeError, ValueError, ArithmeticError, struct.error, RuntimeError) as error:

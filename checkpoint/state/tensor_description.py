@@ -1,7 +1,7 @@
 """Describe live tensors in the manifest's terms, without communication.
 
-`Describer` returns a tensor's dtype, global shape, `Distribution`, and the local tensor that this rank stores. Ranks
-later compare digests of their descriptions.
+`Describer.describe` returns a tensor's dtype, global shape, `Distribution`, and the local tensor that this rank stores.
+Ranks later compare digests of their descriptions.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ _WHOLE = Distribution((), ())
 
 
 class _Known(NamedTuple):
-    """The cached distribution of one layout slot's tensors: the weights, and optimizer state created like them."""
+    """The cached distribution of the tensors of one layout slot: the weight, and optimizer state created like it."""
 
-    layout: GroupLayout  # a reference, so that its id is not reused
+    layout: GroupLayout  # kept alive: the key of this entry contains the layout's id, which could be reused
     shape: tuple[int, ...]
     local_numel: int
     placements: tuple[Placement, ...]
     distribution: Distribution
 
     def holds_for(self, shape: tuple[int, ...], local_numel: int, placements: tuple[Placement, ...]) -> bool:
-        """Whether a tensor of the slot has this distribution; O(1) in the number of ranks, like `_agrees`."""
+        """Return whether a tensor of the slot has this distribution. Takes O(1) time in the number of ranks."""
         if self.shape != shape or self.local_numel != local_numel:
             return False
         return self.placements is placements or all(map(_alike, self.placements, placements))
@@ -75,14 +75,15 @@ def _alike(a: Placement, b: Placement) -> bool:
     if a is b:
         return True
     if isinstance(a, RaggedShard) and isinstance(b, RaggedShard):
+        # Without the units: comparing them takes time that grows with the number of ranks.
         return (a.dims, a.num_shards) == (b.dims, b.num_shards)
     return a == b
 
 
 class _MeshPosition(NamedTuple):
-    """A mesh's axes, each as a rule for rank numbers, and this rank's coordinate on each axis."""
+    """The axes of a mesh as rules for rank numbers, and this rank's coordinate on each axis."""
 
-    mesh: DeviceMesh  # a reference, so that its id is not reused
+    mesh: DeviceMesh  # kept alive: the key of this entry is the mesh's id, which could be reused
     axes: Axes | None  # None if this rank is outside the mesh
     coordinates: tuple[int, ...]
     disordered: frozenset[int] = frozenset()  # axes whose ranks are not in ascending order
@@ -109,19 +110,20 @@ class Describer:
         return tuple(self._layout_numbers)
 
     def describe(self, name: str, tensor: torch.Tensor) -> Described:
-        """Dtype, shape, distribution and local part of a tensor.
+        """Return the dtype, shape, distribution and local part of a tensor.
 
         Raises:
             CheckpointError: for tensors that cannot be stored (partial, sparse, quantized, meta, ...).
         """
         if not isinstance(tensor, DTensor):
             _check_plain(name, tensor)
+            # Detached only if needed, because `detach` creates a tensor object.
             local = tensor.detach() if tensor.requires_grad else tensor
             return Described(dtype_name(tensor.dtype), tuple(tensor.shape), _WHOLE, local)
         local = local_of(tensor)
         if local.requires_grad:
             local = local.detach()
-        _check_plain(name, local)
+        _check_plain(name, local)  # the local tensor has the values: the DTensor's own type is a wrapper
         dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
         position = self._position_in(tensor.device_mesh)
         if position.axes is None:
@@ -135,20 +137,20 @@ class Describer:
         if known is None or not known.holds_for(shape, local.numel(), tensor.placements):
             distribution = self._distribution(name, tensor, position)
             known = _Known(layout, shape, local.numel(), tensor.placements, distribution)
-            # `holds_for` does not compare units, which may differ between tensors of a slot.
+            # A distribution with units is not cached: they may differ between tensors, and `holds_for` ignores them.
             if not any(isinstance(cut, UnitsCut) for cut in distribution.cuts):
                 self._known.setdefault(key, known)
         return Described(dtype, shape, known.distribution, local)
 
     def region(self, described: Described, rank: int) -> Region:
-        """A rank's region of a tensor that this object has described."""
+        """Return a rank's region of a tensor that this object has described."""
         distribution = described.distribution
         key = (described.shape, id(distribution), rank)
         _, region = self._regions.get(key, (None, None))
         if region is None:
             coordinates = [axis.coordinates([rank])[0] for axis in distribution.axes]
             region = distribution.region(described.shape, coordinates, self.layouts)
-            # With a reference to the distribution, so that its id is not reused.
+            # The entry refers to the distribution, so that the id in its key is not reused.
             self._regions[key] = (distribution, region)
         return region
 
@@ -177,17 +179,21 @@ class Describer:
         if order is None:
             raise _no_order(name, tensor)
         cuts = [(position.axes[number], ShardCut(shards[number][0])) for number in order]
-        pairs = [pair for pair in (*cuts, *ragged) if pair[0].size > 1]  # a single rank has no cut
+        pairs = [pair for pair in (*cuts, *ragged) if pair[0].size > 1]  # an axis of one rank cuts nothing
         return Distribution(tuple(axis for axis, _ in pairs), tuple(cut for _, cut in pairs))
 
     def _check_order(self, name: str, tensor: DTensor, position: _MeshPosition) -> None:
-        """Raise if it is undefined which rank has which shard."""
+        """Check that it is defined which rank has which shard.
+
+        Raises:
+            CheckpointError: if a cut axis of the mesh has ranks out of order.
+        """
         for axis in position.disordered:
             placement = tensor.placements[axis]
             if placement.is_shard() or isinstance(placement, StridedShard):
                 raise CheckpointError(
                     "A tensor is sharded over a mesh axis with ranks out of order: torch's redistribute and FSDP2 "
-                    "assign different shards to them.",
+                    "assign different shards to these ranks.",
                     expected="a mesh with ascending ranks along the axis, or a RaggedShard",
                     got=tensor.device_mesh.mesh.tolist(),
                     where=f"{dotted_name(name)}, mesh axis {axis}",
@@ -195,6 +201,7 @@ class Describer:
                 )
 
     def _ragged_cut(self, tensor: DTensor, placement: RaggedShard, coordinate: int) -> Cut:
+        """Return a reference to the tensor's layout slot, or the placement's units if no slot describes the tensor."""
         reference = tensor.layout_ref if isinstance(tensor, RaggedDTensor) else None
         if reference is not None:
             layout, fqn = reference
@@ -205,6 +212,10 @@ class Describer:
         return UnitsCut(placement.dims, placement.units.runs)
 
     def _layout(self, layout: GroupLayout) -> tuple[GroupLayout, int, dict[str, int]]:
+        """Return the layout, its number, and the index of the slot of each parameter name.
+
+        The cache is by identity, because a layout is large to hash; equal layouts get one number.
+        """
         known = self._by_identity.get(id(layout))
         if known is None:
             number = self._layout_numbers.setdefault(layout, len(self._layout_numbers))
@@ -216,7 +227,7 @@ class Describer:
         known = self._meshes.get(id(mesh))
         if known is None:
             known = _MeshPosition(mesh, None, ())
-            if mesh.get_coordinate() is not None:
+            if mesh.get_coordinate() is not None:  # None: this rank is outside the mesh
                 disordered = frozenset(axis for axis in range(mesh.ndim) if not ascends(mesh, axis))
                 known = _MeshPosition(
                     mesh, axes_of_mesh(mesh, self._rank_of), group_ranks_in(mesh), disordered
@@ -231,28 +242,30 @@ def _no_order(name: str, tensor: DTensor) -> CheckpointError:
         expected="split factors that are products of the sizes of later mesh axes over the same dim",
         got=f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}",
         where=dotted_name(name),
-        todo="redistribute the tensor first, or store the tensor on which view or flatten was called",
+        todo="redistribute the tensor first, or store the tensor as it was before view or flatten",
     )
 
 
 def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
-    """One `Axis` per mesh axis; coordinates are ranks in the axis' process groups, see `dtensor.spec`."""
+    """Return one `Axis` per mesh axis; coordinates are ranks in the axis' process groups, see `dtensor.spec`."""
     numbers = ranks_by_group_rank(mesh).numpy()
     if rank_of is not None:
-        # -1 for a rank that is not among the ranks that save.
+        # A rank of the mesh that does not take part in the save gets number -1.
         numbers = np.vectorize(lambda rank: rank_of.get(int(rank), -1))(numbers)
     return axes_of_ranks(numbers)
 
 
 def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
-    """One `Axis` per dim of an array of rank numbers: a rule if the numbers follow a rule, else a table."""
+    """Return one `Axis` per dim of an array of rank numbers: a rule if the numbers follow a rule, else a table."""
     coordinates = np.indices(numbers.shape)
     flat = numbers.reshape(-1).tolist()
     axes = []
     for dim, size in enumerate(numbers.shape):
         first = np.moveaxis(numbers, dim, 0)
+        # The stride of one pair of neighbors; the rules below are checked for all ranks.
         stride = int((first[1] - first[0]).flat[0]) if size > 1 else 1
         wanted = coordinates[dim].reshape(-1).tolist()
+        # Base 0 first, because it needs no entry in the manifest.
         rules = [Axis(size, stride, base) for base in (0, min(flat)) if stride > 0]
         fitting = [rule for rule in rules if rule.coordinates(flat) == wanted]
         table = tuple(sorted(zip(flat, wanted, strict=True)))  # sorted, to be equal on all ranks
@@ -263,10 +276,10 @@ def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
 def _agrees(
     layout: GroupLayout, index: int, tensor: DTensor, placement: RaggedShard, coordinate: int
 ) -> bool:
-    """Whether a slot of a layout describes a tensor. Optimizers may use the placement for tensors of other shapes.
+    """Return whether a slot of a layout describes a tensor. An optimizer may give another shape the same placement.
 
-    Only this rank's piece is compared, which takes O(1) time in the number of ranks. A difference on another rank
-    changes that rank's digest.
+    Only this rank's piece is compared, so that the time does not grow with the number of ranks. If the slot describes
+    the tensor on some ranks only, their digests differ.
     """
     slot = layout.slots[index]
     if slot.shape != tuple(tensor.shape) or layout.num_shards != placement.num_shards:
@@ -286,12 +299,13 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
         problem = f"a quantized tensor of {tensor.dtype}"
     elif tensor.device.type == "meta":
         problem = "a tensor on the meta device, which has no values"
+    # The exact types first: they are not wrapper subclasses, and `is_wrapper` is slower.
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and is_wrapper(tensor):
         problem = f"a tensor of type {type(tensor).__name__}"
     if problem is not None:
         raise CheckpointError(
             "A tensor cannot be saved or loaded.",
-            expected=f"a dense tensor with values and at most {MAX_DIMS} dims, or a DTensor of such",
+            expected=f"a dense tensor with values and at most {MAX_DIMS} dims, or a DTensor of such tensors",
             got=problem,
             where=dotted_name(name),
             todo="save its dense parts (values, indices, scales) as separate tensors",

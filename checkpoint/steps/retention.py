@@ -1,7 +1,7 @@
-"""`RetentionPolicy`: which steps of a run are kept. The module also reads and writes a step's record and pin.
+"""`RetentionPolicy`: which steps of a run are kept. This module also reads and writes the record and pin of a step.
 
     step-00000100/record.json       {"num_bytes": .., "seconds": .., "unix_s": .., "metric": ..}, after the commit
-    step-00000100/pinned            empty file: the step is exempt from the rules
+    step-00000100/pinned            an empty file: the step is pinned, and no rule removes it
 
 A step is removed if no rule keeps it. A restore needs neither file. Steps that were not saved by a manager have no
 record; an unreadable record counts as missing.
@@ -27,7 +27,7 @@ from vescale_fsdp.lazy import set_module
 @set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which steps are kept. Pinned steps, and the best steps of a `BestOf` in ``save_policy``, are kept too.
+    """Rules for which steps are kept. Pinned steps, and the best steps of a `BestOf` in ``save_policy``, are kept too.
 
     Attributes:
         keep_last: number of newest steps to keep; None keeps all steps, whatever the other rules are.
@@ -36,7 +36,7 @@ class RetentionPolicy:
 
     Raises:
         ValueError: for a limit below 1.
-        TypeError: for a limit of another type.
+        TypeError: for an argument of a wrong type.
 
     Examples:
         >>> RetentionPolicy(keep_last=2, keep_every=1000, keep_best=BestOf(3))
@@ -58,7 +58,12 @@ class RetentionPolicy:
 
 
 def retention_of(retention: RetentionPolicy | int | None) -> RetentionPolicy:
-    """The policy for a ``retention`` argument of `CheckpointManager`; an int is ``keep_last``."""
+    """Return the policy for a ``retention`` argument of `CheckpointManager`; an int is ``keep_last``.
+
+    Raises:
+        TypeError: for an argument of another type.
+    """
+    # A bool is an int too, but no number of steps.
     if retention is None or (isinstance(retention, int) and not isinstance(retention, bool)):
         return RetentionPolicy(keep_last=retention)
     if not isinstance(retention, RetentionPolicy):
@@ -72,21 +77,21 @@ def retention_of(retention: RetentionPolicy | int | None) -> RetentionPolicy:
 
 
 def remove_old_steps(root: Storage, saved: int, policy: RetentionPolicy, best: Sequence[BestOf]) -> None:
-    """After step ``saved`` is committed, remove the steps that no rule keeps; warn about steps that cannot be removed.
+    """Remove the steps that no rule keeps, after step ``saved`` is committed. Warns if a step cannot be removed.
 
     Args:
-        best: further rules: the `BestOf` policies in ``save_policy``.
+        best: the `BestOf` policies in ``save_policy``, which are further rules.
     """
     keep_last, rules = policy.keep_last, (*best, policy.keep_best)
-    if keep_last is None:
+    if keep_last is None:  # all steps are kept
         return
 
     def chosen(folders: Sequence[StepFolder]) -> list[int]:
-        # Abandoned steps stay until the user removes them, and do not count toward keep_last.
+        # Abandoned steps are kept until the user removes them, and do not count as newest steps.
         abandoned = abandoned_steps(root, (step for step, _ in folders))
         live = [folder for folder in folders if folder[0] not in abandoned]
         steps = surplus_steps(live, saved, keep_last=keep_last, keep_every=policy.keep_every)
-        if steps and any(rules):
+        if steps and any(rules):  # only then: reading the records of all steps takes time
             records = (read_record(root, step) for step, is_committed in live if is_committed)
             kept = best_steps(records, filter(None, rules))
             steps = [step for step in steps if step not in kept]
@@ -98,23 +103,23 @@ def remove_old_steps(root: Storage, saved: int, policy: RetentionPolicy, best: S
 def surplus_steps(
     folders: Iterable[StepFolder], saved: int, *, keep_last: int, keep_every: int | None = None
 ) -> list[int]:
-    """The steps before ``saved`` to remove after its commit: torn steps, and steps that no limit keeps.
+    """Return the steps to remove after the commit of ``saved``: earlier steps that are torn or that no limit keeps.
 
-    Later steps exist after a restore from an earlier step, and are kept.
+    Steps later than ``saved`` exist if the run was restored from an earlier step; they are kept.
     """
     older = [(step, is_committed) for step, is_committed in folders if step < saved]
     committed = [step for step, is_committed in older if is_committed]
-    keep = set(committed[max(0, len(committed) + 1 - keep_last) :])  # + 1: step `saved` is one of keep_last
+    keep = set(committed[max(0, len(committed) + 1 - keep_last) :])  # + 1: step `saved` counts for keep_last
     keep |= {step for step in committed if keep_every is not None and step % keep_every == 0}
     return [step for step, _ in older if step not in keep]
 
 
 def remove_chosen(root: Storage, choose: Callable[[list[StepFolder]], list[int]]) -> None:
-    """Remove the steps that ``choose`` returns. Failures are a warning, because the new step is already committed."""
+    """Remove the steps that ``choose`` returns. A failure is only a warning: the new step is already committed."""
     problems: list[str] = []
     try:
         problems += filter(None, [remove_step(root, step) for step in choose(list_steps(root))])
-    except Exception as error:  # noqa: BLE001  becomes a warning
+    except Exception as error:  # noqa: BLE001  reported as a warning below
         problems.append(f"{type(error).__name__}: {error}")
     if problems:
         warnings.warn(
@@ -125,7 +130,7 @@ def remove_chosen(root: Storage, choose: Callable[[list[StepFolder]], list[int]]
 
 _RECORD_NAME = "record.json"
 _PIN_NAME = "pinned"
-_LIMIT_BYTES = 1 << 16  # largest record to read
+_LIMIT_BYTES = 1 << 16  # 64 KiB: largest record to read
 _KEYS = ("num_bytes", "seconds", "unix_s", "metric")
 
 
@@ -140,8 +145,8 @@ class StepRecord:
         unix_s: time of the commit, in seconds since 1970.
         metric: the ``metric`` argument of `CheckpointManager.save`.
         pinned: whether the step is exempt from the retention policy.
-        abandoned: whether a rollback has abandoned the step: `CheckpointManager.restore` then skips it, unless called
-            with its number.
+        abandoned: whether a rollback has abandoned the step. `CheckpointManager.restore` then skips the step, unless it
+            is called with the step's number.
 
     Examples:
         >>> StepRecord(100, num_bytes=1 << 30, seconds=2.0).num_bytes
@@ -158,15 +163,16 @@ class StepRecord:
 
 
 def write_record(root: Storage, record: StepRecord) -> None:
-    """Write the record of a step, without a metric that is not a finite number."""
+    """Write the record of a step. A metric that is not a finite number is written as null."""
     values = {key: getattr(record, key) for key in _KEYS}
+    # JSON has no NaN and no infinities.
     if record.metric is not None and not math.isfinite(record.metric):
         values["metric"] = None
     root.child(step_name(record.step)).commit(_RECORD_NAME, json.dumps(values).encode(), replace=True)
 
 
 def read_record(root: Storage, step: int) -> StepRecord:
-    """The record of a step; values that are missing or invalid are None."""
+    """Read the record of a step; values that are missing or invalid are None."""
     pinned = is_pinned(root, step)
     try:
         record = json.loads(root.read_small(f"{step_name(step)}/{_RECORD_NAME}", limit_bytes=_LIMIT_BYTES))
@@ -178,16 +184,16 @@ def read_record(root: Storage, step: int) -> StepRecord:
 
 
 def _finite_or_none(value: object) -> float | None:
-    """A number of a record; None for any other value, and for an integer too long for a float."""
+    """Return a value of a record if it is a finite number, else None."""
     try:
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
+    except OverflowError:  # an integer too long for a float
         return None
     return value if is_number else None  # type: ignore[return-value]
 
 
 def is_pinned(root: Storage, step: int) -> bool:
-    """Whether a step is pinned."""
+    """Return whether a step is pinned."""
     return root.exists(f"{step_name(step)}/{_PIN_NAME}")
 
 
@@ -203,7 +209,7 @@ def remove_unpinned(root: Storage, step: int) -> None:
     """Remove a step.
 
     Raises:
-        CheckpointError: if the step is pinned, or cannot be removed.
+        CheckpointError: if the step is pinned or cannot be removed.
     """
     if is_pinned(root, step):
         raise CheckpointError(
@@ -215,7 +221,7 @@ def remove_unpinned(root: Storage, step: int) -> None:
 
 
 def best_steps(records: Iterable[StepRecord], rules: Iterable[BestOf]) -> set[int]:
-    """The steps that any rule keeps. Of steps with equal metrics, the newer step is better."""
+    """Return the steps that any rule keeps. Of steps with equal metrics, the newer step counts as better."""
     metrics = [(record.step, record.metric) for record in records if record.metric is not None]
     kept: set[int] = set()
     for rule in rules:

@@ -1,11 +1,12 @@
-"""`RunFile`, the root's ``run.json``: the branches of a run, and the steps that rollbacks have abandoned.
+"""`RunFile`, the content of ``run.json`` in a run's root folder: the run's branches, and its abandoned steps.
 
     {"branches": [["3f0c91aa", 90], ["b7e2405d", null]], "abandoned": {"100": "<checksum of its manifest>"}}
 
-A branch has an id and the number of its newest valid step; null: all its steps are valid. The save_id of a step in
-memory starts with its branch's id, so that `restore` never reads memory of another run or an invalid step of an ended
-branch. A rollback ends a branch and abandons the later steps on disk, in one commit. Abandoned steps are kept, and
-skipped by `restore` and `latest`. A step that is saved again has a new manifest, so its old entry no longer matches.
+A rollback ends the run's current branch, begins a new one, and abandons the later steps on disk, all in one commit. A
+branch has an id and the number of its newest valid step; null means that all steps of the branch are valid. The save_id
+of a step in memory starts with the id of the step's branch. `restore` therefore never reads memory of another run, or
+an invalid step of an ended branch. Abandoned steps are kept on disk, but `restore` and `latest` skip them. A step that
+is saved again has a new manifest, which the checksum of the old entry does not match.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_digest_of
 
 RUN_FILE_NAME = "run.json"
-BRANCH_DIGITS = 8  # the first hex digits of a save_id are the branch's id
-_MOST_BRANCHES = 64  # older branches are dropped: they have no steps in memory
-_LIMIT_BYTES = 1 << 20  # largest file to read
+BRANCH_DIGITS = 8  # the branch's id is this many hex digits at the start of a save_id
+_MOST_BRANCHES = 64  # bounds the file; memory has no steps of branches older than that
+_LIMIT_BYTES = 1 << 20  # 1 MiB: largest run file to read
 
 
 @dataclass(frozen=True)
 class RunFile:
-    """The content of the file.
+    """The content of ``run.json``.
 
     Attributes:
-        branches: id and newest valid step (None: all steps) of each branch; the last one is the current branch.
+        branches: (id, newest valid step) of each branch, or (id, None) if all steps are valid; the last is the current
+            branch.
         abandoned: step number -> checksum of the abandoned manifest, for steps on disk.
 
     Raises:
@@ -47,14 +49,14 @@ class RunFile:
         is_good = bool(self.branches) and self.branches[-1][1] is None
         for branch, newest in self.branches:
             is_good &= isinstance(branch, str) and len(branch) == BRANCH_DIGITS
-            is_good &= newest is None or type(newest) is int
+            is_good &= newest is None or type(newest) is int  # not isinstance, which accepts a bool
         is_good &= all(isinstance(digest, str) for digest in self.abandoned.values())
         if not is_good:
             raise ValueError(f"invalid branches or abandoned steps: {self.branches}, {dict(self.abandoned)}")
 
     @classmethod
     def new(cls) -> RunFile:
-        """The file of a new run."""
+        """Return the content for a new run: one branch, and no abandoned steps."""
         return cls(((_new_branch(), None),))
 
     @property
@@ -63,7 +65,7 @@ class RunFile:
         return self.branches[-1][0]
 
     def includes(self, step: int, save_id: str) -> bool:
-        """Whether a step in memory belongs to this run and is not abandoned."""
+        """Return whether a step in memory belongs to this run and is not abandoned."""
         newest_by_branch = dict(self.branches)
         branch = save_id[:BRANCH_DIGITS]
         if branch not in newest_by_branch:
@@ -72,21 +74,22 @@ class RunFile:
         return newest is None or step <= newest
 
     def rolled_back(self, step: int, abandoned: Mapping[int, str]) -> RunFile:
-        """The run file after a rollback to ``step``: the run continues on a new branch.
+        """Return the content after a rollback to ``step``: the run continues on a new branch.
 
         Args:
-            abandoned: number and manifest checksum of each later step on disk.
+            abandoned: number -> manifest checksum of each later step on disk.
         """
         ended = [
+            # `min`: an earlier rollback may have gone further back.
             (branch, step if newest is None else min(step, newest))
-            for branch, newest in self.branches[1 - _MOST_BRANCHES :]  # 1: room for the new branch
+            for branch, newest in self.branches[1 - _MOST_BRANCHES :]  # one less, for the new branch
         ]
-        # The step that the run continues from is valid again.
+        # If the run continues from a step that was abandoned, the step is valid again.
         kept = {number: digest for number, digest in self.abandoned.items() if number != step}
         return RunFile((*ended, (_new_branch(), None)), {**kept, **abandoned})
 
     def to_bytes(self) -> bytes:
-        """The JSON of the file."""
+        """Return the JSON of the file."""
         abandoned = {str(step): digest for step, digest in sorted(self.abandoned.items())}
         return json.dumps({"branches": self.branches, "abandoned": abandoned}).encode()
 
@@ -96,20 +99,21 @@ class RunFile:
 
 
 def _new_branch() -> str:
-    return secrets.token_hex(BRANCH_DIGITS // 2)
+    return secrets.token_hex(BRANCH_DIGITS // 2)  # two digits per byte
 
 
 def read_run_file(root: Storage) -> RunFile | None:
-    """The root's run file; None if it does not exist. Also None, with a warning, if it is damaged."""
+    """Read the root's run file; returns None if it does not exist, and with a warning if it is damaged."""
     try:
         raw = root.read_small(RUN_FILE_NAME, limit_bytes=_LIMIT_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):  # NotADirectoryError: a part of the root's path is a file
         return None
     try:
         data = json.loads(raw)
         abandoned = {int(step): digest for step, digest in data["abandoned"].items()}
         return RunFile(tuple((branch, newest) for branch, newest in data["branches"]), abandoned)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
+        # The errors that JSON of another form can raise.
         warnings.warn(
             f"{root.where}/{RUN_FILE_NAME} is damaged ({error}): abandoned steps are restored again, and steps in "
             "memory are ignored",
@@ -119,7 +123,7 @@ def read_run_file(root: Storage) -> RunFile | None:
 
 
 def manifest_digest(root: Storage, step: int) -> str | None:
-    """The checksum of a step's manifest; None if there is no manifest."""
+    """Return the checksum of a step's manifest; None if there is no manifest."""
     name = f"{step_name(step)}/{MANIFEST_NAME}"
     if not root.exists(name):
         return None
@@ -127,11 +131,12 @@ def manifest_digest(root: Storage, step: int) -> str | None:
 
 
 def abandoned_steps(root: Storage, among: Iterable[int]) -> set[int]:
-    """The given steps that a rollback has abandoned and no job has saved again since."""
+    """Return those of the given steps that a rollback has abandoned and no job has saved again since."""
     wanted = set(among)
-    run = read_run_file(root) if wanted else None
+    run = read_run_file(root) if wanted else None  # no read if there is nothing to look up
     if run is None:
         return set()
+    # The manifest of a step that was saved again has another checksum. A step without a manifest stays abandoned.
     return {
         step
         for step in wanted & run.abandoned.keys()
@@ -140,19 +145,21 @@ def abandoned_steps(root: Storage, among: Iterable[int]) -> set[int]:
 
 
 class RootHold:
-    """The lock of a root, shared by this process's managers; released with its last reference."""
+    """The lock of a root folder, shared by this process's managers; released with the last reference to this object."""
 
     def __init__(self, root: Storage) -> None:
+        # `pop_all` keeps the lock beyond the `with` block.
         with ExitStack() as stack:
             stack.enter_context(root.lock())
             self._close = weakref.finalize(self, stack.pop_all().close)  # runs at exit too, unlike `__del__`
 
 
+# By the root's location. Weak values, so that the lock is released when the last manager is gone.
 _holds: weakref.WeakValueDictionary[tuple[str, ...], RootHold] = weakref.WeakValueDictionary()
 
 
 def hold_root(root: Storage) -> RootHold:
-    """Lock a root against other jobs while the result is referenced.
+    """Lock a root folder against other jobs, for as long as the returned object is referenced.
 
     Raises:
         BlockingIOError: if another job has locked it.

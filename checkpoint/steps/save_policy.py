@@ -3,8 +3,8 @@
     EverySteps(1000) | EveryMinutes(30) | OnSignal()
     EverySteps(100) & AfterWarmup()
 
-A policy answers from one rank's view. `save_schedule` first combines each policy's answers of all ranks by "any", and
-then applies ``|`` and ``&``. All ranks therefore make the same decision.
+A policy answers from one rank's view. `save_schedule` first combines the answers that a policy gives on all ranks by
+"any", and then applies ``|`` and ``&`` to the results. All ranks therefore make the same decision.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from vescale_fsdp.lazy import set_module
 
 @dataclass(frozen=True)
 class SaveContext:
-    """The input of a policy: this rank's view of one step.
+    """The input of a policy: one step, as this rank sees it.
 
     Attributes:
-        step, metric: arguments of `CheckpointManager.save`.
+        step, metric: the arguments of `CheckpointManager.save` or `should_save`.
         unix_s: the current time, in seconds since 1970.
         last_save_unix_s: time of this manager's last save; before the first save, the time of its creation.
         last_step: the last saved or restored step; None if there is none.
@@ -48,18 +48,18 @@ class SaveContext:
 
 
 class SavePolicy(ABC):
-    """When to save. Subclasses define `should_save`; ``|`` and ``&`` combine any policies.
+    """The base class of save policies. Subclasses define `should_save`; ``|`` and ``&`` combine any policies.
 
     `should_save` is called once on every rank for each step that is passed to `CheckpointManager.should_save` or
-    `save`, in any combination of policies; a policy may therefore count its calls. The answers of all ranks are
+    `save`, whatever policies it is combined with; a policy may therefore count its calls. The answers of all ranks are
     combined by "any". If a policy raises, or returns something other than a bool, all ranks raise.
 
     Class attributes:
         same_on_all_ranks: whether the answer depends only on values that are the same on all ranks, such as the step.
             Ranks then do not wait for each other at steps that are not saved. Different answers are an error on all
             ranks.
-        may_be_late: whether an answer of True is repeated until a save. The answer may then take effect one call later,
-            and ranks need not wait for each other either.
+        may_be_late: whether the policy repeats an answer of True until a save. The answer may then take effect one call
+            later, so that ranks do not wait for each other in the call.
         is_final: whether a save for this policy is the last one of the run; the policy is ignored afterwards. See
             `CheckpointManager.should_stop`.
 
@@ -81,13 +81,14 @@ class SavePolicy(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "should_save" in vars(cls):  # inherited values describe the method that the subclass overrides
+        # Not inherited, because the base class's values describe its own `should_save`, not the subclass's.
+        if "should_save" in vars(cls):
             cls.same_on_all_ranks = vars(cls).get("same_on_all_ranks", False)
             cls.may_be_late = vars(cls).get("may_be_late", False)
 
     @abstractmethod
     def should_save(self, context: SaveContext) -> bool:
-        """Whether this rank asks for a save of the step."""
+        """Return whether this rank asks for a save of the step."""
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
         if not isinstance(other, SavePolicy):
@@ -102,13 +103,14 @@ class SavePolicy(ABC):
 
 @dataclass(frozen=True, init=False, repr=False)
 class _Combined(SavePolicy):
-    """A combination of policies."""
+    """The base class of `AnyOf` and `AllOf`."""
 
     policies: tuple[SavePolicy, ...]
 
     def __init__(self, *policies: SavePolicy) -> None:
         _check(bool(policies), f"{type(self).__name__} combines policies.", "at least one", policies)
-        object.__setattr__(self, "policies", tuple(map(check_policy, policies)))  # the class is frozen
+        # Not an assignment, because the dataclass is frozen.
+        object.__setattr__(self, "policies", tuple(map(check_policy, policies)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.policies))})"
@@ -123,13 +125,13 @@ class AnyOf(_Combined):
     """
 
     def should_save(self, context: SaveContext) -> bool:
-        # A list, so that every policy is called, even after an answer of True.
+        # A list, not a generator, so that every policy is called, even after an answer of True.
         answers = [policy.should_save(context) for policy in self.policies]
         return any(answers)
 
 
 class AllOf(_Combined):
-    """Save when each of several policies asks for a save on some rank: ``a & b``.
+    """Save when each of several policies asks for a save on at least one rank: ``a & b``.
 
     Examples:
         >>> AllOf(EverySteps(2), EverySteps(3)).should_save(SaveContext(step=6))
@@ -137,12 +139,13 @@ class AllOf(_Combined):
     """
 
     def should_save(self, context: SaveContext) -> bool:
-        # A list, so that every policy is called, even after an answer of False.
+        # A list, not a generator, so that every policy is called, even after an answer of False.
         answers = [policy.should_save(context) for policy in self.policies]
         return all(answers)
 
 
 def _parts_of(policy: SavePolicy, kind: type[_Combined]) -> tuple[SavePolicy, ...]:
+    """Return the parts of a combination of this kind, so that ``a | b | c`` is one `AnyOf`; else the policy itself."""
     return policy.policies if type(policy) is kind else (policy,)  # type: ignore[attr-defined]
 
 
@@ -172,7 +175,7 @@ class EverySteps(SavePolicy):
 @set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class EveryMinutes(SavePolicy):
-    """Save when ``minutes`` have passed on any rank since the last save, or since the manager was created.
+    """Save when, on any rank, ``minutes`` have passed since the last save or since the manager was created.
 
     Examples:
         >>> EveryMinutes(30)
@@ -192,7 +195,7 @@ class EveryMinutes(SavePolicy):
 @set_module("vescale_fsdp.checkpoint")
 @dataclass(frozen=True)
 class BestOf(SavePolicy):
-    """Save when a step's metric is among the best ``count`` of all steps on disk. These best steps are kept.
+    """Save when a step's metric is among the best ``count`` of all steps on disk. Retention keeps these best steps.
 
     A metric that is not a finite number is never among the best.
 
@@ -211,19 +214,20 @@ class BestOf(SavePolicy):
 
     def __post_init__(self) -> None:
         _check(self.count >= 1, "BestOf keeps at least one step.", "count >= 1", self.count)
-        _check(self.mode in ("min", "max"), "There is no such mode.", "'min' or 'max'", repr(self.mode))
+        _check(self.mode in ("min", "max"), "BestOf has an unknown mode.", "'min' or 'max'", repr(self.mode))
 
     def should_save(self, context: SaveContext) -> bool:
         return self.takes(context.metric, context.known_metrics)
 
     def order(self, metric: float) -> float:
-        """A sort key: lower is better."""
+        """Return a sort key for a metric: lower is better."""
         return metric if self.mode == "min" else -metric
 
     def takes(self, metric: float | None, known: Iterable[float]) -> bool:
-        """Whether a metric is among the best ``count``, given the known metrics."""
-        if metric is None or not math.isfinite(metric):
+        """Return whether a metric is among the best ``count``, given the known metrics."""
+        if metric is None or not math.isfinite(metric):  # NaN has no rank among other metrics
             return False
+        # `<=`: a known step with an equal metric counts as better.
         return sum(self.order(other) <= self.order(metric) for other in known) < self.count
 
 
@@ -233,7 +237,7 @@ class BeforeDeadline(SavePolicy):
     """Save once, as the final save, before a job's time limit.
 
     Attributes:
-        unix_s: end of the job, in seconds since 1970 as in `time.time`; Slurm sets SLURM_JOB_END_TIME to it.
+        unix_s: end of the job in seconds since 1970, as in `time.time`; Slurm's SLURM_JOB_END_TIME has this value.
         margin_s: seconds between the final save and the end of the job: at least the time of two steps and a save.
 
     Examples:
@@ -257,7 +261,7 @@ class BeforeDeadline(SavePolicy):
 class OnSignal(SavePolicy):
     """Save once, as the final save, when any rank receives one of the signals in ``names``.
 
-    torchrun, Kubernetes and Slurm send SIGTERM before they end a job; SIGUSR1 is the usual choice for ``sbatch
+    torchrun, Kubernetes and Slurm send SIGTERM before they end a job. SIGUSR1 is the usual choice for ``sbatch
     --signal``.
 
     Examples:
@@ -278,6 +282,7 @@ class OnSignal(SavePolicy):
         )
 
     def should_save(self, context: SaveContext) -> bool:
+        # The manager listens only for the policies that `leaves_of` finds: not for one inside a user's own policy.
         unwatched = [name for name in self.names if name not in context.signals]
         _check(
             not unwatched,
@@ -289,10 +294,10 @@ class OnSignal(SavePolicy):
 
 
 def check_policy(policy: object) -> SavePolicy:
-    """Check the type of a policy, and return it.
+    """Return the policy if it is a `SavePolicy`.
 
     Raises:
-        TypeError: if it is not a `SavePolicy`.
+        TypeError: if it is not.
     """
     if not isinstance(policy, SavePolicy):
         raise ArgumentError(
@@ -306,8 +311,8 @@ def check_policy(policy: object) -> SavePolicy:
 
 
 def leaves_of(policy: SavePolicy) -> Iterator[SavePolicy]:
-    """The policies in a combination, left to right. A subclass of `AnyOf` or `AllOf` counts as one policy."""
-    if type(policy) in (AnyOf, AllOf):
+    """Yield the policies in a combination, left to right. A subclass of `AnyOf` or `AllOf` counts as one policy."""
+    if type(policy) in (AnyOf, AllOf):  # not isinstance: a subclass may define its own `should_save`
         for part in policy.policies:  # type: ignore[attr-defined]
             yield from leaves_of(part)
     else:
@@ -315,7 +320,7 @@ def leaves_of(policy: SavePolicy) -> Iterator[SavePolicy]:
 
 
 def shape_of(policy: SavePolicy) -> str:
-    """The class names in a policy. They must be equal on all ranks, which send answers as numbers in this order."""
+    """Return the class names in a policy. Ranks compare this text, because the order of their answers depends on it."""
     name = type(policy).__qualname__
     if type(policy) in (AnyOf, AllOf):
         return f"{name}({', '.join(map(shape_of, policy.policies))})"  # type: ignore[attr-defined]
@@ -323,5 +328,6 @@ def shape_of(policy: SavePolicy) -> str:
 
 
 def _check(is_true: bool, problem: str, expected: str, got: object) -> None:
+    """Raise an ArgumentError unless a condition is true."""
     if not is_true:
         raise ArgumentError(problem, expected=expected, got=got)

@@ -1,15 +1,16 @@
-"""`SaveSchedule`: whether a step is saved. All ranks make the same decision, and wait only at steps that may be saved.
+"""`SaveSchedule` decides whether a step is saved. All ranks decide alike, and wait only at steps that may be saved.
 
-Every call encodes the answers of this rank's policies in a few numbers and starts an all-reduce of them, which runs
-while training goes on. The next call reads the result.
+Every call encodes the answers of this rank's policies in a few numbers, and starts an all-reduce of these numbers. The
+all-reduce runs while training goes on; the next call reads the result.
 
     step                 n                       n + 1
     event                SIGTERM on rank 3
     all-reduce           starts ->               result: all ranks know of the signal, and save
 
-A call waits for its own all-reduce if all ranks know that they may save this step: because of its number, a metric or
-``force``, or because a policy's answer is valid for this step only. The numbers also contain the arguments that must be
-the same on all ranks. Ranks with different steps raise at once if they wait, and otherwise at their next call.
+A call waits for its own all-reduce if all ranks know that they may save this step: because of the step's number, a
+metric or ``force``, or because a policy's answer is valid for this step only. The numbers also contain digests of the
+arguments that must be the same on all ranks. Ranks with different steps raise at once if they wait, and otherwise at
+their next call.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
 )
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
-_RANK_BITS = 20  # a step and a rank are packed into one int64
-_LARGEST_STEP = 2**42  # with a rank and a sign, less than 64 bits
+# The lowest bits of a number are a rank, so that MAX also names a rank with the largest value.
+_RANK_BITS = 20
+_LARGEST_STEP = 2**42  # 43 bits; with 20 bits of a rank and the sign, a number fits an int64
 _HEAD = 3  # an announcement starts with 3 numbers: failure, newest step, oldest step
 _ALIKE = 9  # words that must be the same on all ranks: 4 of the step, `force`, 4 of the metric
-_RAISED, _NO_BOOL = 1, 2  # how a policy failed: it raised, or returned no bool
-# Policies that do not use the metrics of the steps on disk; other classes may use them.
+_RAISED, _NO_BOOL = 1, 2  # how a policy failed: it raised, or returned something other than a bool
+# Policies that do not use the metrics of the steps on disk. Policies of other classes, such as a user's, may use them.
 _READ_NO_METRICS = (EverySteps, EveryMinutes, BeforeDeadline, OnSignal)
 
-_Answers = Mapping[int, bool]  # `id` of a leaf policy -> its answer
+_Answers = Mapping[int, bool]  # `id` of a policy that is not a combination -> its answer
 
 
 class Decision(NamedTuple):
-    """Whether a step is saved."""
+    """Whether a step is saved, and whether that save is the last one of the run."""
 
     step: int
     is_due: bool
@@ -57,12 +59,12 @@ class Decision(NamedTuple):
 
 
 class _Announcement(NamedTuple):
-    """An all-reduce in flight.
+    """A running all-reduce of the answers to one step.
 
     Attributes:
-        step: the step that this rank asked about.
+        step: the step of the call on this rank.
         all_wait: whether every rank waits for the all-reduce in the call that started it.
-        error: the error of this rank's policies, if all ranks wait; otherwise the call has raised it.
+        error: the error of this rank's policies, if all ranks wait; otherwise None, because the call has raised it.
         finish: waits for the all-reduce, and returns the largest of each number.
     """
 
@@ -78,6 +80,10 @@ class SaveSchedule:
     Args:
         coordinator: coordinator of the ranks that save; its group must not be used for anything else.
         known_metrics: returns the metrics of the steps on disk; a collective.
+        clock: returns the time in seconds since 1970.
+
+    Attributes:
+        should_stop: whether the final save of the run was decided.
     """
 
     def __init__(
@@ -89,8 +95,9 @@ class SaveSchedule:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._coordinator, self._clock, self._policy = coordinator, clock, policy
-        # Each policy is called once per step, however often it occurs in the combination.
+        # By id, so that a policy is called once per step even if it occurs several times in the combination.
         self._leaves = {id(leaf): leaf for leaf in leaves_of(policy)}
+        # A single process has no rank to wait for; some answers are valid only in the call that asks for them.
         self._always_waits = coordinator.world_size == 1 or any(
             not (leaf.same_on_all_ranks or leaf.may_be_late) for leaf in self._leaves.values()
         )
@@ -103,29 +110,32 @@ class SaveSchedule:
         self._last_step: int | None = None
         self._pending: _Announcement | None = None
         self._has_begun = False
-        # The last answers of this rank's policies, with their step and metric.
+        # Step, metric and answers of the last call of this rank's policies: `save` repeats the call of `should_save`.
         self._answered: tuple[int, float | None, _Answers] | None = None
-        self._decided: Decision | None = None  # the last decision, until its save
+        self._decided: Decision | None = None  # the last decision, until the step is saved
         self._has_ended = False
         self.should_stop = False
 
     def decide(self, step: int, metric: float | None, *, force: bool, waits: bool = False) -> Decision:
-        """Whether to save a step; a collective that waits only if the step may be saved.
+        """Decide whether to save a step. A collective, which waits only if the step may be saved.
 
         Args:
-            waits: wait in any case, because this step has another collective.
+            waits: wait in any case, because the caller runs another collective at this step.
 
         Raises:
             CheckpointError: if arguments of this or the previous call differ between ranks, a policy raised on another
                 rank, or a policy with ``same_on_all_ranks`` answered differently.
             TypeError: if a policy returns something other than a bool, on any rank.
         """
+        # If `save` follows `should_save` for a step, ranks have already decided; `save` may omit the metric.
         decided = self._decided
         if decided is not None and decided.step == step and not force and metric in (None, decided.metric):
             return decided
         self._read_metrics()
+        # Cleared first: each result is read once, even if it raises.
         previous, self._pending = self._pending, None
         late = self._answers_of(previous) if previous is not None else dict.fromkeys(self._leaves, False)
+        # Conditions that are the same on all ranks. The first call waits, because no earlier call has sent answers.
         all_wait = waits or force or self._always_waits or metric is not None or not self._has_begun
         self._has_begun = True
         answers, failed, error = self._ask(step, metric)
@@ -135,6 +145,7 @@ class SaveSchedule:
         is_due, is_final = force, False
         if all_wait or (error is None and self._is_likely(self._policy, answers, late)):
             now = self._answers_of(current)
+            # An answer of the previous call counts only for policies that may be late.
             merged = {key: now[key] or (leaf.may_be_late and late[key]) for key, leaf in self._leaves.items()}
             wanted, is_final = self._combined(self._policy, merged)
             is_due = is_due or wanted
@@ -147,13 +158,13 @@ class SaveSchedule:
         return self._decided
 
     def refuse(self) -> None:
-        """Announce an invalid step, so that other ranks fail instead of waiting."""
-        self._read_metrics()
+        """Announce an invalid step, so that other ranks fail instead of waiting for this rank."""
+        self._read_metrics()  # a collective, which the other ranks run in this call too
         # -1 differs from all valid steps, which are not negative.
         self._pending = self._start(-1, None, False, dict.fromkeys(self._leaves, False))
 
     def saved(self, decision: Decision) -> None:
-        """Record that a step is saved, or that its save is in flight."""
+        """Record that a step is saved, or that the save has started."""
         self._decided = self._answered = None
         self._last_save_s, self._last_step = self._clock(), decision.step
         self._has_ended = self._has_ended or decision.is_final
@@ -161,7 +172,7 @@ class SaveSchedule:
             self._metrics.append(decision.metric)
 
     def restored(self, step: int) -> None:
-        """Record that the run continues from a step. Metrics are read again: later steps no longer count."""
+        """Record that the run continues from a step. Metrics are read again, because later steps no longer count."""
         self._decided = self._answered = self._metrics = None
         self._last_step = step
 
@@ -170,8 +181,9 @@ class SaveSchedule:
         self._signals.close()
 
     def _read_metrics(self) -> None:
-        """Read the metrics in the first call on all ranks: reading is a collective, and policies of some ranks only may
-        use them.
+        """Read the metrics of the steps on disk, unless they are known or no policy's class uses metrics.
+
+        Here, not when a policy asks for the metrics: the read is a collective, and a policy may ask on some ranks only.
         """
         if self._metrics is None and self._reads_metrics:
             self._metrics = self._known_metrics()
@@ -180,9 +192,10 @@ class SaveSchedule:
         """Call this rank's policies once per step.
 
         Returns:
-            The answer of each policy, how a policy failed (0 for none), and the error. If a policy fails, all answers
-            are False.
+            (answer of each policy, how a policy failed or 0, the error or None). If a policy fails, all answers are
+            False.
         """
+        # `save` after `should_save`: policies are called once per step, because they may count their calls.
         if self._answered is not None and self._answered[0] == step and metric in (None, self._answered[1]):
             return self._answered[2], 0, None
         none = dict.fromkeys(self._leaves, False)
@@ -199,13 +212,14 @@ class SaveSchedule:
             answers: dict[int, object] = {
                 key: leaf.should_save(context) for key, leaf in self._leaves.items()
             }
-        except BaseException as caught:  # noqa: BLE001  raised on all ranks
+        except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks would wait for this rank's answers
             return none, _RAISED, caught
         for key, answer in answers.items():
             if not isinstance(answer, bool):
                 leaf = type(self._leaves[key]).__qualname__
                 where = f"{leaf}.should_save, step {step}, rank {self._coordinator.rank}"
                 return none, _NO_BOOL, _no_bool(f"{answer!r}, of type {type(answer).__name__}", where)
+        # After the final save, final policies are ignored.
         valid = {
             key: answers[key] is True and not (leaf.is_final and self._has_ended)
             for key, leaf in self._leaves.items()
@@ -214,9 +228,10 @@ class SaveSchedule:
         return valid, 0, None
 
     def _is_likely(self, policy: SavePolicy, answers: _Answers, late: _Answers, *, now: bool = False) -> bool:
-        """Whether the step may be saved, so that ranks wait for each other's answers; the same on all ranks.
+        """Return whether the step may be saved, so that ranks wait for each other's answers; the same on all ranks.
 
         Args:
+            answers: this rank's answers, used for policies with ``same_on_all_ranks``.
             late: answers of all ranks in the previous call, combined by "any"; used for policies with ``may_be_late``.
             now: whether a late answer would be lost, because the policy is combined by ``&`` with a policy whose answer
                 is valid for this step only.
@@ -228,10 +243,11 @@ class SaveSchedule:
             return all(self._is_likely(part, answers, late, now=now) for part in policy.policies)
         if policy.same_on_all_ranks:
             return answers[id(policy)]
+        # A policy that may not be late can ask for a save on any rank, which this rank cannot know before it waits.
         return not policy.may_be_late or now or late[id(policy)]
 
     def _combined(self, policy: SavePolicy, answers: _Answers) -> tuple[bool, bool]:
-        """Whether to save the step, and whether that save is final, given the combined answers of all ranks."""
+        """Return whether to save the step, and whether that save is final, given the combined answers of all ranks."""
         if type(policy) not in (AnyOf, AllOf):
             return answers[id(policy)], answers[id(policy)] and policy.is_final
         parts = [self._combined(part, answers) for part in policy.policies]  # type: ignore[attr-defined]
@@ -249,11 +265,13 @@ class SaveSchedule:
         *,
         all_wait: bool = False,
     ) -> _Announcement:
+        """Start the all-reduce of this rank's arguments and answers."""
         rank = self._coordinator.rank
-        number = min(step, _LARGEST_STEP)  # only for messages; `alike` compares the step itself
-        steps = [(number << _RANK_BITS) + rank, (-number << _RANK_BITS) + rank]  # the newest and the oldest
+        number = min(step, _LARGEST_STEP)  # only for messages: `alike` compares the step itself
+        # By MAX, the first becomes the newest step of all ranks, the second the negative of the oldest step.
+        steps = [(number << _RANK_BITS) + rank, (-number << _RANK_BITS) + rank]
         alike = [*words_of({"step": step}), int(force), *words_of({"metric": metric})]
-        # Two numbers per policy. Their MAX names the highest rank that answered True, and the highest with False.
+        # Two numbers per policy: their MAX gives the highest rank that answered True, and that answered False.
         votes = [
             (int(answers[key] is wanted) << _RANK_BITS) + rank
             for key in self._leaves
@@ -263,10 +281,15 @@ class SaveSchedule:
         return _Announcement(step, all_wait, error, self._coordinator.begin_largest(numbers))
 
     def _answers_of(self, current: _Announcement) -> dict[int, bool]:
-        """Wait for all ranks' answers, and combine them by "any" for each policy."""
+        """Wait for the answers of all ranks; returns, for each policy, whether any rank answered True.
+
+        Raises:
+            CheckpointError, TypeError: as `decide`.
+        """
         numbers = current.finish()
         (failed, newest, oldest), rest = numbers[:_HEAD], numbers[_HEAD:]
         alike, votes = rest[: 2 * _ALIKE], rest[2 * _ALIKE :]
+        # Compared first: a failure matters only if all ranks asked about the same step.
         if not is_same(alike):
             raise _unlike(current.step, alike, newest, oldest) from current.error
         if failed:
@@ -287,7 +310,12 @@ class SaveSchedule:
         return answers
 
     def _raise_failed(self, current: _Announcement, kind: int, rank: int) -> NoReturn:
-        """Raise on all ranks, after a policy has failed on a rank."""
+        """Raise on all ranks, after a policy has failed on a rank.
+
+        Args:
+            kind: `_RAISED` or `_NO_BOOL`.
+            rank: the highest rank with a failure of the highest kind.
+        """
         doing = f"asking the save policy about step {current.step}"
         try:
             if current.all_wait:  # otherwise the failed rank has raised its error in the previous call
@@ -302,11 +330,12 @@ class SaveSchedule:
         except CheckpointError as error:
             if kind != _NO_BOOL or current.error is not None:
                 raise
+            # Ranks without an error raise the class that the failed rank raises.
             raise _no_bool(error.got, f"should_save, step {current.step}, rank {rank}") from None
 
 
 def _no_bool(got: object, where: str) -> ArgumentError:
-    """The error for an answer that is not a bool."""
+    """Return the error for an answer that is not a bool."""
     return ArgumentError(
         "A save policy returned something other than a bool.",
         expected="True or False",
@@ -317,7 +346,7 @@ def _no_bool(got: object, where: str) -> ArgumentError:
 
 
 def _unlike(step: int, alike: list[int], newest: int, oldest: int) -> CheckpointError:
-    """The error for ranks with different arguments."""
+    """Return the error for ranks with different arguments, from the reduced numbers of `SaveSchedule._start`."""
     half = len(alike) // 2
     first = next(word for word in range(half) if alike[word] != -alike[half + word])
     name = "step" if first < 4 else "force" if first == 4 else "metric"  # in the order of `alike` in `_start`
@@ -336,8 +365,8 @@ class SignalWatch:
     """Records signals that announce the end of a job, without ending the process.
 
     The previous handlers are called too, and `close` restores them. Forked processes, such as data loader workers,
-    inherit the handler: there, and after `close`, signals have their default effect, so that ``terminate()`` ends a
-    worker.
+    inherit the handler. In these processes, and after `close`, a signal has its default effect, so that ``terminate()``
+    ends a worker.
 
     Args:
         names: names of signals, such as SIGTERM.
@@ -374,14 +403,15 @@ class SignalWatch:
             before(number, frame)
         elif before == signal.SIG_DFL and not is_ours:
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)  # once more, now with the default effect
+            os.kill(os.getpid(), number)  # sent again, now with the default effect
 
     def close(self) -> None:
-        """Restore the previous handlers, except where another handler was set since."""
+        """Restore the previous handlers, except for a signal whose handler was replaced since."""
         if self._is_closed:
             return
         self._is_closed = True
         for number, before in self._before.items():
-            # None: the previous handler was not set from Python, and cannot be restored.
+            # None: the previous handler was not set from Python, and Python cannot restore it. `==`, not `is`: each
+            # access to a method creates a new object.
             if signal.getsignal(number) == self._handle and before is not None:
                 signal.signal(number, before)
