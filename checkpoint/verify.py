@@ -207,8 +207,8 @@ def _read_tensor(
             with _noting(problems, info.name):
                 source.reads.verify_range(chunk.checked)
             count(chunk.checked.nbytes)
-    # A small file can declare a huge tensor, by a stride of 0 that repeats items. Reading the tensor would then take time
-    # without bound, so only the stored bytes are read.
+    # A small file can declare a huge tensor, by a stride of 0 that repeats items. Reading such a tensor would take
+    # unbounded time, so only the stored bytes are read.
     if is_inflated(info.nbytes, tensor.stored_nbytes):
         for chunk in chunks:
             # 0 bytes for a chunk with a checksum: it was read above.

@@ -126,7 +126,7 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
         )
         yield Check(name, problem, 0, False)
         if problem is not None:
-            continue  # other readers could not find the chunks of an array with damaged metadata
+            continue  # the whole array is reported as damaged; its chunks are not checked one by one
         for box in chunk_boxes(manifest.entries[place].shape, manifest.chunk_sizes[place]):
             num_bytes, problem = 0, None
             try:
