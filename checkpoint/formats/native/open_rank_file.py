@@ -76,7 +76,7 @@ class OpenRankFile:
         )
 
     def _check(self) -> bytes:
-        """Compare the file's size and header with the manifest. Returns the verified table of the stripes' checksums."""
+        """Compare size and header with the manifest. Returns the verified table of the stripes' checksums."""
         file, size = self.file, self.reader.size_bytes
         if size != file.total_bytes:
             lost = file.names_in(min(size, file.total_bytes), file.table_start)
@@ -90,7 +90,7 @@ class OpenRankFile:
         self.read_at(0, [header])
         if header != file.header:
             at = next(at for at, (a, b) in enumerate(zip(header, file.header, strict=True)) if a != b)
-            around = slice(max(0, at - 60), at + 60)  # 60 bytes show the name of the tensor whose JSON entry differs
+            around = slice(max(0, at - 60), at + 60)  # enough bytes to show the tensor's entry in the JSON
             raise self.corrupt(
                 "A file's header differs from the one that the manifest implies: it is damaged, or it is another "
                 "checkpoint's file.",

@@ -1,9 +1,9 @@
 """`plan_native`: plans a conversion to a native checkpoint, laid out for a number of ranks.
 
 The layout is that of ``fully_shard`` on every layer and on the root: tensors of the model are grouped by dtype and by
-the part of their names up to the first number (``model.layers.3.``). A load on the same number of ranks then reads whole
-buffers. A parameter's optimizer state of the same shape is cut like the parameter. All other tensors are stored without
-a cut, as replicas, so their bytes are divided among the ranks' files.
+the part of their names up to the first number (``model.layers.3.``). A load on the same number of ranks then reads
+whole buffers. A parameter's optimizer state of the same shape is cut like the parameter. All other tensors are stored
+without a cut, as replicas on all ranks; the bytes of large ones are divided among the ranks' files.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _plan_layouts(
         unit = _UNIT.match(fqn)
         # The container is part of the key, because several models in a state may have equal tensor names.
         key = (tuple(container), unit[1] if unit else "", info.dtype.name)
-        inside = fqn[unit.end() :] if unit else fqn  # without the layer's number, so that equal layers share a layout
+        # Without the layer's number, so that equal layers share a layout.
+        inside = fqn[unit.end() :] if unit else fqn
         block_numel = resolve_granularity(granularity, inside, info).block_numel(info.shape)
         spec = TensorSpec(inside, info.shape, info.dtype.name, block_numel)
         groups.setdefault(key, []).append(spec)
@@ -142,7 +143,8 @@ def _structure(
     entries = []
     for stored, name in names:
         info, cut = state.views[name].info, cuts[name][0]
-        chosen: tuple[Cut, ...] = (cut,) if cut and num_ranks > 1 else ()  # a single rank stores whole tensors
+        # A single rank stores whole tensors.
+        chosen: tuple[Cut, ...] = (cut,) if cut and num_ranks > 1 else ()
         entries.append(Entry(stored, info.dtype.required_torch_name, info.shape, 1 if chosen else 0, chosen))
     views = [state.views[name] for _, name in names]
     return Structure(tree, tuple(entries), axes, tuple(layouts)), views
