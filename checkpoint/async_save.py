@@ -67,7 +67,7 @@ from vescale_fsdp.torch_private import storage_id
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 _HEAD_START_S = 0.005  # delay of the worker, which would compete with the trainer for the interpreter lock
-_ALIGN_BYTES = 64  # a cache line
+_ALIGN_BYTES = 64  # a cache line, and a multiple of every item size
 _Kind = tuple[torch.Size, torch.dtype]
 _worker = BackgroundThread("checkpoint-save")
 
@@ -227,7 +227,7 @@ class AsyncSaver:
         self._stager = Stager()
         self._last: Job | None = None
 
-    @plainly
+    @plainly  # the copies are used later, by a thread that is not in the caller's modes
     def start(
         self,
         path: str | os.PathLike[str] | Storage,
@@ -294,7 +294,7 @@ class AsyncSaver:
             for number, saver in enumerate(savers):
                 with adding_note(also):
                     saved = saver.write(take, metadata)
-                if number == 0 and after is not None:
+                if number == 0 and after is not None:  # the checkpoint itself, not one of `copies`
                     after(saved)
 
         if savers:

@@ -210,7 +210,7 @@ def load(
     coordinator = coordinator_for(process_group)
     alike: dict[str, Json] = {
         "dtype": list(casts),
-        "init": init is not None,
+        "init": init is not None,  # functions of different ranks cannot be compared
         "source": None if source is None else asdict(source),
     }
     with coordinator.together(f"opening {path}", _NOTHING_LOADED, alike, is_first=True):
@@ -299,7 +299,7 @@ class Loader:
             return False  # a supply copies each file to a node once; the node's ranks read it from memory
         return self.read == "once" or (self.read == "auto" and self.storage.is_shared)
 
-    @plainly
+    @plainly  # not in the caller's autograd, inference or autocast mode
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
         """Load a state. With ``strict="missing"``, leaves of the checkpoint that the state lacks are no error."""
         start_s = time.monotonic()
@@ -316,7 +316,7 @@ class Loader:
         with ExitStack() as on_failure, _closed_after(checkpoint.reads()) as reads:
             reads.meter = self.meter
             with self._preparing(checkpoint, alike):
-                with gc_paused():
+                with gc_paused():  # planning creates many objects and no cycles
                     matched.require_fit(checkpoint.where, strict)
                     matched = checkpoint.allocate(matched, state, include, on_failure)
                     targets = self._targets(checkpoint, reads, matched, overwriting)
@@ -329,7 +329,7 @@ class Loader:
             wanted = self.coordinator.everyone(stripes) if once else []
             if self.supply is not None or once:
                 with self._preparing(checkpoint):
-                    if any(wanted):
+                    if any(wanted):  # empty if the form cannot share reads
                         reads.share(self.coordinator, wanted)
                     self._check_files(checkpoint, reads, matched)
             with (
@@ -456,7 +456,7 @@ class Loader:
 
     def _check_files(self, checkpoint: Loadable, reads: Reads, matched: Match) -> None:
         """Read per-rank values, open and check the files, and verify if verify="before". Overwrites no tensor."""
-        with gc_paused():
+        with gc_paused():  # this creates many objects and no cycles
             checkpoint.read_values(matched)
             reads.open()
         if self.verify == "before":

@@ -574,11 +574,11 @@ class CheckpointManager:
             self.wait()
         finally:
             self._schedule.close()
-            self._hold, self._has_begun = None, False
+            self._hold, self._has_begun = None, False  # the lock is released with its last reference
 
     def abandon(self) -> None:
         """Wait until no save is in flight, and ignore errors of saves. For a job that has lost ranks."""
-        self._hold, self._has_begun = None, False
+        self._hold, self._has_begun = None, False  # the lock is released with its last reference
         if self._async is not None:
             self._async.drain()
         handle, self._handle = self._handle, None
@@ -654,6 +654,7 @@ class CheckpointManager:
                 )
             patterns = (include,) if isinstance(include, str) else include
             wanted = None if step is None else operator.index(step)  # refuses floats, as in `save`
+            # Added after their checks; ranks compare the arguments when the block ends.
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}
             if self._ram is not None and self._coordinator.rank == 0:
                 run = read_run_file(self._root)

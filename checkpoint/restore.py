@@ -190,7 +190,7 @@ class StepSearch:
             on_disk = [StoredStep(number, False) for number in numbers]
             if self._ram is not None:
                 node = self._ram.node
-                parts = {
+                parts = {  # sorted: `everyone` compares the repr of views
                     StoredStep(number, True, attempt): part
                     for (number, attempt), part in sorted(self._ram.held(self._run).items())
                 }
@@ -234,6 +234,7 @@ class StepSearch:
         by copies on other nodes, or from the same step on disk. A collective.
         """
         step = candidate.step
+        # Not a second time: a step that is damaged again after its repair must be skipped.
         if self._ram is None or candidate.supply is None or step in self._repaired:
             return False
         self._repaired.add(step)
@@ -286,6 +287,7 @@ class StepSearch:
 
     def check_none(self) -> None:
         """Raise if no step was restored although steps existed, or ``wanted`` was given."""
+        # Only the first line of each error: its problem, without the details.
         reasons = "; ".join(f"step {step}: {reason.splitlines()[0]}" for step, reason in self.skipped)
         if self.damaged or self.num_vanished:
             kind = CorruptCheckpointError if self.damaged else CheckpointError

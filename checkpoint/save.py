@@ -178,7 +178,7 @@ class Saver:
             _log.info("saved %s: %d bytes in %.3f s, %.2f GB/s", where, *saved[:2], rate)
         return saved
 
-    @plainly
+    @plainly  # not in the caller's autograd, inference or autocast mode
     def write_uncommitted(self, take: TakeState, metadata: Json, held: ExitStack) -> Commit:
         """Agree with the other ranks and write this rank's part. Returns the commit, which the caller runs on rank 0.
 
@@ -243,7 +243,7 @@ class Saver:
                 taken.locals_by_name,
                 self.coordinator,
                 self.check_replicas,
-                lambda manifest: self._form.left_out(manifest.structure),
+                lambda manifest: self._form.left_out(manifest.structure),  # not stored, so not compared
             )
             commit = self._form.write(plan, share)
             compared()
@@ -319,6 +319,7 @@ def check_mergeable(taken: TakenState, coordinator: Coordinator) -> None:
     Raises:
         CheckpointError: on all ranks, if a value's ``merge`` raises; names the value and the ranks that have it.
     """
+    # Packed here and decoded below, so that `merge` gets the parts as a load would read them.
     mine = pack_blob({name: taken.per_rank[name] for name in taken.resharded})
     blobs = coordinator.everyone(mine)
     with coordinator.together("merging the parts of Resharded values"):

@@ -182,6 +182,7 @@ def _verify_source(source: Source, deep: bool, progress: Callable[[int], object]
 
     for name, tensor in source.tensors.items():
         with _noting(problems, name):
+            # A chunk without a file is all zeros, or is decoded by the format's reader.
             chunks = [source.located(tensor.info, chunk) for chunk in tensor.chunks if chunk.file]
             if deep:
                 num_checksums += sum(chunk.checked is not None for chunk in chunks)

@@ -131,7 +131,7 @@ class HeldShards:
             return FlatRange(0, 0)  # empty
         box, first = next(piece.region.pieces())
         start = run_start(self.manifest.entries[place].shape, box)
-        assert start is not None and first == 0, "its parts are runs"
+        assert start is not None and first == 0, "every part is one run"
         return FlatRange(start, start + piece.region.numel)
 
     def own_bytes(self, leaf: SourceView, start: int, stop: int) -> Buffer:

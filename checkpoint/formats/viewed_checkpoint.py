@@ -227,7 +227,7 @@ class ViewedCheckpoint(Loadable):
         views = [self._view_for(read.number, read.tensor) for read in (one, other)]
         if one.number == other.number or views[0].identity() == views[1].identity():
             return
-        raw = views[0].info.dtype.raw
+        raw = views[0].info.dtype.raw  # bits are compared, so that NaNs are equal
         for whole, _ in region.pieces():
             for box, _ in _cut(whole, raw.itemsize, 0):
                 left, right = np.empty(box.sizes, dtype=raw), np.empty(box.sizes, dtype=raw)

@@ -234,6 +234,7 @@ class _Walk:
         while self._first < len(sinks) and sinks[self._first].stop <= start:
             self._first += 1
         overlapping = takewhile(lambda sink: sink.start < stop, islice(sinks, self._first, None))
+        # Sinks are not sorted by stop: one that follows a long sink may stop before the range.
         return [sink for sink in overlapping if sink.stop > start]
 
 
@@ -366,6 +367,7 @@ class ReadPlan(Reads):
         ]
 
     def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[StripeRun]]) -> None:
+        # At least one stripe, because stripes are verified whole.
         shared = plan_shared(by_rank, max(1, _TURN_BYTES // self._finder.manifest.stripe_bytes))
         self._coordinator, self._waves = coordinator, waves_of(shared, _MAX_INCOMING)
         for turn in shared:
@@ -408,6 +410,7 @@ class ReadPlan(Reads):
             work,
             jobs,
             sum(job.size_bytes for job in jobs),
+            # One choice for all jobs: the disk is used if any bytes are not in the page cache.
             far=any(not job.file.reader.is_at_hand(job.start, job.stop) for job in jobs),
         )
 

@@ -157,7 +157,7 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
             published = storage.read_small(MANIFEST_NAME, limit_bytes=len(data))
         except Exception as unread:  # noqa: BLE001  not raised: the error of the commit matters more
             published = unread
-        if isinstance(error, Exception) and published == data:
+        if isinstance(error, Exception) and published == data:  # Ctrl-C is raised in any case
             # The commit succeeded: only the store's response was lost, or an NFS client repeated a request that the
             # server had already carried out.
             if storage.visible_is_durable:

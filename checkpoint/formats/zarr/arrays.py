@@ -37,7 +37,7 @@ from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
 
 ARRAY_FILE = ".zarray"  # the metadata file of an array in version 2
-DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # raised for metadata with missing or bad fields
+DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # raised for missing or bad fields
 
 _MANY_CHUNKS = 2**16  # an array with more chunks than this may lack only a limited number of them
 _MOST_ABSENT = 64  # absent chunks that such an array may have for each stored chunk
@@ -154,7 +154,8 @@ class _Array(ABC):
     def file_of(self, chunk: Box) -> str:
         """Return the name of a chunk's file."""
         index = (str(o // c) for o, c in zip(chunk.offsets, chunk.sizes, strict=True))
-        key = self.separator.join((*self.prefix, *index)) or "0"  # "0": the key of a 0-d array in version 2
+        # "0" is the key of a 0-d array in version 2's encoding.
+        key = self.separator.join((*self.prefix, *index)) or "0"
         return f"{self.node}/{key}" if self.node else key
 
     def stored(self, files: Collection[str]) -> StoredTensor:
@@ -336,6 +337,7 @@ class _Array3(_Array):
         )
         if dtype.itemsize != self._stored_as.itemsize:
             raise ValueError(f"dtype {dtype.name} in {self._stored_as.name}")
+        # Folders have percent-escaped names.
         name = name or str(attributes.get("name") or unquote(node).replace("/", "."))
         # An array of a native checkpoint whose manifest is missing: its name contains the path in the nested state.
         if "logical_dtype" in attributes and "name" in attributes:
@@ -355,7 +357,8 @@ class _Array3(_Array):
             is_regular
             and names in (["bytes"], ["bytes", "crc32c"])
             and codecs[0].get("configuration", {}).get("endian", "little") == "little"
-            and metadata["fill_value"] in (0, False, [0, 0], "0x00")  # zero; a pair for complex, hex for raw bits
+            # Zero: as a number, a bool, the pair of a complex number, or the hex digits of a one-byte float.
+            and metadata["fill_value"] in (0, False, [0, 0], "0x00")
         )
         self._inner_chunks = [
             c["configuration"]["chunk_shape"] for c in codecs if c["name"] == "sharding_indexed"
@@ -375,7 +378,8 @@ class _Array3(_Array):
     @property
     def decoded_bytes(self) -> int:
         chunk, concurrent = self.chunk, 1
-        if self._inner_chunks:  # a chunk is a zarr shard: the library decodes some of its inner chunks at a time
+        # If a chunk is a zarr shard, the library decodes several of its inner chunks at a time.
+        if self._inner_chunks:
             inner = whole_numbers(self._inner_chunks[0], len(chunk))
             count = math.prod(-(-a // b) for a, b in zip(chunk, inner, strict=True))
             chunk, concurrent = inner, min(_CONCURRENT_DECODES, count)

@@ -50,6 +50,7 @@ def open_zarr(store: Storage) -> Source:
             str(name): constant(_from_json_1(value)) for name, value in (content.get("values") or {}).items()
         }
         paths = arrays.paths | {
+            # JSON stores an index of a list as a list of one number; a plain number is a key of a dict.
             str(name): tuple(ListIndex(part[0]) if isinstance(part, list) else part for part in parts)
             for name, parts in (content.get("paths") or {}).items()
         }
