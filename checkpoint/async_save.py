@@ -275,12 +275,14 @@ class AsyncSaver:
             error = caught
 
         def take() -> TakenState:
+            """Return the copied state, or raise the error of the copy: `Saver.write` raises it on all ranks."""
             if error is not None:
                 raise error
             assert taken is not None
             return taken[0]
 
         def work() -> None:
+            """Write the checkpoint and its copies, on the worker thread."""
             nonlocal error
             time.sleep(_HEAD_START_S)
             try:

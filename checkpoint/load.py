@@ -504,6 +504,7 @@ def _check_writable(name: str, tensor: torch.Tensor) -> None:
 
 
 def _cannot_fill(name: str, got: str, todo: str) -> CheckpointError:
+    """Return the error for a tensor of the state whose memory cannot be filled."""
     return CheckpointError(
         "A tensor of the state cannot be filled.",
         expected="separate memory for every element",
@@ -578,4 +579,5 @@ def partial_load(error: Exception, overwritten: Iterable[str]) -> PartialLoadErr
 
 
 def _format_overwritten(names: Iterable[str]) -> str:
+    """Return a sentence about overwritten tensors, for messages."""
     return f"overwritten: {some(names)}; do not use the state until a load has succeeded"

@@ -293,9 +293,11 @@ class CheckpointManager:
         return bool(self._targets(decision)) or self._is_for_ram(step)
 
     def _is_for_ram(self, step: int) -> bool:
+        """Return whether a step is due to be saved to memory."""
         return self._ram is not None and self._ram.is_due(step)
 
     def _is_exported(self, step: int) -> bool:
+        """Return whether a step is due to be exported."""
         return self._export is not None and step % self._export_every == 0
 
     def _targets(self, decision: Decision) -> list[tuple[Storage, Format]]:
@@ -303,11 +305,13 @@ class CheckpointManager:
         name, targets = step_name(decision.step), list[tuple[Storage, Format]]()
         if decision.is_due:
             targets.append((self._root.child(name), "native"))
+        # A final save has no export, since the job ends after it, often at a deadline.
         if self._export is not None and self._is_exported(decision.step) and not decision.is_final:
             targets.append((self._root.child(_EXPORTS).child(name), self._export))
         return targets
 
     def _decide(self, step: int, metric: float | None, *, force: bool) -> Decision:
+        """Check the arguments, and decide with all ranks whether the step is saved. A collective."""
         try:
             step = operator.index(step)  # refuses floats, accepts numpy's integers
             if step < 0:
@@ -354,12 +358,14 @@ class CheckpointManager:
         targets = self._targets(decision)
         # A final save goes to disk only: the job ends after it, often at a deadline.
         to_ram = self._ram is not None and (force or self._ram.is_due(step)) and not decision.is_final
+        # An export alone is no step of the run, so it needs neither the lock nor a branch.
         if (to_ram or decision.is_due) and not self._has_begun:
             self._begin_branch()
         save_to_ram: Callable[[], bool] | None = None
         is_in_ram = False
         if to_ram:
             assert self._ram is not None and self._run is not None
+            # The save to disk gets the same save_id, which shows that memory and disk have the same state.
             save_id, is_copying = self._ram.begin(self._coordinator, self._run)
             save_to_ram = partial(
                 self._ram.save,
@@ -564,6 +570,7 @@ class CheckpointManager:
                 self._ram.wait()
 
     def _wait_for_disk(self) -> None:
+        """Wait for the last asynchronous save, and raise its error."""
         handle, self._handle = self._handle, None  # cleared first: an error is raised only once
         if handle is not None:
             handle.wait()

@@ -223,6 +223,7 @@ class StepSearch:
         self._skip(step, error, f"{step} was skipped: {error}")
 
     def _skip(self, step: StoredStep, error: Exception, warning: str) -> None:
+        """Skip a step, and collect the warning about it."""
         self._last_try_s = time.monotonic()
         self._skipped[step] = str(error)
         self._warnings.append(warning)
@@ -261,6 +262,7 @@ class StepSearch:
         self._slow_down()
 
     def _slow_down(self) -> None:
+        """Double the pause before the next listing, up to `_LAST_PAUSE_S`."""
         self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LAST_PAUSE_S)
 
     def _warn_together(self) -> None:
@@ -276,6 +278,7 @@ class StepSearch:
             warnings.warn(text, stacklevel=5)
 
     def _error(self, problem: str, views: Sequence[_View]) -> CheckpointError:
+        """Return an error that lists the steps that each rank sees."""
         return CheckpointError(
             problem,
             expected="the newest step to be visible to all ranks until it is read",
@@ -359,6 +362,7 @@ def restore_newest(
     overwritten: dict[str, None] = {}
 
     def load(candidate: Candidate) -> LoadReport:
+        """Load a step; note the tensors that a failed load has overwritten."""
         if candidate.supply is not None:
             candidate.supply.bring_manifest()
         loader = Loader(candidate.storage, coordinator, verify, candidate.supply, read, meter)

@@ -218,6 +218,7 @@ class Saver:
 
             @cache  # computed once: the form and the comparison of replicas both call it
             def plan() -> Manifest:
+                """Return the manifest of this save, the same on all ranks."""
                 return build_manifest(
                     agreed.classes,
                     save_id=save_id,

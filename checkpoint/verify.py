@@ -152,6 +152,7 @@ def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], 
     done: list[int] = []  # bytes of each verified stripe or chunk of tensors
 
     def note(check: Check) -> None:
+        """Add the result of one check to the report; called from several threads."""
         if check.problem is not None:
             problems.append(VerifyReport.Problem(check.file, check.problem))
         if check.holds_tensors and check.num_bytes:

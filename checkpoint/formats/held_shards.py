@@ -212,6 +212,7 @@ def _mixed(words: np.ndarray) -> np.ndarray:
 
 
 def _region_of(box: Box) -> Region:
+    """Return all elements of a box as a region."""
     return Region(box, FlatRange(0, box.numel))
 
 
@@ -230,6 +231,8 @@ class _NumberView(TensorView):
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         out[...] = self.shards.number_box(self.place, box, self.turn)
+
+    # The items are computed, so the view reads no stored tensors.
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         return iter(())

@@ -123,7 +123,7 @@ class NativeCheckpoint(Loadable):
 
     @property
     def identity(self) -> str:
-        return self._manifest.save_id
+        return self._manifest.save_id  # new for every save
 
     def match(self, state: Any, include: tuple[str, ...] | None) -> Match:
         matched, entries = match(state, self._manifest.structure.tree, include), self._manifest.entries

@@ -164,6 +164,7 @@ class CheckpointTensor:
         return result
 
     def _check(self, box: Box, out: torch.Tensor | None) -> None:
+        """Raise CheckpointError if the box is not inside the tensor, or ``out`` has another shape or dtype."""
         inside = len(box.sizes) == len(self.shape) and all(
             0 <= start <= start + size <= full
             for start, size, full in zip(box.offsets, box.sizes, self.shape, strict=True)
@@ -174,6 +175,7 @@ class CheckpointTensor:
             raise self._misfit(f"{box.sizes} of {self.dtype}", f"{tuple(out.shape)} of {out.dtype}")
 
     def _misfit(self, expected: str, got: str) -> CheckpointError:
+        """Return the error for a request that does not fit the tensor."""
         return CheckpointError(
             "The tensor does not have the requested part or type.",
             expected=expected,
@@ -242,6 +244,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         stored = {name: places[0] for name, places in self.manifest.indices_by_name.items()}
 
         def visit(node: Json, name: str) -> None:
+            """Add all names of the tensors below a node of the state tree."""
             if isinstance(node, list):
                 for number, item in enumerate(node):
                     visit(item, join_name(name, number))
@@ -284,6 +287,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         tensors: dict[int, Any] = {}
 
         def leaf(node: Mapping[str, Any]) -> Any:
+            """Return the value for a leaf of the state tree."""
             if node["$"] == "per_rank":
                 return (
                     [values[node["name"]] for values in per_rank if node["name"] in values] if read else None
@@ -321,6 +325,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         return [memoryview(blob.data) for blob in blobs]
 
     def _unpack(self, blob: memoryview, file_name: str) -> dict[str, Any]:
+        """Decode the packed `PerRank` values of one rank. Returns a dict from name to value."""
         where = f"{self.storage.where}/{file_name}"
         # The first 8 bytes are a length, which is 0 if this rank had no values.
         packed = unpack_blob(blob, where=where) if any(blob[:8]) else {}

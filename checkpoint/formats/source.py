@@ -76,6 +76,7 @@ def open_native(store: Storage) -> Source:
     # A file is opened when it is read first. Only few stay open, since pieces, header and checksums of each use memory.
     @lru_cache(maxsize=_MAX_OPEN_FILES)
     def checked(name: str) -> OpenRankFile | None:
+        """Open a rank's file for its checksums; None for other files."""
         rank = ranks.get(name)
         return None if rank is None else OpenRankFile(store, RankFile(manifest, rank, shares[rank]))
 

@@ -380,6 +380,7 @@ class _ViewReads(Reads):
         self._source.require_unchanged()
 
     def _fill(self) -> None:
+        """Read all regions into their targets, in several threads."""
         total = sum(filling.region.numel * filling.target.itemsize for filling in self._fillings)
         self.meter.begin("loading", total)
 
@@ -394,6 +395,7 @@ class _ViewReads(Reads):
         self.num_bytes_read = total
 
     def _boxes(self) -> Iterator[_BoxRead]:
+        """Yield the boxes that together are all requested regions."""
         for view, region, target in self._fillings:
             for whole, start in region.pieces():
                 for box, first in _cut(whole, target.itemsize, start):
@@ -404,6 +406,7 @@ class _ViewReads(Reads):
 
 
 def _fill_box(read: _BoxRead) -> None:
+    """Read a box into its target."""
     view, box, target, first = read
     target.begin()
     raw, stop = view.info.dtype.raw, first + box.numel

@@ -73,6 +73,7 @@ class WrittenFolder:
             raise self._refusal("an empty or new path", some(names), todo)
 
     def _refusal(self, expected: str, got: str, todo: str) -> CheckpointError:
+        """Return the error for a folder that must not be replaced."""
         return CheckpointError(
             "The path already holds files.", expected=expected, got=got, where=self.final.where, todo=todo
         )

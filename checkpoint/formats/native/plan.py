@@ -68,6 +68,7 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
     )
 
     def wrap(name: str, out: FileWriter) -> FileWriter:
+        """Return a writer that also computes checksums, for the table at the end of the file."""
         tables[name] = _Stripes(out, manifest.stripe_bytes)
         return tables[name]
 
@@ -133,6 +134,7 @@ def _structure(
             cuts[name] = next(candidates, (None, name))
 
     def file_order(name: str) -> tuple[int, int, str, int]:
+        """Return the sort key of a tensor in the files: by item size, layout, role, and offset in the layout."""
         cut, role = cuts[name]
         offset = layouts[cut.layout].slots[cut.slot].offset if cut else 0
         # Wide dtypes first, so that items stay aligned to their size. 1 << 60: tensors without a cut come last.

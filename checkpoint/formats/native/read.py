@@ -428,6 +428,8 @@ class ReadPlan(Reads):
             return stop - start
 
         def read(turn: SharedStripes, data: memoryview) -> bool:
+            """Read and verify a turn to send. Returns whether it succeeded."""
+
             def work() -> None:
                 start, stop = self._bounds(turn)
                 job = _ReadJob(self._files[turn.saved_rank], start, stop, ())
@@ -439,6 +441,7 @@ class ReadPlan(Reads):
             return kept.error is None
 
         def take(turn: SharedStripes, data: memoryview) -> None:
+            """Copy the bytes of a turn, read or received, to this rank's sinks."""
             stripes = np.frombuffer(data, dtype=np.uint8)
             kept.attempt(lambda: _deliver(*self._bounds(turn), stripes, sinks_of_turn[turn]))
 

@@ -50,6 +50,7 @@ def native_tree(
     taken = set(reserved)
 
     def tensor_node(stored_name: str, leaf: _TensorLeaf) -> Json:
+        """Return the node of a tensor; list the tensor unless it is tied to a listed one."""
         first = state.aliases.get(leaf.name, leaf.name)
         if first not in index_of:
             claim_name(stored_name, taken)
@@ -96,6 +97,8 @@ def _node(value: Any, name: str, tensor_node: Callable[[str, _TensorLeaf], Json]
     from vescale_fsdp.checkpoint.state.capture import TreeSink, encode  # imports torch
 
     class NoLeaves(TreeSink):
+        """Asserts that a value contains no tensors and no `PerRank` values."""
+
         def tensor(self, name: str, tensor: object) -> NoReturn:
             raise AssertionError(f"{name}: a tensor is not a value")
 

@@ -214,6 +214,7 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
         with storage.create(name or file.name, file.total_bytes) as writer:
 
             def write_run(first: int) -> list[int]:
+                """Hash and write consecutive stripes from number ``first`` on. Returns their checksums."""
                 checksums = []
                 for index in range(first, min(first + step, file.num_stripes)):
                     start, stop = file.stripe(index)

@@ -171,6 +171,7 @@ class ArrayWriter:
             return None
 
         def own_part() -> torch.Tensor:
+            """Return the chunk with this rank's own elements; the elements of other ranks are still zero."""
             # Zeros, because a chunk at the tensor's edge has elements outside of the tensor.
             chunk = torch.zeros(step.chunk.box.numel, dtype=step.dtype, device="cpu")
             for share in overlaps(owner.region, whole):

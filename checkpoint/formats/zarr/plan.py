@@ -90,6 +90,7 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
 
 
 def _small_file(name: str, content: Callable[[], bytes]) -> ClosingFile:
+    """Return the plan of a file that is written in one piece; ``content`` is called when it is written."""
     return ClosingFile(name, lambda: (content(),))
 
 
