@@ -376,7 +376,7 @@ class Loader:
         # Pipeline stages take different entries: an entry is unexpected only if no rank takes it.
         unexpected = matched.unexpected if checkpoint.joins_stages else []
         by_rank = self.coordinator.everyone((checkpoint.identity, unexpected))
-        first_ranks: dict[str, int] = {}
+        first_ranks: dict[str, int] = {}  # identity -> first rank that opened it, for the message
         for rank, (identity, _) in enumerate(by_rank):
             first_ranks.setdefault(identity, rank)
         if len(first_ranks) > 1:

@@ -393,7 +393,7 @@ class CheckpointManager:
             if save_to_ram is not None and is_of_storage(error) and save_to_ram():
                 error.add_note(f"step {step} is saved in memory, from where restore takes it")
             raise
-        if save_to_ram is not None:
+        if save_to_ram is not None:  # postponed above
             save_to_ram()
         if decision.is_due:
             self._schedule.saved(decision)
@@ -441,7 +441,7 @@ class CheckpointManager:
                 _log.warning(
                     "%s goes on from step %d: later steps are abandoned (kept, and skipped by restore): %s",
                     self._root.where,
-                    self._restored.step if self._restored else -1,
+                    self._restored.step if self._restored else -1,  # -1 never occurs: `later` comes from it
                     ", ".join(map(str, sorted(later))),
                 )
         return changed
@@ -477,7 +477,7 @@ class CheckpointManager:
                     saver = Saver(
                         storage,
                         self._coordinator,
-                        overwrite=True,
+                        overwrite=True,  # a step that was saved before is replaced
                         format=form,
                         save_id=save_id,
                         meter=meter,
@@ -494,7 +494,7 @@ class CheckpointManager:
             storage,
             state,
             metadata=metadata,
-            overwrite=True,
+            overwrite=True,  # a step that was saved before is replaced
             format=form,
             after=partial(self._conclude, decision, self._behind) if decision.is_due else None,
             copies=copies,

@@ -232,13 +232,11 @@ class _NumberView(TensorView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         out[...] = self.shards.number_box(self.place, box, self.turn)
 
-    # The items are computed, so the view reads no stored tensors.
-
     def sources(self) -> Iterator[tuple[Source, str]]:
-        return iter(())
+        return iter(())  # the items are computed, not read
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
-        return iter(())
+        return iter(())  # as above
 
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
         return self

@@ -59,7 +59,7 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
         )
     layouts, slots = _plan_layouts(state.without(state.aliases), num_ranks, granularity)
     structure, views = _structure(state, num_ranks, layouts, slots)
-    manifest = native_manifest("", structure, views, num_ranks)
+    manifest = native_manifest("", structure, views, num_ranks)  # "": the zarr form passes its name
     by_name = {entry.name: view for entry, view in zip(structure.entries, views, strict=True)}
     tables: dict[str, _Stripes] = {}
     files = tuple(
@@ -129,6 +129,7 @@ def _structure(
                 (cut, name.replace(fqn, "*", 1))
                 for fqn in parameters.named_in(state.path(name))
                 for cut in parameters.cuts[fqn]
+                # State of another shape, such as a step count, cannot be cut like the parameter.
                 if layouts[cut.layout].slots[cut.slot].shape == view.info.shape
             )
             cuts[name] = next(candidates, (None, name))

@@ -270,7 +270,7 @@ class Reads(ABC):
             return num_bytes
 
         threads = min(self.storage.far_read_threads if far else self.storage.read_threads, len(items))
-        if threads <= 1:
+        if threads <= 1:  # spares the pool
             for item in items:
                 self.num_bytes_read += metered(item)
             return
@@ -418,7 +418,7 @@ class ReadPlan(Reads):
         """Read, send and receive the shared stripes. A rank that fails takes part to the end, and raises then."""
         kept, rank = FirstError(), self._coordinator.rank
         sinks_of_turn: dict[SharedStripes, list[Sink]] = {}
-        turns = sorted(turn for wave in self._waves for turn in wave)
+        turns = sorted(turn for wave in self._waves for turn in wave)  # by file and stripe, as `_Walk` needs
         for saved_rank, of_file in groupby(turns, key=attrgetter("saved_rank")):
             walk = _Walk(sorted(self._sinks.get(saved_rank, ()), key=_start_of))
             sinks_of_turn.update({turn: walk.within(*self._bounds(turn)) for turn in of_file})
@@ -445,6 +445,7 @@ class ReadPlan(Reads):
             stripes = np.frombuffer(data, dtype=np.uint8)
             kept.attempt(lambda: _deliver(*self._bounds(turn), stripes, sinks_of_turn[turn]))
 
+        # This rank's part of every wave; an empty wave keeps its place.
         own = [[turn for turn in wave if rank in (turn.sender, *turn.receivers)] for wave in self._waves]
         self.num_bytes_received += exchange(
             self._coordinator, own, size_of, read, take, threads=self.storage.far_read_threads

@@ -64,7 +64,7 @@ class NativeForm(Form):
         """Plan the files, and write this rank's file."""
         doing = f"writing to {share.storage.where}"
         with share.coordinator.together(doing), root_errors(share.storage):
-            with gc_paused():
+            with gc_paused():  # planning creates many objects and no cycles
                 manifest = plan()
                 file = RankFile(manifest, share.coordinator.rank)
                 share.check_room(file.total_bytes if share.every_node else manifest.num_bytes)
@@ -134,7 +134,7 @@ def _check_files(storage: Storage, manifest: Manifest, folder: str) -> None:
     """Raise CheckpointError if a rank's file is missing."""
     listed = set(storage.list_folder(folder))
     names = [manifest.file_name(rank) for rank in range(manifest.world_size)]
-    # Asked by name too, because some object stores do not list a new file at once.
+    # Files that are not listed are also looked up by name, because some object stores list new files late.
     missing = [name for name in names if name.rpartition("/")[2] not in listed and not storage.exists(name)]
     if missing:
         raise CheckpointError(
@@ -158,8 +158,8 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
         except Exception as unread:  # noqa: BLE001  not raised: the error of the commit matters more
             published = unread
         if isinstance(error, Exception) and published == data:  # Ctrl-C is raised in any case
-            # The commit succeeded: only the store's response was lost, or an NFS client repeated a request that the
-            # server had already carried out.
+            # The new manifest is published: only the store's response was lost, or an NFS client repeated a request
+            # that the server had already carried out.
             if storage.visible_is_durable:
                 return
             if isinstance(error, FileExistsError):

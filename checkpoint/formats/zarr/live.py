@@ -55,7 +55,7 @@ class ZarrForm(NativeForm):
         """Plan the chunks; write this rank's chunks, then its file."""
         storage, coordinator = share.storage, share.coordinator
         with coordinator.together("planning chunks"):
-            with gc_paused():
+            with gc_paused():  # planning creates many objects and no cycles
                 manifest = as_arrays(plan())
                 share.check_room(manifest.num_bytes)
             arrays = ArrayWriter(storage, manifest, share.locals_by_name, coordinator, share.meter)
