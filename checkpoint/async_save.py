@@ -152,7 +152,7 @@ def _copy(
     """
     used: dict[CopyStream, None] = {}  # a set with a fixed order
     for view, tensor in pairs:
-        if not tensor.numel():
+        if not tensor.numel():  # no copy, and so no event on the stream
             continue
         stream = streams[tensor.device]
         if tensor.dtype.itemsize == 1:  # some one-byte dtypes have no copy kernel
@@ -290,7 +290,7 @@ class AsyncSaver:
                     taken[1].finish()
             except Exception as caught:  # noqa: BLE001  `take` raises it on all ranks
                 error = error or caught
-            if not savers:
+            if not savers:  # an error came before their creation
                 self._coordinator.agree(None, 0, error)  # other ranks wait in `agree`: now all ranks raise
                 return
             for number, saver in enumerate(savers):
@@ -400,7 +400,7 @@ def async_save(
 def _saver_for(process_group: dist.ProcessGroup | None) -> AsyncSaver:
     """Return the saver of a process group, which is created by the first call."""
     coordinator = coordinator_for(process_group, use="async")
-    if isinstance(coordinator, SoloCoordinator):
+    if isinstance(coordinator, SoloCoordinator):  # a single process has no group
         return _solo_saver
     # The default group is looked up, because None cannot be a weak key.
     base = process_group if process_group is not None else dist.group.WORLD

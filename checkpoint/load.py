@@ -238,6 +238,7 @@ def load(
             # Imported here: views need modules that most native loads do not need.
             from vescale_fsdp.checkpoint.formats.viewed_checkpoint import ViewedCheckpoint
 
+            # A path, or the URL of a `Storage`, which tests and other modules may pass.
             url = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path.where
             opened = open_for_load(url, source or SourceOptions())
             metadata = None if manifest is None else manifest.metadata
@@ -468,7 +469,7 @@ def _closed_after(reads: Reads) -> Iterator[Reads]:
     """Context manager that closes all files. If the block raised, an error of closing becomes a note of that error."""
     try:
         yield reads
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C too must close the files
         with noting(error):
             reads.close()
         raise
@@ -574,6 +575,7 @@ def partial_load(error: Exception, overwritten: Iterable[str]) -> PartialLoadErr
         kind = DamagedLoadError
     elif isinstance(error, NoCheckpointError):
         kind = VanishedLoadError
+    # Errors of other classes say little without the name of the class.
     text = str(error) if isinstance(error, VescaleError) else f"{type(error).__name__}: {error}"
     return kind(f"{text}\n  {_format_overwritten(names)}", overwritten=names)
 

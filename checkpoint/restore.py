@@ -168,7 +168,7 @@ class StepSearch:
                 return self._candidate(newest, views)
             if any(view.is_late for view in views):
                 raise self._error("Ranks see different steps.", views)
-            if not self._has_warned:
+            if not self._has_warned:  # once per search, not at every listing
                 self._has_warned = True
                 self._warnings.append(
                     f"ranks see different steps under {self._root.where}: {_format_views(views)}. "
@@ -244,6 +244,7 @@ class StepSearch:
         # The manifest itself may be what is damaged: then the files cannot be verified.
         with self._coordinator.together(doing), suppress(CheckpointError):
             manifest = read_manifest(candidate.storage)
+        # Without a manifest, a rank cannot verify its node's files.
         if not all(self._coordinator.everyone(manifest is not None)):
             return False
         assert manifest is not None
@@ -382,7 +383,7 @@ def restore_newest(
             except NoCheckpointError:  # the step was removed or replaced meanwhile, which is no damage
                 search.try_again()
             except CorruptCheckpointError as error:
-                if not search.repair(candidate, error):
+                if not search.repair(candidate, error):  # else the loop tries the step again
                     search.skip_damaged(step, error)
             except Exception as error:
                 error.add_note(

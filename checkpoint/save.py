@@ -119,7 +119,7 @@ def save(
             format=format,
             check_replicas=check_replicas,
         )
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C too
         coordinator.agree(None, 0, error, {})  # other ranks are waiting in `agree`: now all ranks raise
         raise
     saver.meter = meter_for(progress, coordinator.rank)
@@ -169,7 +169,7 @@ class Saver:
                     commit.run()
                     try:
                         held.close()  # inside the block: an error while unlocking reaches all ranks
-                    except BaseException as error:
+                    except BaseException as error:  # Ctrl-C too must say that the checkpoint is complete
                         error.add_note(f"{where} is saved and durable")
                         raise
         saved = Saved(commit.num_bytes, time.monotonic() - start_s, commit.save_id)
@@ -280,6 +280,7 @@ def form_of(format: Format) -> Form:
     Raises:
         ValueError: for an unknown name.
     """
+    # `str`, so that an object of any other class, hashable or not, is an unknown format.
     form = format if isinstance(format, Form) else _FORMS.get(str(format))
     if form is None:
         raise ArgumentError(

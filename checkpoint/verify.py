@@ -219,6 +219,7 @@ def _read_tensor(
                 nbytes = min(_READ_BYTES, stop - start)
                 source.reads.read(chunk.file, start, memoryview(bytearray(nbytes)))
                 count(nbytes)
+    # Without chunks in files, the tensor is decoded by the format's reader; reading it shows whether that succeeds.
     elif not chunks or any(chunk.checked is None for chunk in chunks):
         for piece in pieces_of(SourceView(source, info.name, info.name), _READ_BYTES):
             count(piece.nbytes)

@@ -80,7 +80,7 @@ def _ranks_to_check(storage: Storage, manifest: Manifest, tell: Callable[[Check]
     """
     if manifest.world_size <= _MOST_MISSING:  # spares the listing
         return range(manifest.world_size)
-    there = set(storage.list_files())
+    there = set(storage.list_files())  # one listing instead of a request for each file
     missing = [rank for rank in range(manifest.world_size) if manifest.file_name(rank) not in there]
     if unlisted := missing[_MOST_MISSING:]:
         problem = f"{len(unlisted)} more files of ranks are missing, from rank {unlisted[0]} on"

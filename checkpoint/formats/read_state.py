@@ -52,7 +52,7 @@ def read_manifest(storage: Storage) -> Manifest:
     where = f"{storage.where}/{MANIFEST_NAME}"
     try:
         raw = storage.read_small(MANIFEST_NAME, limit_bytes=_MANIFEST_LIMIT_BYTES)
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError) as error:  # NotADirectoryError: the path is a file
         raise _no_checkpoint(storage) from error
     except ValueError as error:  # too large, or not a regular file
         raise CorruptCheckpointError(

@@ -175,6 +175,7 @@ class ViewedCheckpoint(Loadable):
     def _view_for(self, number: int, tensor: torch.Tensor) -> TensorView:
         """Return the view that fills a tensor; with `AS_STATE`, floats are cast to the tensor's dtype."""
         view = self._views[number]
+        # Quantized codes and scales are never cast: that would change what they encode.
         if not self._casts_to_state or view.info.name in self._quantized:
             return view
         wanted = dtype_from_torch(dtype_name(tensor.dtype))
@@ -298,6 +299,7 @@ def _at_paths_of(
         carried = _moved(carried, dict.fromkeys(entries, old), container)
         containers = {container: entries}
 
+    # A live state without an optimizer cannot take optimizer state.
     of_optimizers = {name for names in containers.values() for name in names} if optimizers else set()
     kept = {
         name
@@ -446,7 +448,7 @@ def _cut(box: Box, itemsize: int, first: int) -> Iterator[tuple[Box, int]]:
             yield box, first
         return
     rows = box.sizes[dim]
-    step = max(1, rows * _BOX_BYTES // nbytes)
+    step = max(1, rows * _BOX_BYTES // nbytes)  # at least one row; a larger row is cut along the next dim
     for start in range(0, rows, step):
         count = min(step, rows - start)
         offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])

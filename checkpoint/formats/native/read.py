@@ -459,7 +459,7 @@ class ReadPlan(Reads):
         Args:
             step: number of bytes; every job starts at a multiple of it.
         """
-        size = max(_JOB_BYTES // step, 1) * step
+        size = max(_JOB_BYTES // step, 1) * step  # whole steps, at least one
         for rank, sinks in self._sinks.items():
             file, shared = self._finder.file(rank), self._shared.get(rank, set())
             for start, stop in _joined(sorted(sinks, key=_start_of), file, step, self.storage.max_gap_bytes):
@@ -506,6 +506,7 @@ def _joined(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -> l
         # The last stripe ends where the checksum table begins.
         stop = min(round_up(sink.stop, step), file.table_start if step > 1 else sink.stop)
         if joined and start - joined[-1][1] <= max_gap:
+            # `max`: a sink may stop before an earlier, longer one.
             joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
         else:
             joined.append((start, stop))
@@ -569,8 +570,9 @@ def plan_shared(by_rank: Sequence[Iterable[StripeRun]], max_stripes: int) -> lis
             if len(ranks) < 2:  # a single reader has nothing to share
                 continue
             at = first
+            # The least loaded ranks first; the rank decides between equal loads, alike on all ranks.
             for number, sender in enumerate(sorted(ranks, key=lambda rank: (load[rank], rank))):
-                # Equal shares; the remainder goes to the first ranks, which are the least loaded.
+                # Equal shares; the remainder goes to the first of these ranks.
                 count = (stop - first - number + len(ranks) - 1) // len(ranks)
                 receivers = tuple(sorted(ranks - {sender}))
                 load[sender] += count

@@ -51,6 +51,7 @@ class NativeForm(Form):
         """Lock the folder. Raises CheckpointError if it has a manifest that must not be replaced."""
         with lock_errors(storage):
             held.enter_context(storage.lock())
+        # Checked under the lock: no other job can commit afterward.
         if not overwrite and storage.exists(MANIFEST_NAME):
             raise CheckpointError(
                 "The path already holds a checkpoint.",
@@ -150,7 +151,7 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
     """Commit the manifest. After an error, read the published one, so that the error says what the path contains."""
     try:
         storage.commit(MANIFEST_NAME, data, replace=replace)
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C too must say which manifest is published
         published: bytes | Exception
         try:
             # Raises ValueError for a larger file, such as the manifest of another job.
@@ -204,7 +205,7 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
         OSError: if the storage fails.
     """
     file = image.file
-    step = max(1, _RUN_BYTES // file.manifest.stripe_bytes)
+    step = max(1, _RUN_BYTES // file.manifest.stripe_bytes)  # stripes per unit of work, at least one
     runs = range(0, file.num_stripes, step)
     # A store that is written front to back allows one thread.
     threads = 1 if storage.in_order else max(1, min(storage.write_threads, len(runs)))

@@ -263,7 +263,7 @@ class _Array2(_Array):
         self._codecs = [c for c in (*(metadata.get("filters") or ()), metadata.get("compressor")) if c]
         self.is_plain = not self._codecs and self._order == "C" and not self._is_swapped
         if unknown := {str(codec["id"]) for codec in self._codecs} - _CODECS:
-            raise ValueError(f"codec {min(unknown)}")
+            raise ValueError(f"codec {min(unknown)}")  # `min`: the same codec in every run
         if metadata.get("fill_value") not in (None, 0, False):
             raise ValueError(f"fill value {metadata['fill_value']!r:.60}")
         if 0 in self.chunk:

@@ -96,6 +96,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
             reader.read_at(0, [data, checksum])
     except (FileNotFoundError, NotADirectoryError) as error:
         raise corrupt(size, "no file") from error
+    # EOFError: the file became shorter meanwhile. ValueError: the path is no regular file.
     except (EOFError, ValueError) as error:
         raise corrupt(size, str(error)) from error
     (stored,) = struct.unpack("<I", checksum)

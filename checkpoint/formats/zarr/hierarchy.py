@@ -33,6 +33,7 @@ def open_zarr(store: Storage) -> Source:
     files = set(store.list_files())
     arrays = Arrays(store, files)
     if ZARR_NAME not in files:  # version 2
+        # Sorted, since a conversion's plan depends on the order of the tensors.
         for file in sorted(name for name in files if name.rpartition("/")[2] == ARRAY_FILE):
             arrays.add(file.removesuffix(ARRAY_FILE).rstrip("/"))
         facts = {"arrays": str(len(arrays.tensors)), "zarr version": "2"}

@@ -105,6 +105,7 @@ def _chunk_shape(info: TensorInfo) -> tuple[int, ...]:
     """Return the chunk sizes: whole rows, at most `_CHUNK_BYTES`, but at least one row."""
     if not info.shape:
         return ()
+    # A tensor without elements is a special case, because its rows may have no bytes to divide by.
     rows = min(info.shape[0], max(1, _CHUNK_BYTES // (info.nbytes // info.shape[0]))) if info.numel else 1
     return (rows, *(max(1, size) for size in info.shape[1:]))  # zarr allows no chunk size of 0
 
