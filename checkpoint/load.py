@@ -238,7 +238,7 @@ def load(
             # Imported here: views need modules that most native loads do not need.
             from vescale_fsdp.checkpoint.formats.viewed_checkpoint import ViewedCheckpoint
 
-            # A path, or the URL of a `Storage`, which tests and other modules may pass.
+            # `path` may also be an open `Storage`.
             url = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path.where
             opened = open_for_load(url, source or SourceOptions())
             metadata = None if manifest is None else manifest.metadata
@@ -542,8 +542,8 @@ class Overwriting:
         """Context manager around the overwriting of the tensors, which turns errors into `PartialLoadError`.
 
         Raises:
-            PartialLoadError: for any `Exception`; not for Ctrl-C, for example. Raised even if this rank has overwritten
-                nothing, because a state is usable only if all of its shards are.
+            PartialLoadError: instead of any `Exception`; Ctrl-C keeps its class. Raised even if this rank has
+                overwritten nothing, because a state is usable only if the shards of all ranks are.
         """
         try:
             yield

@@ -119,7 +119,7 @@ def save(
             format=format,
             check_replicas=check_replicas,
         )
-    except BaseException as error:  # Ctrl-C too
+    except BaseException as error:  # Ctrl-C too must reach the other ranks
         coordinator.agree(None, 0, error, {})  # other ranks are waiting in `agree`: now all ranks raise
         raise
     saver.meter = meter_for(progress, coordinator.rank)

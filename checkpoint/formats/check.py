@@ -78,7 +78,7 @@ def _ranks_to_check(storage: Storage, manifest: Manifest, tell: Callable[[Check]
 
     These include the first `_MOST_MISSING` missing files. All further missing files are reported here, as one problem.
     """
-    if manifest.world_size <= _MOST_MISSING:  # spares the listing
+    if manifest.world_size <= _MOST_MISSING:  # every missing file can be reported, so no listing is needed
         return range(manifest.world_size)
     there = set(storage.list_files())  # one listing instead of a request for each file
     missing = [rank for rank in range(manifest.world_size) if manifest.file_name(rank) not in there]

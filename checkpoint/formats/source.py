@@ -31,7 +31,7 @@ from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
 
-_MAX_OPEN_FILES = 64  # of each open file, pieces, header and checksums are in memory
+_MAX_OPEN_FILES = 64  # limits memory: pieces, header and checksums of each open file
 
 
 class _NumberedTensor(NamedTuple):

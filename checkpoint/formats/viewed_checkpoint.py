@@ -415,7 +415,7 @@ def _fill_box(read: _BoxRead) -> None:
     if target.memory is not None:
         view.read_into(box, target.memory.view(raw)[first:stop].reshape(box.sizes))
         return
-    scratch = np.empty(box.numel, dtype=raw)  # `memory` is None if the tensor is on a device
+    scratch = np.empty(box.numel, dtype=raw)  # a buffer, because the target is on a device
     view.read_into(box, scratch.reshape(box.sizes))
     items = target.flat[first:stop]
     items.copy_(torch.from_numpy(scratch.view(np.uint8)).view(items.dtype))

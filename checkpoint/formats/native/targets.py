@@ -43,7 +43,7 @@ class LoadTarget:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self.is_overwritten = False
-        # A lazily conjugated or negated tensor: its values are computed from its memory, so they are not stored there.
+        # The memory of a lazily conjugated or negated tensor does not contain its values.
         self._is_lazy = tensor.is_conj() or tensor.is_neg()
         direct = tensor.is_contiguous() and not self._is_lazy
         self._filled = (

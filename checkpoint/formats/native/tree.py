@@ -74,7 +74,7 @@ def _node(value: Any, name: str, tensor_node: Callable[[str, _TensorLeaf], Json]
     Args:
         name: the keys of the value in the state, joined by ``/``.
     """
-    # The exact type, because subclasses such as numpy.float64, a float, have nodes of their own.
+    # The exact type, because numpy.float64, for example, is a float, but has another node.
     kind = type(value)
     if kind is _TensorLeaf:
         return tensor_node(name, value)

@@ -43,7 +43,7 @@ _MANY_CHUNKS = 2**16  # an array with more chunks than this may lack only a limi
 _MOST_ABSENT = 64  # absent chunks that such an array may have for each stored chunk
 _CONCURRENT_DECODES = 10  # chunks that the zarr library decodes at a time: its default of `async.concurrency`
 _DECODE_ERRORS = (*DAMAGE, EOFError, RuntimeError, zlib.error)  # raised by the zarr library's codecs
-# A list, because not all codecs of numcodecs are safe: its pickle codec would run code from the file.
+# The codecs that may be used. Not all of numcodecs: its pickle codec would run code from the file.
 _CODECS = {"blosc", "bz2", "gzip", "lz4", "lzma", "shuffle", "zlib", "zstd"}
 
 

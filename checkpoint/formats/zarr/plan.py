@@ -49,7 +49,7 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
         CheckpointError: for values that the format cannot store.
         ConversionError: for dtypes that torch lacks, or two tensors whose joined keys are the same name.
     """
-    # Falling item size, as FORMAT.md requires.
+    # Tensors are in the order of falling item size, as FORMAT.md requires.
     tree, names = native_tree(state, lambda name: -state.views[name].info.dtype.itemsize)
     views = [state.views[name] for _, name in names]
     entries = tuple(
