@@ -288,6 +288,7 @@ def _at_paths_of(
         renamed = {names[name]: (RenamedView(carried.views[name], names[name]), name) for name in stored}
         carried = carried.with_replaced(renamed, stored)
 
+    # `candidates` is not empty if there are several models.
     has_one_model = len(modules) == 1 or (not modules and not live.candidates)
     if has_one_model and not carried.model.candidates:
         container = modules[0] if modules else container_of(live.prefix, leaves)

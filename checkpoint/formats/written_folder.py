@@ -85,7 +85,7 @@ class WrittenFolder:
                 if name not in LOCK_NAMES:  # these are the lock that this save holds
                     self.working.remove(name)
         if self.marker:
-            # Before the removal below: a folder must never lack both the marker and the decisive file.
+            # Before the removal below: an incomplete folder must never lack both the marker and the decisive file.
             self.working.commit(self.marker, b"", replace=True)
         self.working.remove(self.decisive)
 
@@ -105,7 +105,7 @@ class WrittenFolder:
                 self._remove_stale({*data_files, *(file.name for file in closing), self.marker})
             else:
                 _put(self.working, last)
-            if self.marker:
+            if self.marker:  # removed first: a valid folder must not have it
                 self.working.remove(self.marker)
             if self.final.in_order:
                 _put(self.working, last)  # after all other changes, because it makes the folder valid

@@ -323,7 +323,7 @@ class FileImage:
         self._streams = {device: stream for device, stream in streams.items() if stream is not None}
         self._slots = PinnedSlots()
         for stream in self._streams.values():
-            # Queued kernels may still write the tensors. Called on this thread: other threads have other current streams.
+            # Queued kernels may still write the tensors. On this thread, since others have other current streams.
             stream.wait_for_compute()
         self._parts = [_Part(0, len(file.header), file.header, 0)]
         for piece in file.pieces:
