@@ -166,6 +166,7 @@ class StepSearch:
                     raise self._error(f"Steps vanish while they are read, {self.num_vanished} so far.", views)
                 self._warn_together()
                 return self._candidate(newest, views)
+            # `any`: clocks of ranks differ, but all ranks must make the same decision.
             if any(view.is_late for view in views):
                 raise self._error("Ranks see different steps.", views)
             if not self._has_warned:  # once per search, not at every listing

@@ -87,7 +87,7 @@ class Form(ABC):
 
     @abstractmethod
     def arguments(self) -> Json:
-        """Return the options, which must be equal on all ranks; with the content of files that options name.
+        """Return the form's options, for a comparison between ranks. If an option names a file, include its content.
 
         Raises:
             VescaleError: for an invalid option; raised on all ranks, before anything is written.

@@ -73,7 +73,7 @@ def open_native(store: Storage) -> Source:
     form = "zarr" if manifest.is_zarr else "native"
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id, "form": form}
 
-    # A file is opened when it is read first. Only few stay open, since pieces, header and checksums of each use memory.
+    # A file is opened when it is read first; few stay open, since the pieces, header and checksums of each use memory.
     @lru_cache(maxsize=_MAX_OPEN_FILES)
     def checked(name: str) -> OpenRankFile | None:
         """Open a rank's file for its checksums; None for other files."""
@@ -101,10 +101,10 @@ class NativeLeaves:
         where: the checkpoint's path, for messages.
 
     Attributes:
-        tensors: number of each tensor in the structure.
-        infos: shape and dtype of each tensor.
-        values: leaves that are not tensors.
-        paths: path of each leaf in the nested state.
+        tensors: name -> number of the tensor in the structure.
+        infos: name -> name, shape and dtype of the tensor.
+        values: name -> leaf that is not a tensor.
+        paths: name -> path of the leaf in the nested state.
         per_rank: names of `PerRank` values, which only native checkpoints can store.
     """
 

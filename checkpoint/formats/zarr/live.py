@@ -141,7 +141,7 @@ class ArrayWriter:
                 work.append(pool.submit(storage.put, files[-1], [array_json(manifest, index)]))
             for step in self._steps:
                 elements = self._exchange(step)
-                if elements is not None and self._errors.error is None:
+                if elements is not None and self._errors.error is None:  # nothing is written after an error
                     files.append(chunk_file(manifest, *step.chunk))
                     work.append(pool.submit(self._put_chunk, step.chunk, elements, files[-1]))
                 while len(work) > 2 * threads:  # bounds the chunks in memory
