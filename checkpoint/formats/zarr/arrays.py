@@ -259,11 +259,12 @@ class _Array2(_Array):
         self._is_swapped, dtype = _numpy_dtype(metadata["dtype"])
         self.info = TensorInfo(name, whole_numbers(metadata["shape"]), dtype)
         self.chunk = whole_numbers(metadata["chunks"], len(self.info.shape))
-        self.separator = str(metadata.get("dimension_separator") or ".")
+        self.separator = str(metadata.get("dimension_separator") or ".")  # the default of version 2
         self._codecs = [c for c in (*(metadata.get("filters") or ()), metadata.get("compressor")) if c]
         self.is_plain = not self._codecs and self._order == "C" and not self._is_swapped
         if unknown := {str(codec["id"]) for codec in self._codecs} - _CODECS:
             raise ValueError(f"codec {min(unknown)}")  # `min`: the same codec in every run
+        # None: the writer defined no fill value, so zeros are as good as other values.
         if metadata.get("fill_value") not in (None, 0, False):
             raise ValueError(f"fill value {metadata['fill_value']!r:.60}")
         if 0 in self.chunk:
