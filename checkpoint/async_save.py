@@ -258,7 +258,7 @@ class AsyncSaver:
         error: BaseException | None = None
         try:
             self.drain()  # the previous save still reads the staging buffer
-            storage = open_storage(path, neighbors=num_neighbors())
+            storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
             meter = meter_for(progress, self._coordinator.rank)
             saver = partial(
                 Saver,
@@ -331,7 +331,7 @@ class AsyncSaver:
             [*(taken.locals_by_name[name] for name in names), *per_rank],
             can_wait=frozenset(memory_of(optimizers)),
         )
-        rest = iter(staged[len(names) :])
+        rest = iter(staged[len(names) :])  # the per-rank tensors follow the named ones
         copies = {
             name: (tree, [next(rest) for _ in tensors]) for name, (tree, tensors) in taken.per_rank.items()
         }

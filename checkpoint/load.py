@@ -215,7 +215,7 @@ def load(
     }
     with coordinator.together(f"opening {path}", _NOTHING_LOADED, alike, is_first=True):
         check_choices(verify, read)  # here, before `Loader` checks it: inside the block, all ranks raise
-        storage = open_storage(path, neighbors=num_neighbors())
+        storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
         meter = meter_for(progress, coordinator.rank)
         manifest = _manifest_of(storage, path)
         has_options = bool(casts) or init is not None or source is not None
@@ -333,6 +333,7 @@ class Loader:
                     if any(wanted):  # empty if the form cannot share reads
                         reads.share(self.coordinator, wanted)
                     self._check_files(checkpoint, reads, matched)
+            # From the inside out: name a removed checkpoint, raise on all ranks, and report overwritten tensors.
             with (
                 overwriting.together(self.coordinator.world_size),
                 self.coordinator.together(f"loading {checkpoint.where}", _HALF_LOADED),

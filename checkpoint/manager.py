@@ -159,7 +159,7 @@ class CheckpointManager:
         policy = check_policy(EverySteps(1) if save_policy is None else save_policy)
         self._retention = retention_of(retention)
         self._best = tuple(rule for rule in leaves_of(policy) if isinstance(rule, BestOf))
-        self._root = open_storage(root, neighbors=num_neighbors())
+        self._root = open_storage(root, neighbors=num_neighbors())  # neighbors: ranks share the cores
         self._progress, self._optimizer = progress, optimizer
         self._export = None if export is None else form_of(export)
         self._export_every = export_every
@@ -217,7 +217,7 @@ class CheckpointManager:
         with self._coordinator.together(f"cleaning {self._root.where}", alike={"older_than_s": older_than_s}):
             if self._coordinator.rank == 0:
                 removed = remove_leftovers(self._root, _EXPORTS, older_than_s)
-        removed = self._coordinator.everyone(removed)[0]
+        removed = self._coordinator.everyone(removed)[0]  # rank 0 alone has removed files
         return removed + (self._ram.clean(self._coordinator, older_than_s) if self._ram is not None else [])
 
     def _sweep(self) -> None:

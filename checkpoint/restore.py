@@ -275,7 +275,7 @@ class StepSearch:
 
     def _warn(self) -> None:
         """Issue the collected warnings, on rank 0 alone."""
-        texts, self._warnings = self._warnings, []
+        texts, self._warnings = self._warnings, []  # cleared first: a warning filter may raise below
         for text in texts if self._coordinator.rank == 0 else ():
             warnings.warn(text, stacklevel=5)
 

@@ -113,7 +113,7 @@ def save(
     coordinator = coordinator_for(process_group)
     try:
         saver = Saver(
-            open_storage(path, neighbors=num_neighbors()),
+            open_storage(path, neighbors=num_neighbors()),  # neighbors: ranks share the cores
             coordinator,
             overwrite=overwrite,
             format=format,

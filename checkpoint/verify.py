@@ -118,7 +118,7 @@ def verify(
     from vescale_fsdp.checkpoint.formats.read_state import read_manifest
     from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbors
 
-    storage = open_storage(path, neighbors=num_neighbors())
+    storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
     try:
         manifest = read_manifest(storage)
     except NoCheckpointError as error:

@@ -99,7 +99,7 @@ def read_state(path: str | os.PathLike[str]) -> CheckpointReader:
         >>> read_state("to_read").metadata
         {'loss': 2.5}
     """
-    return CheckpointReader(open_storage(path, neighbors=num_neighbors()))
+    return CheckpointReader(open_storage(path, neighbors=num_neighbors()))  # neighbors: ranks share the cores
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ def open_zarr(store: Storage) -> Source:
         if metadata.get("node_type") == "array":
             arrays.add(file.removesuffix(ZARR_NAME).rstrip("/"), metadata=metadata)
     try:
+        # `or {}`: fields may be missing or null.
         content = (root.get("attributes") or {}).get(_ATTRIBUTE) or {}
         values: dict[str, StoredValue] = {
             str(name): constant(_from_json_1(value)) for name, value in (content.get("values") or {}).items()
