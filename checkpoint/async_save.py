@@ -108,7 +108,7 @@ class Stager:
         """
         kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if kinds != self._kinds:
-            # Making a thousand views takes longer than copying a thousand small tensors.
+            # Views are kept for later saves: making a thousand takes longer than copying a thousand small tensors.
             self._views = self._cut(kinds)
             self._kinds = kinds
         streams = {device: self._stream_of(device) for device in {tensor.device for tensor in tensors}}
@@ -225,7 +225,7 @@ class AsyncSaver:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._stager = Stager()
-        self._last: Job | None = None
+        self._last: Job | None = None  # the save that was started last
 
     @plainly  # the copies are used later, by a thread that is not in the caller's modes
     def start(

@@ -127,8 +127,8 @@ class HeldShards:
         """Return the range of a stored tensor's items that this rank writes. Needs `lies_in_runs`."""
         place = self.place_of(leaf)
         piece = self.file.piece_of.get(place)
-        if piece is None:  # this rank writes no part of it
-            return FlatRange(0, 0)  # empty
+        if piece is None:  # this rank writes no part of the tensor
+            return FlatRange(0, 0)
         box, first = next(piece.region.pieces())
         start = run_start(self.manifest.entries[place].shape, box)
         assert start is not None and first == 0, "every part is one run"
