@@ -1,4 +1,4 @@
-"""Native checkpoints: saved at disk speed, planned without communication, restored anywhere.
+"""Sharded checkpoints: every rank writes one file, and any number of ranks can load the result.
 
     save(path, state)       load(path, state)       read_state(path)       verify(path)       PerRank(value)
 

@@ -1,4 +1,4 @@
-"""`async_save`: the trainer waits for one copy into a reused staging buffer; the rest runs in the background.
+"""`async_save`: the trainer waits only for a copy into a reused staging buffer; the save runs in the background.
 
     trainer              staging buffer            worker thread
     ---------------      --------------------      ---------------------------------------------
@@ -7,13 +7,13 @@
     train on                                  ->   agree, hash, write, commit (see `save`)
     handle.wait()                             <-   done, or the error
 
-On an accelerator the copy runs on a stream of its own. Tensors that only the given optimizers write are copied while
-the trainer goes on: the optimizers' next step waits for the copy, on the device. All other copies are complete when
-the call returns.
+On an accelerator the copy runs on a stream of its own. Tensors that only the optimizers in `optimizer` write are copied
+while the trainer goes on: the optimizers' next step waits for the copy, on the device. All other copies are complete
+when the call returns.
 
-The buffer belongs to one save until that save ends, so a second save waits for the first: back-pressure instead of
-unbounded memory. All saves of a process run on one worker thread, in the order of their calls, which is the same on all
-ranks.
+A save uses the buffer until it ends, so a second save waits for the first, instead of allocating a second buffer. All
+saves of a process run on one worker thread in the order of the calls. This order is the same on all ranks, so their
+collectives match.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ from vescale_fsdp.torch_private import storage_id
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-_HEAD_START_S = 0.005  # delay before a save's work, so that the trainer keeps the interpreter lock
-_ALIGN_BYTES = 64  # a cache line
+_HEAD_START_S = 0.005  # delay of the worker, which would compete with the trainer for the interpreter lock
+_ALIGN_BYTES = 64  # a cache line, and a multiple of every item size
 _Kind = tuple[torch.Size, torch.dtype]
 _worker = BackgroundThread("checkpoint-save")
 
@@ -87,7 +87,7 @@ class Stager:
     ) -> None:
         self._allocate, self._stream_of = allocate, stream_of
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._kinds: list[_Kind] = []  # of the last call
+        self._kinds: list[_Kind] = []  # shape and dtype of each tensor of the last call
         self._views: list[torch.Tensor] = []  # views of the buffer, one for each item of `_kinds`
 
     @property
@@ -101,39 +101,38 @@ class Stager:
         """Copy tensors into the buffer; the copies are valid until the next call.
 
         Args:
-            can_wait: storages (by `storage_id`) that only torch optimizers write.
+            can_wait: storages (by `storage_id`) that only torch optimizers write; their copies may still run on return.
 
         Returns:
-            The contiguous CPU copies, and a `DeferredCopy` of the copies that are not complete yet: those of tensors in
-            ``can_wait``.
+            The contiguous CPU copies, and a `DeferredCopy` for the copies that may still run.
         """
         kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if kinds != self._kinds:
-            # Making a thousand views takes longer than copying a thousand small tensors.
+            # Views are kept for later saves: making a thousand takes longer than copying a thousand small tensors.
             self._views = self._cut(kinds)
             self._kinds = kinds
         streams = {device: self._stream_of(device) for device in {tensor.device for tensor in tensors}}
         at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
         waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         for view, tensor in zip(self._views, tensors, strict=True):
-            # A copy between CPU memories blocks the caller in any case.
+            # Only a device has a stream; a copy between CPU memories blocks the caller in any case.
             late = streams[tensor.device] is not None and storage_id(tensor) in can_wait
             (waiting if late else at_once).append((view, tensor))
         for stream in streams.values():
             if stream is not None:
-                stream.wait_for_compute()  # the values that queued kernels write
+                stream.wait_for_compute()  # queued kernels may still write the tensors
         needed = DeferredCopy((), _copy(at_once, streams))
         pending = DeferredCopy([tensor for _, tensor in waiting], _copy(waiting, streams))
         needed.finish()  # the caller may change these tensors as soon as it goes on
         return self._views, pending
 
     def _cut(self, kinds: Sequence[_Kind]) -> list[torch.Tensor]:
-        """Views of the buffer for tensors of these kinds; allocates a larger buffer if needed."""
+        """Return views of the buffer for tensors of these kinds; allocate a larger buffer first if needed."""
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in kinds]
         starts = [0, *accumulate(round_up(nbytes, _ALIGN_BYTES) for nbytes in sizes)]
         if self._buffer.numel() < starts[-1]:
-            self._kinds, self._views = [], []  # views keep the old buffer alive
-            # The old buffer is freed before the larger one is allocated.
+            # The old buffer is freed before the larger one is allocated; its views would keep it alive.
+            self._kinds, self._views = [], []
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._buffer = self._allocate(starts[-1])
         return [
@@ -149,11 +148,11 @@ def _copy(
     """Start to copy the second tensor of each pair into the first.
 
     Returns:
-        Each stream that was used, and an event recorded after its copies.
+        (stream, event recorded after its copies) for each stream that was used.
     """
-    used: dict[CopyStream, None] = {}
+    used: dict[CopyStream, None] = {}  # a set with a fixed order
     for view, tensor in pairs:
-        if not tensor.numel():
+        if not tensor.numel():  # no copy, and so no event on the stream
             continue
         stream = streams[tensor.device]
         if tensor.dtype.itemsize == 1:  # some one-byte dtypes have no copy kernel
@@ -168,8 +167,8 @@ def _copy(
 class SaveHandle:
     """A save that runs in the background. A ``with`` block waits for the save at its end.
 
-    An exiting process finishes its saves first. If a save failed and no code read its error, or it takes longer than
-    ``exit_timeout_s``, the process names the save on stderr and exits with status 1.
+    An exiting process finishes its saves first. If a save failed and no code read its error, or if the save takes
+    longer than ``exit_timeout_s``, the process names the save on stderr and exits with status 1.
 
     Examples:
         >>> import torch
@@ -188,12 +187,12 @@ class SaveHandle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait; if the block raised, an error of the save becomes a note of the block's error."""
+        """Wait for the save. If the block raised, an error of the save becomes a note of the block's error."""
         with noting(error):
             self.wait()
 
     def done(self) -> bool:
-        """Whether the save has ended, successfully or not. Never blocks."""
+        """Return whether the save has ended, successfully or not. Never blocks."""
         return self._job.future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -202,15 +201,15 @@ class SaveHandle:
         Raises:
             CheckpointError: if another rank failed. The failed rank raises its own error. Both errors say whether the
                 checkpoint was committed.
-            TimeoutError: if it takes longer than ``timeout_s``.
+            TimeoutError: if the save takes longer than ``timeout_s``.
         """
-        # Waits without raising: after a timeout the error is still unread.
+        # Raises only a timeout: after it, no code has read the save's result, so `is_read` must stay False.
         self._job.future.exception(timeout_s)
         self._job.is_read = True
         self._job.future.result()
 
     def exception(self) -> BaseException | None:
-        """Wait until the save has ended, and return its error or None."""
+        """Wait until the save has ended. Returns its error, or None if it succeeded."""
         error = self._job.future.exception()
         self._job.is_read = True
         return error
@@ -226,9 +225,9 @@ class AsyncSaver:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._stager = Stager()
-        self._last: Job | None = None
+        self._last: Job | None = None  # the save that was started last
 
-    @plainly
+    @plainly  # the copies are used later, by a thread that is not in the caller's modes
     def start(
         self,
         path: str | os.PathLike[str] | Storage,
@@ -251,15 +250,15 @@ class AsyncSaver:
         Args:
             after: called on the worker thread when the checkpoint is committed.
             copies: further storages for the same state, each with its format; existing folders are replaced.
-            also: a note for errors: where else the state is saved.
-            optimizer, exit_timeout_s: see `async_save`.
+            also: a note for errors, which says where else the state is saved; None if nowhere.
+            optimizer, exit_timeout_s: as for `async_save`.
         """
         savers: list[Saver] = []
         taken: tuple[TakenState, DeferredCopy] | None = None
         error: BaseException | None = None
         try:
-            self.drain()  # the staging buffer belongs to the last save until it ends
-            storage = open_storage(path, neighbors=num_neighbors())
+            self.drain()  # the previous save still reads the staging buffer
+            storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
             meter = meter_for(progress, self._coordinator.rank)
             saver = partial(
                 Saver,
@@ -276,12 +275,14 @@ class AsyncSaver:
             error = caught
 
         def take() -> TakenState:
+            """Return the copied state, or raise the error of the copy: `Saver.write` raises it on all ranks."""
             if error is not None:
                 raise error
             assert taken is not None
             return taken[0]
 
         def work() -> None:
+            """Write the checkpoint and its copies, on the worker thread."""
             nonlocal error
             time.sleep(_HEAD_START_S)
             try:
@@ -289,36 +290,40 @@ class AsyncSaver:
                     taken[1].finish()
             except Exception as caught:  # noqa: BLE001  `take` raises it on all ranks
                 error = error or caught
-            if not savers:
-                self._coordinator.agree(None, 0, error)  # other ranks are in their `agree`: all ranks raise
+            if not savers:  # an error came before their creation
+                self._coordinator.agree(None, 0, error)  # other ranks wait in `agree`: now all ranks raise
                 return
             for number, saver in enumerate(savers):
                 with adding_note(also):
                     saved = saver.write(take, metadata)
-                if number == 0 and after is not None:
+                if number == 0 and after is not None:  # the checkpoint itself, not one of `copies`
                     after(saved)
 
         if savers:
             where = savers[0].storage.where
         else:
             where = path.where if isinstance(path, Storage) else os.fspath(path)
-        # After an error too: the other ranks wait for this one to report it.
+        # Submitted after an error too: the other ranks wait in `agree` for this rank to report the error.
         self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=exit_timeout_s)
         if error is not None and not isinstance(error, Exception):
-            self._last.is_read = True  # raised here, so that the exit does not report it
+            self._last.is_read = True  # the exit must not report an error that is raised here
             raise error  # Ctrl-C stops the trainer now, not only in `handle.wait()`
         return SaveHandle(self._last)
 
     def drain(self) -> None:
-        """Wait until no save is in flight; its error, if any, stays with its handle."""
+        """Wait until no save is in flight. Raises nothing: an error of the save stays with its handle."""
         if self._last is not None:
             wait([self._last.future])
 
     def _stage(
         self, taken: TakenState, savers: Sequence[Saver], optimizer: Optimizers
     ) -> tuple[TakenState, DeferredCopy]:
+        """Copy the tensors that any of the savers stores into the staging buffer.
+
+        Returns the state with these copies in place of its tensors, and the copies that may still run.
+        """
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        # A tensor is not copied if all formats leave it out.
+        # A tensor that every format leaves out is not copied.
         left_out = set.intersection(*(set(saver.left_out(taken.structure)) for saver in savers))
         names = [name for name in taken.locals_by_name if name not in left_out]
         per_rank = [tensor for _, tensors in taken.per_rank.values() for tensor in tensors]
@@ -326,16 +331,16 @@ class AsyncSaver:
             [*(taken.locals_by_name[name] for name in names), *per_rank],
             can_wait=frozenset(memory_of(optimizers)),
         )
-        rest = iter(staged[len(names) :])
+        rest = iter(staged[len(names) :])  # the per-rank tensors follow the named ones
         copies = {
             name: (tree, [next(rest) for _ in tensors]) for name, (tree, tensors) in taken.per_rank.items()
         }
-        locals_by_name = dict(zip(names, staged, strict=False))
+        locals_by_name = dict(zip(names, staged, strict=False))  # `staged` also ends with per-rank tensors
         return TakenState(taken.structure, locals_by_name, copies, taken.resharded), copying
 
 
 _solo_saver = AsyncSaver(SoloCoordinator())
-# Weak keys: a staging buffer is freed together with its group.
+# One saver, and so one staging buffer, per group. Weak keys: the buffer is freed together with the group.
 _group_savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakref.WeakKeyDictionary()
 
 
@@ -357,15 +362,15 @@ def async_save(
     If the previous call's save is still running, this call waits for it first. Other arguments are those of `save`.
 
     Args:
-        optimizer: one or several torch optimizers, if no other code writes their parameters and state before their next
-            step. On an accelerator these tensors are copied while the trainer goes on, and the next step waits for the
-            copy. Any other write to them before that step fails the save.
-        exit_timeout_s: how long an exiting process waits for the save; after that, stderr names the save and the exit
-            status is 1.
+        optimizer: one or several torch optimizers. On an accelerator, their parameters and state are copied while the
+            trainer goes on, and the optimizers' next step waits for the copy. If other code writes these tensors before
+            that step, the save fails.
+        exit_timeout_s: seconds that an exiting process waits for the save; after that, the process names the save on
+            stderr and exits with status 1.
 
     Returns:
-        A handle. Its ``wait()``, or the end of a ``with`` block around it, waits until the checkpoint is committed, and
-        raises the error of a failed save.
+        A handle. Its ``wait()`` and the end of a ``with`` block wait until the checkpoint is committed, and raise the
+        error of a failed save.
 
     Raises:
         ValueError: if ``exit_timeout_s`` is negative or not a number.
@@ -393,9 +398,11 @@ def async_save(
 
 
 def _saver_for(process_group: dist.ProcessGroup | None) -> AsyncSaver:
+    """Return the saver of a process group, which is created by the first call."""
     coordinator = coordinator_for(process_group, use="async")
-    if isinstance(coordinator, SoloCoordinator):
+    if isinstance(coordinator, SoloCoordinator):  # a single process has no group
         return _solo_saver
-    base = process_group if process_group is not None else dist.group.WORLD  # None cannot be a weak key
+    # The default group is looked up, because None cannot be a weak key.
+    base = process_group if process_group is not None else dist.group.WORLD
     assert base is not None
     return _group_savers.setdefault(base, AsyncSaver(coordinator))

@@ -1,6 +1,6 @@
 """`load`: fill a state in place from a checkpoint of any format, saved with any layout and world size.
 
-1  open the checkpoint, and match the state with its metadata; ranks check that all have opened the same checkpoint
+1  open the checkpoint, and match the state with its metadata; check that all ranks have opened the same checkpoint
 2  check that the state fits; allocate tensors on the meta device; compute the ranges to read; open every file, and
    check its size, header and checksum table
 3  verify="before": hash every stripe that will be read
@@ -76,7 +76,7 @@ class LoadReport:
         num_bytes_received: bytes of tensors that other ranks read and sent to this rank.
         mismatched: tensors with different shapes or dtypes, which keep their values: name -> (in the checkpoint, in
             the state).
-        left_out: other entries of the checkpoint that were not loaded, such as a scheduler's.
+        left_out: entries of the checkpoint for which the state has no object, such as a scheduler's.
         warnings: possible problems with the checkpoint's files; the logger ``vescale_fsdp`` reports them too.
 
     Examples:
@@ -102,7 +102,8 @@ class SourceOptions:
 
     Args:
         rules: key rules, as ``vescale-convert --rules``: a shipped set's name or a TOML file.
-        rules_to: the side of the rules whose names the state has, ``"ours"`` or ``"hf"``.
+        rules_to: key rules map names between two sides; this is the side whose names the state has, ``"ours"`` or
+            ``"hf"``.
         config: folder or URL of the config.json that rules and ``dequantize`` use; default: the checkpoint's own.
         dequantize: the float dtype that quantized weights are converted to, before rules: ``"bf16"``, as for
             ``vescale-convert``.
@@ -141,8 +142,8 @@ def load(
     """Fill a state in place from a checkpoint of any format, on any number of ranks. A collective.
 
     Tensors are filled in place; their sharding may differ from the sharding at the save. Plain values are replaced in
-    their dicts and lists. Stateful objects get a call of ``load_state_dict``. Optimizer state and options are loaded by
-    parameter name, from any of torch's forms, even before the optimizer's first step.
+    their dicts and lists. Stateful objects are filled by their ``load_state_dict``. Optimizer state and options are
+    loaded by parameter name, from any of torch's forms, even before the optimizer's first step.
 
     Native checkpoints (`save`) are matched by name. All other formats that ``vescale-convert`` reads are supported too:
     the model and the optimizer are then detected in the checkpoint under any name, and each rank reads the bytes of its
@@ -160,24 +161,24 @@ def load(
             also be joined by ``/``.
         dtype: ``"state"`` casts floats to the state's dtypes. Casts as for ``vescale-convert --dtype``, such as
             ``["bfloat16", "*.gate.bias=float32"]``, are applied first.
-        init: initializes buffers on the meta device that are in no checkpoint, such as ``model._init_weights`` for
-            transformers models. Called with each module that owns such buffers, after their allocation and before any
+        init: initializes buffers on the meta device that no checkpoint contains, such as ``model._init_weights`` for
+            transformers models. Called with each module that owns such a buffer, after the allocation and before any
             tensor is read.
-        source: options for a checkpoint with other names, layouts or encodings.
+        source: options for a checkpoint whose names, layouts or encodings differ from the state's.
         verify: "while" hashes bytes after they have been read into tensors, so that each byte is read once. Damage then
             raises a `PartialLoadError`, because tensors may contain damaged bytes. "before" reads and hashes all bytes
             before the first tensor is overwritten on any rank, so that damage leaves the state unchanged. "never"
             trusts the disk: only names, sizes and headers of files are checked. Other formats support only "while".
         read: how ranks read bytes that several ranks need, such as replicas. "once": one rank reads and verifies the
             bytes, and sends them to the other ranks in pieces, so that each byte of the checkpoint is read once.
-            "each": every rank reads for itself, which is faster from a local disk, because its cache serves all ranks.
+            "each": every rank reads for itself; this is faster from a local disk, whose page cache serves all ranks.
             "auto": "once" for object stores and network file systems, otherwise "each". The zarr format and other
             formats are always read by each rank.
         process_group: the ranks that load together; default: all.
         progress: callable that receives this rank's progress; True draws a bar on rank 0.
 
     Returns:
-        The names that were missing, unexpected or mismatched, and the number of bytes read.
+        The leaves that were missing, unexpected or mismatched, and the number of bytes read.
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint does not fit the state.
@@ -186,9 +187,9 @@ def load(
             connection, raises that error, and the other ranks raise a CheckpointError that names it.
         PartialLoadError: on all ranks, instead of these errors, if a tensor may already be overwritten;
             ``error.overwritten`` names this rank's tensors. It is a CorruptCheckpointError too if damage caused it.
-            With parameters created by this library's `fully_shard`, the unit's next forward raises until a load or
-            ``load_state_dict`` has filled them. Other tensors, including FSDP2's, have no such guard. Modules that were
-            on the meta device are moved back to it.
+            For parameters of this library's `fully_shard`, the unit's next forward raises until a load or
+            ``load_state_dict`` has filled the parameters. Other tensors, including FSDP2's, have no such guard. Modules
+            that were on the meta device are moved back to it.
         ValueError: for an unknown value of ``verify`` or ``read``.
 
     Examples:
@@ -209,16 +210,17 @@ def load(
     coordinator = coordinator_for(process_group)
     alike: dict[str, Json] = {
         "dtype": list(casts),
-        "init": init is not None,
+        "init": init is not None,  # functions of different ranks cannot be compared
         "source": None if source is None else asdict(source),
     }
     with coordinator.together(f"opening {path}", _NOTHING_LOADED, alike, is_first=True):
-        check_choices(verify, read)
-        storage = open_storage(path, neighbors=num_neighbors())
+        check_choices(verify, read)  # here, before `Loader` checks it: inside the block, all ranks raise
+        storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
         meter = meter_for(progress, coordinator.rank)
         manifest = _manifest_of(storage, path)
         has_options = bool(casts) or init is not None or source is not None
         through_views = manifest is None or has_options or has_meta_modules(state)
+        # Compared when the block ends: the two kinds of load issue different collectives.
         alike["the checkpoint is native, and the state in memory"] = not through_views
         if through_views and (verify != "while" or read == "once"):
             raise ArgumentError(
@@ -236,6 +238,7 @@ def load(
             # Imported here: views need modules that most native loads do not need.
             from vescale_fsdp.checkpoint.formats.viewed_checkpoint import ViewedCheckpoint
 
+            # `path` may also be an open `Storage`.
             url = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path.where
             opened = open_for_load(url, source or SourceOptions())
             metadata = None if manifest is None else manifest.metadata
@@ -246,7 +249,7 @@ def load(
 
 
 def _manifest_of(storage: Storage, path: str | os.PathLike[str]) -> Manifest | None:
-    """The manifest of a native checkpoint; None if the path contains files of another format.
+    """Return the manifest of a native checkpoint; None if the path contains files of another format.
 
     Raises:
         NoCheckpointError: if the path contains no files of a known format.
@@ -254,15 +257,16 @@ def _manifest_of(storage: Storage, path: str | os.PathLike[str]) -> Manifest | N
     try:
         return read_manifest(storage)
     except NoCheckpointError:
-        if isinstance(path, Storage):
+        if isinstance(path, Storage):  # readers of other formats open paths and URLs only
             raise
         files = storage.list_files()
-        # An interrupted save in the zarr format leaves zarr.json without a manifest: do not read it as a zarr store.
+        # An interrupted save in the zarr format leaves zarr.json without a manifest: do not load it as a foreign zarr
+        # hierarchy.
         is_unfinished = any(name.startswith("data-") for name in files)
         if files and (is_unfinished or not is_known(files)):
             raise
         parent, name = open_parent(os.fspath(path).rstrip("/"))
-        if not files and parent.size(name) is None:
+        if not files and parent.size(name) is None:  # neither a folder with files nor a single file
             raise
         return None
 
@@ -287,18 +291,18 @@ class Loader:
     opener: Callable[[], Loadable] | None = None
 
     def __post_init__(self) -> None:
-        check_choices(self.verify, self.read)
+        check_choices(self.verify, self.read)  # not all callers have checked them
 
     @property
     def _reads_once(self) -> bool:
-        """Whether bytes that several ranks need are read by one of them."""
+        """Whether bytes that several ranks need are read by one rank and sent to the others."""
         if self.supply is not None or self.coordinator.world_size == 1:
-            return False  # a supply sends each file to a node once, and its ranks read it from memory
+            return False  # a supply copies each file to a node once; the node's ranks read it from memory
         return self.read == "once" or (self.read == "auto" and self.storage.is_shared)
 
-    @plainly
+    @plainly  # not in the caller's autograd, inference or autocast mode
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
-        """Load a state. ``strict="missing"`` allows leaves of the checkpoint that the state lacks."""
+        """Load a state. With ``strict="missing"``, leaves of the checkpoint that the state lacks are no error."""
         start_s = time.monotonic()
         checkpoint, matched = self._open(state, include)
         once = self._reads_once
@@ -313,21 +317,23 @@ class Loader:
         with ExitStack() as on_failure, _closed_after(checkpoint.reads()) as reads:
             reads.meter = self.meter
             with self._preparing(checkpoint, alike):
-                with gc_paused():
+                with gc_paused():  # planning creates many objects and no cycles
                     matched.require_fit(checkpoint.where, strict)
                     matched = checkpoint.allocate(matched, state, include, on_failure)
                     targets = self._targets(checkpoint, reads, matched, overwriting)
                 stripes = reads.stripes() if once else []
-                if self.supply is None and not once:  # else ranks first compare what they need
+                # Else the files are checked below, after ranks have sent files or divided the reads.
+                if self.supply is None and not once:
                     self._check_files(checkpoint, reads, matched)
-            # Outside of the blocks: a rank that fails in one would miss this collective.
+            # Outside of the `_preparing` blocks: a rank that fails inside one would not reach this collective.
             checkpoint.fetch(reads, matched)
             wanted = self.coordinator.everyone(stripes) if once else []
             if self.supply is not None or once:
                 with self._preparing(checkpoint):
-                    if any(wanted):
+                    if any(wanted):  # empty if the form cannot share reads
                         reads.share(self.coordinator, wanted)
                     self._check_files(checkpoint, reads, matched)
+            # From the inside out: name a removed checkpoint, raise on all ranks, and report overwritten tensors.
             with (
                 overwriting.together(self.coordinator.world_size),
                 self.coordinator.together(f"loading {checkpoint.where}", _HALF_LOADED),
@@ -338,10 +344,10 @@ class Loader:
                     target.finish()
                 matched.finish()
                 reads.close()  # inside the block, so that all ranks raise if it fails
-            on_failure.pop_all()  # a success: nothing goes back to the meta device
+            on_failure.pop_all()  # a success: modules are not moved back to the meta device
         if self.coordinator.rank == 0:
             seconds = time.monotonic() - start_s
-            rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9  # coarse clocks may not have moved
+            rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9  # a coarse clock may measure 0 s
             text = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s"
             _log.info(text, checkpoint.where, reads.num_bytes_read, seconds, rate)
             for doubt in checkpoint.warnings:
@@ -358,16 +364,21 @@ class Loader:
         )
 
     def _open(self, state: Any, include: tuple[str, ...] | None) -> tuple[Loadable, Match]:
-        """Open and match the checkpoint. Check that all ranks see the same one: a save may replace it at any time."""
+        """Open the checkpoint and match it with the state; a collective.
+
+        Returns the checkpoint and the match. Raises if ranks opened different checkpoints: a save may replace the files
+        at any time.
+        """
         with self.coordinator.together(f"opening {self.storage.where}", _NOTHING_LOADED), gc_paused():
             if self.opener is not None:
                 checkpoint = self.opener()
             else:
                 checkpoint = NativeCheckpoint(self.storage, self.coordinator, self.supply, self.manifest)
             matched = checkpoint.match(state, include)
+        # Pipeline stages take different entries: an entry is unexpected only if no rank takes it.
         unexpected = matched.unexpected if checkpoint.joins_stages else []
         by_rank = self.coordinator.everyone((checkpoint.identity, unexpected))
-        first_ranks: dict[str, int] = {}
+        first_ranks: dict[str, int] = {}  # identity -> first rank that opened it, for the message
         for rank, (identity, _) in enumerate(by_rank):
             first_ranks.setdefault(identity, rank)
         if len(first_ranks) > 1:
@@ -385,16 +396,17 @@ class Loader:
 
     @contextmanager
     def _preparing(self, checkpoint: Loadable, alike: Mapping[str, Json] | None = None) -> Iterator[None]:
+        """Context manager around steps that overwrite nothing: an error is raised on all ranks."""
         doing = f"preparing to load {checkpoint.where}"
         with self.coordinator.together(doing, _NOTHING_LOADED, alike or {}), self._reading(checkpoint):
             yield
 
     @contextmanager
     def _reading(self, checkpoint: Loadable) -> Iterator[None]:
-        """Context manager: if the checkpoint was removed while it was read, raise NoCheckpointError instead."""
+        """Context manager: if the checkpoint has been removed, read errors become a NoCheckpointError."""
         try:
             yield
-        except (CorruptCheckpointError, OSError) as error:  # what reads of removed files raise
+        except (CorruptCheckpointError, OSError) as error:  # the classes that reads of removed files raise
             if not checkpoint.is_gone():
                 raise
             raise NoCheckpointError(
@@ -408,7 +420,7 @@ class Loader:
     def _targets(
         self, checkpoint: Loadable, reads: Reads, matched: Match, overwriting: Overwriting
     ) -> list[LoadTarget]:
-        """Request this rank's region of every tensor to fill."""
+        """Request this rank's region of every tensor to fill; returns the targets."""
         describer = Describer(self.coordinator.rank_of)
         wanted: dict[object, tuple[TensorRead, Region, torch.Tensor]] = {}
         for read in matched.reads:
@@ -422,18 +434,19 @@ class Loader:
                 continue  # this rank is not in the tensor's mesh
             _check_writable(read.name, local)
             region = describer.region(described, self.coordinator.rank)
-            # Empty tensors may all have address 0, so they are distinguished by name.
+            # Names of tied tensors share a key. Empty tensors may all have address 0, so their key is the name.
             memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
             if memory in wanted:
                 checkpoint.require_equal(wanted[memory][0], read, region)
-            # If several stored tensors fill the same memory, the last one is used, as in load_state_dict. It is chosen
-            # here, because the order of the reading threads is undefined.
+            # If several stored tensors fill the same memory, the last one wins, as in load_state_dict. The others are
+            # dropped here, because threads would write all of them in any order.
             wanted[memory] = (read, region, local)
         targets = []
         for read, region, local in wanted.values():
             target = reads.ask(read.number, region, local)
             overwriting.add(read.name, read.tensor, target)
             targets.append(target)
+        # Tensors that the state lacks, such as optimizer state before the first step.
         for new in matched.fresh:
             shape, dtype, is_sharded = checkpoint.describe(new.number)
             tensor = new.make(shape, dtype_named(dtype), is_sharded=is_sharded, where=checkpoint.where)
@@ -444,8 +457,8 @@ class Loader:
         return targets
 
     def _check_files(self, checkpoint: Loadable, reads: Reads, matched: Match) -> None:
-        """The steps that can fail before a byte is overwritten: read per-rank values, open files, verify="before"."""
-        with gc_paused():
+        """Read per-rank values, open and check the files, and verify if verify="before". Overwrites no tensor."""
+        with gc_paused():  # this creates many objects and no cycles
             checkpoint.read_values(matched)
             reads.open()
         if self.verify == "before":
@@ -454,10 +467,10 @@ class Loader:
 
 @contextmanager
 def _closed_after(reads: Reads) -> Iterator[Reads]:
-    """Context manager that closes all files. An error while closing becomes a note of the block's error, if any."""
+    """Context manager that closes all files. If the block raised, an error of closing becomes a note of that error."""
     try:
         yield reads
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C too must close the files
         with noting(error):
             reads.close()
         raise
@@ -480,6 +493,7 @@ def check_choices(verify: str, read: str) -> None:
 
 def _check_writable(name: str, tensor: torch.Tensor) -> None:
     """Raise if elements of a tensor share memory, as after `expand` and `unfold`."""
+    # A dim whose stride is not larger than the reach of the dims before it visits elements of those dims again.
     reach = 0  # distance in items from the first to the last element along all dims with smaller strides
     overlap = False
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):  # from the smallest stride up
@@ -492,6 +506,7 @@ def _check_writable(name: str, tensor: torch.Tensor) -> None:
 
 
 def _cannot_fill(name: str, got: str, todo: str) -> CheckpointError:
+    """Return the error for a tensor of the state whose memory cannot be filled."""
     return CheckpointError(
         "A tensor of the state cannot be filled.",
         expected="separate memory for every element",
@@ -514,7 +529,7 @@ class _Filled(NamedTuple):
 
 
 class Overwriting:
-    """The tensors of a state that one load fills."""
+    """The tensors of a state that one load fills, to report and mark them if the load fails."""
 
     def __init__(self) -> None:
         self._filled: list[_Filled] = []
@@ -528,8 +543,8 @@ class Overwriting:
         """Context manager around the overwriting of the tensors, which turns errors into `PartialLoadError`.
 
         Raises:
-            PartialLoadError: for any `Exception`; not for Ctrl-C, for example. Raised even if this rank has overwritten
-                nothing, because a state is usable only if all of its shards are.
+            PartialLoadError: instead of any `Exception`; Ctrl-C keeps its class. Raised even if this rank has
+                overwritten nothing, because a state is usable only if the shards of all ranks are.
         """
         try:
             yield
@@ -538,7 +553,7 @@ class Overwriting:
             if not names and num_ranks == 1:  # nothing has changed, and no other rank can differ
                 raise
             for filled in self._filled:
-                # Only these tensors are checked by a forward.
+                # Only units of `fully_shard`, whose parameters have this class, check the mark before a forward.
                 if isinstance(filled.tensor, RaggedDTensor):
                     mark_half_loaded(local_of(filled.tensor), filled.name)
             if not isinstance(error, Exception):
@@ -551,16 +566,21 @@ class Overwriting:
 
 
 def partial_load(error: Exception, overwritten: Iterable[str]) -> PartialLoadError:
-    """The PartialLoadError to raise instead of ``error``; also a Corrupt- or NoCheckpointError if ``error`` is one."""
+    """Return the PartialLoadError to raise instead of ``error``.
+
+    If ``error`` is a CorruptCheckpointError or a NoCheckpointError, the returned error is one too.
+    """
     names = tuple(overwritten)
     kind = PartialLoadError
     if isinstance(error, CorruptCheckpointError):
         kind = DamagedLoadError
     elif isinstance(error, NoCheckpointError):
         kind = VanishedLoadError
+    # Errors of other classes say little without the name of the class.
     text = str(error) if isinstance(error, VescaleError) else f"{type(error).__name__}: {error}"
     return kind(f"{text}\n  {_format_overwritten(names)}", overwritten=names)
 
 
 def _format_overwritten(names: Iterable[str]) -> str:
+    """Return a sentence about overwritten tensors, for messages."""
     return f"overwritten: {some(names)}; do not use the state until a load has succeeded"

@@ -1,7 +1,7 @@
 """`CheckpointManager`: saves the steps of a run, applies the retention policy, and restores the newest good step.
 
-`steps.step_folders` lists the files under a root. The retention policy removes a step only after this job has committed
-a newer one. `restore` documents which step is restored.
+The files under a root are listed in `steps.step_folders`. The retention policy removes a step only after this job has
+committed a newer step. Which step is restored is described at `CheckpointManager.restore`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
 from vescale_fsdp.errors import ArgumentError
 
-_EXPORTS = "exports"  # folder of steps in another format
+_EXPORTS = "exports"  # folder under the root for exported steps
 _log = logging.getLogger(__name__)
 
 
@@ -95,24 +95,24 @@ class CheckpointManager:
         root: folder or fsspec URL.
         save_policy: decides when `save` writes a step to disk, unless forced; default: at every call. Pass a policy
             such as ``EverySteps(1000) | EveryMinutes(30)`` or your own `SavePolicy`, of the same classes on all ranks.
-            With `OnSignal`, create the manager in the main thread and close it.
-        retention: which steps to keep: a `RetentionPolicy`, or its ``keep_last`` alone; default: all.
-        asynchronous: save in the background; `save` then waits only for the copy and for the previous save.
+            With `OnSignal`, create the manager in the main thread, and close it to restore the signal handlers.
+        retention: which steps to keep: a `RetentionPolicy`, or the number of newest steps; default: all steps.
+        asynchronous: save in the background; `save` then waits only for the state's copy and for the previous save.
         export: a second format, such as `vescale_fsdp.conversion.HuggingFace(..)`, written to ``exports/step-..`` under
             the root. `restore` does not read exports, retention does not remove them, and a final save writes none.
-        export_every: steps divisible by this number are exported, whether or not they are saved.
-        ram: a second tier in shared memory; `restore` tries it first.
+        export_every: every step divisible by this number is exported, even if the policy does not save it.
+        ram: also saves steps to shared memory; `restore` tries these steps first.
         process_group: the ranks that save and restore together; default: all.
         progress: callable that receives this rank's progress in disk saves and restores; True draws a bar on rank 0.
-        optimizer: for ``asynchronous`` on an accelerator, see `async_save`.
-        check_replicas: as for `save`.
-        exit_timeout_s: for ``asynchronous``, see `async_save`.
+        optimizer: as for `async_save`; used if ``asynchronous``, on an accelerator.
+        check_replicas: as for `vescale_fsdp.checkpoint.save`.
+        exit_timeout_s: as for `async_save`; used if ``asynchronous``.
 
     Raises:
         ValueError: for limits below 1, a negative ``exit_timeout_s``, or an unknown ``check_replicas``.
         TypeError: for a ``save_policy`` or ``retention`` of the wrong type.
-        CheckpointError: on all ranks, if any rank cannot use the root: not a folder, no permission, no such bucket.
-            A read-only root that contains steps causes a warning instead.
+        CheckpointError: on all ranks, if any rank cannot use the root: it is not a folder, a permission is missing, or
+            the bucket does not exist. A read-only root that contains steps causes a warning instead.
 
     Examples:
         >>> import torch
@@ -127,7 +127,7 @@ class CheckpointManager:
         3
     """
 
-    Record = StepRecord  # for annotations: the type of each item of `history()`
+    Record = StepRecord  # the type of the items of `history()`, for the user's annotations
 
     def __init__(
         self,
@@ -159,27 +159,29 @@ class CheckpointManager:
         policy = check_policy(EverySteps(1) if save_policy is None else save_policy)
         self._retention = retention_of(retention)
         self._best = tuple(rule for rule in leaves_of(policy) if isinstance(rule, BestOf))
-        self._root = open_storage(root, neighbors=num_neighbors())
+        self._root = open_storage(root, neighbors=num_neighbors())  # neighbors: ranks share the cores
         self._progress, self._optimizer = progress, optimizer
         self._export = None if export is None else form_of(export)
         self._export_every = export_every
         self._ram = ram
         self._coordinator = coordinator_for(process_group)
+        # Groups of their own: background threads issue collectives at any time between those of the trainer.
         self._behind = coordinator_for(process_group, use="async") if asynchronous else self._coordinator
         copies = ram is not None and ram.replicas > 0
         self._copying = coordinator_for(process_group, use="copies") if copies else self._coordinator
         alike = {"save_policy": shape_of(policy)}
         with self._coordinator.together(f"looking at {self._root.where}", "nothing was written", alike):
             self._check_root()
-        self._is_swept = False
+        self._is_swept = False  # whether leftovers of killed jobs have been removed
         self._async = AsyncSaver(self._behind) if asynchronous else None
         self._handle: SaveHandle | None = None
+        # A group of its own: an all-reduce of the schedule can stay in flight between two calls.
         schedule_ranks = coordinator_for(process_group, use="schedule")
         self._schedule = SaveSchedule(policy, schedule_ranks, self._known_metrics)
         self._hold: RootHold | None = None  # on rank 0, after the first save
-        self._restored: _RestoredStep | None = None  # since the last save
+        self._restored: _RestoredStep | None = None  # by a restore since the last save
         self._has_begun = False  # whether a save has locked the root since the last restore
-        self._run: RunFile | None = None  # the same on all ranks; with a RAM tier
+        self._run: RunFile | None = None  # the root's run file, only with a RAM tier; the same on all ranks
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -187,11 +189,12 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close. If the block raised, an error of a save becomes a note of the block's error."""
+        """Close the manager. If the block raised, an error of a save becomes a note of the block's error."""
         with noting(error):
             self.close()
 
     def _check_root(self) -> None:
+        """Raise if the root cannot be used; warn if it can only be read."""
         problem = self._root.check_root()
         if problem is not None and self._coordinator.rank == 0:
             warnings.warn(f"steps can be restored, but not saved: {problem}", stacklevel=4)
@@ -199,29 +202,29 @@ class CheckpointManager:
     def clean(self, *, older_than_s: float | None = None) -> list[str]:
         """Remove the leftovers of killed jobs on disk and in memory; a collective. The first save cleans the disk too.
 
-        Leftovers are torn steps, data of uncommitted overwrites, unfinished exports, temporary files, and open S3
+        Leftovers are incomplete steps, data of uncommitted overwrites, unfinished exports, temporary files, and open S3
         uploads. Steps that another job has locked are kept.
 
         Args:
-            older_than_s: younger files are kept. Default: a minute, or a day on object stores, which have no locks.
-                Pass 0 only if no other job saves under this root.
+            older_than_s: age in seconds; younger files are kept. Default: a minute, or a day on object stores, which
+                have no locks. Pass 0 only if no other job saves under this root.
 
         Returns:
-            Names of the removed files and folders, the same on all ranks; for memory, their paths.
+            The removed files and folders, the same on all ranks: names under the root, and paths in shared memory.
         """
         self._wait_together()
         removed: list[str] = []
         with self._coordinator.together(f"cleaning {self._root.where}", alike={"older_than_s": older_than_s}):
             if self._coordinator.rank == 0:
                 removed = remove_leftovers(self._root, _EXPORTS, older_than_s)
-        removed = self._coordinator.everyone(removed)[0]
+        removed = self._coordinator.everyone(removed)[0]  # rank 0 alone has removed files
         return removed + (self._ram.clean(self._coordinator, older_than_s) if self._ram is not None else [])
 
     def _sweep(self) -> None:
-        """Remove leftovers before the first save; an error is only a warning."""
+        """Remove leftovers before the first save; an error only causes a warning."""
         if self._is_swept:
             return
-        self._is_swept = True  # once, also if it fails
+        self._is_swept = True  # set first: after a failure, later saves do not try again
         with self._coordinator.together(f"cleaning {self._root.where}"):
             if self._coordinator.rank == 0:
                 try:
@@ -231,11 +234,11 @@ class CheckpointManager:
                     warnings.warn(f"leftovers under {self._root.where} stay: {problem}", stacklevel=3)
 
     def steps(self) -> list[int]:
-        """Committed steps in ascending order, without steps that a rollback has abandoned (see `restore`)."""
+        """Return the committed steps, ascending, without steps that a rollback has abandoned (see `restore`)."""
         return committed_steps(self._root)
 
     def history(self) -> list[StepRecord]:
-        """The record of each committed step: size, seconds, metric, and whether it is pinned or abandoned."""
+        """Return a record of each committed step: size, seconds, metric, and whether it is pinned or abandoned."""
         steps = committed_steps(self._root, abandoned=True)
         abandoned = abandoned_steps(self._root, steps)
         return [replace(read_record(self._root, step), abandoned=step in abandoned) for step in steps]
@@ -259,8 +262,8 @@ class CheckpointManager:
             self._ram.remove(self._coordinator, step)
 
     def _change(self, step: int, doing: str, work: Callable[[], None]) -> None:
-        """Run `work` on rank 0, after a check that the step exists. A collective."""
-        self._wait_together()
+        """Run `work` on rank 0; raise on all ranks if the step does not exist. A collective."""
+        self._wait_together()  # the step may be the one that is still being saved
         doing = f"{doing} step {step} of {self._root.where}"
         with self._coordinator.together(doing, "the step may be incomplete", alike={"step": step}):
             if self._coordinator.rank == 0:
@@ -270,16 +273,16 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """Whether all ranks have decided on a final save, because of a signal or a deadline: end the run after it."""
+        """Whether all ranks have decided on a final save, because of a signal or a deadline. End the run after it."""
         return self._schedule.should_stop
 
     def should_save(self, step: int, *, metric: float | None = None) -> bool:
-        """Whether `save` would write this step to disk, to memory or as an export; a collective.
+        """Return whether `save` would write this step to disk, to memory or as an export; a collective.
 
-        Call it where building the state is expensive.
+        Use it if building the state for `save` is expensive.
 
         Args:
-            step, metric: as for `save`. A metric passed here need not be passed to `save` again.
+            step, metric: as for `save`. If the metric is passed here, `save` may omit it.
 
         Raises:
             CheckpointError: if ranks pass different steps, or a policy failed on another rank. A rank whose own policy
@@ -290,31 +293,36 @@ class CheckpointManager:
         return bool(self._targets(decision)) or self._is_for_ram(step)
 
     def _is_for_ram(self, step: int) -> bool:
+        """Return whether a step is due to be saved to memory."""
         return self._ram is not None and self._ram.is_due(step)
 
     def _is_exported(self, step: int) -> bool:
+        """Return whether a step is due to be exported."""
         return self._export is not None and step % self._export_every == 0
 
     def _targets(self, decision: Decision) -> list[tuple[Storage, Format]]:
-        """The folders that a step is written to and their formats: the step itself first, then its export."""
+        """Return (folder, format) of everything to write for a step: first the step itself, then its export."""
         name, targets = step_name(decision.step), list[tuple[Storage, Format]]()
         if decision.is_due:
             targets.append((self._root.child(name), "native"))
+        # A final save has no export, since the job ends after it, often at a deadline.
         if self._export is not None and self._is_exported(decision.step) and not decision.is_final:
             targets.append((self._root.child(_EXPORTS).child(name), self._export))
         return targets
 
     def _decide(self, step: int, metric: float | None, *, force: bool) -> Decision:
+        """Check the arguments, and decide with all ranks whether the step is saved. A collective."""
         try:
-            step = operator.index(step)  # refuses floats, and takes numpy's integers
+            step = operator.index(step)  # refuses floats, accepts numpy's integers
             if step < 0:
                 raise ArgumentError(
                     "A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where
                 )
-            metric = None if metric is None else float(metric)  # may be a tensor of one item
+            metric = None if metric is None else float(metric)  # a tensor of one item becomes a float
         except Exception:
             self._schedule.refuse()  # otherwise ranks with a valid step would wait for this rank
             raise
+        # A step for memory or export has further collectives, so its call has to wait for all ranks anyway.
         return self._schedule.decide(
             step, metric, force=force, waits=self._is_for_ram(step) or self._is_exported(step)
         )
@@ -333,13 +341,13 @@ class CheckpointManager:
         Args:
             step: the step's number, 0 or more; an existing step of that number is replaced.
             state: as for `vescale_fsdp.checkpoint.save`.
-            metadata: JSON of your own (counters, configuration); `restore` returns it.
-            force: save even if the policy does not ask for it.
+            metadata: JSON of your own (counters, configuration); returned in the report of `restore`.
+            force: save even if the policy would not.
             metric: the step's metric, the same on all ranks; used by `BestOf` and `history`.
 
         Returns:
-            A handle if the save runs in the background, else None. A final save (see `should_stop`) never runs in the
-            background, and is written to disk only.
+            A handle if the save runs in the background, else None. A final save (see `should_stop`) goes to disk only,
+            and is complete when the call returns.
 
         Raises:
             CheckpointError: if this save or the previous asynchronous one failed, or ranks pass different steps.
@@ -348,13 +356,16 @@ class CheckpointManager:
         decision = self._decide(step, metric, force=force)
         step, save_id = decision.step, None
         targets = self._targets(decision)
+        # A final save goes to disk only: the job ends after it, often at a deadline.
         to_ram = self._ram is not None and (force or self._ram.is_due(step)) and not decision.is_final
+        # An export alone is no step of the run, so it needs neither the lock nor a branch.
         if (to_ram or decision.is_due) and not self._has_begun:
             self._begin_branch()
         save_to_ram: Callable[[], bool] | None = None
         is_in_ram = False
         if to_ram:
             assert self._ram is not None and self._run is not None
+            # The save to disk gets the same save_id, which shows that memory and disk have the same state.
             save_id, is_copying = self._ram.begin(self._coordinator, self._run)
             save_to_ram = partial(
                 self._ram.save,
@@ -367,7 +378,8 @@ class CheckpointManager:
                 behind=self._copying,
                 check_replicas=self._check_replicas,
             )
-            # A save to memory waits for the previous step's copies to other nodes. While they run, disk comes first.
+            # A save to memory waits until the previous step is copied to other nodes. While such copies run, the save
+            # to disk comes first, so that it need not wait for them.
             if not (is_copying and targets):
                 is_in_ram, save_to_ram = save_to_ram(), None
         if not targets:
@@ -377,27 +389,31 @@ class CheckpointManager:
         try:
             self._save_to(targets, decision, state, metadata, save_id, also)
         except Exception as error:
+            # If only the disk failed, the state itself is good and can still be saved to memory.
             if save_to_ram is not None and is_of_storage(error) and save_to_ram():
                 error.add_note(f"step {step} is saved in memory, from where restore takes it")
             raise
-        if save_to_ram is not None:
+        if save_to_ram is not None:  # postponed above
             save_to_ram()
         if decision.is_due:
             self._schedule.saved(decision)
         return self._handle
 
     def _begin_branch(self) -> None:
-        """Lock the root and record a rollback, before this manager's first save or after a restore; a collective."""
+        """Lock the root and record a rollback, before the first save and before the first save after each restore.
+
+        A collective.
+        """
         run: RunFile | None = None
         with self._coordinator.together(f"beginning to save to {self._root.where}"):
             if self._coordinator.rank == 0:
                 run = self._branch()
         self._has_begun, self._restored = True, None
         if self._ram is not None:
-            self._run = self._coordinator.everyone(run)[0]
+            self._run = self._coordinator.everyone(run)[0]  # only rank 0 has read or written the file
 
     def _branch(self) -> RunFile | None:
-        """On rank 0: update the root's run file."""
+        """Update the root's run file and return its content, on rank 0; None if there is no file and none is needed."""
         run = read_run_file(self._root)
         restored, is_locked = self._restored, self._hold_root()
         later = restored.later if restored is not None else {}
@@ -418,24 +434,24 @@ class CheckpointManager:
                     stacklevel=5,
                 )
         if self._ram is not None and changed is None:
-            changed = RunFile.new()
+            changed = RunFile.new()  # steps in memory belong to a branch of the run file
         if changed is not None and changed is not run:
             changed.write(self._root)
             if later:
                 _log.warning(
                     "%s goes on from step %d: later steps are abandoned (kept, and skipped by restore): %s",
                     self._root.where,
-                    self._restored.step if self._restored else -1,
+                    self._restored.step if self._restored else -1,  # -1 never occurs: `later` comes from it
                     ", ".join(map(str, sorted(later))),
                 )
         return changed
 
     def _hold_root(self) -> bool:
-        """Try to lock the root until the manager is closed; returns whether this process has the lock."""
+        """Try to lock the root until the manager is closed. Returns whether this process has the lock."""
         if self._hold is None:
             try:
                 self._hold = hold_root(self._root)
-            except BlockingIOError:  # another job saves there
+            except BlockingIOError:  # another job has the lock
                 return False
         return True
 
@@ -448,19 +464,20 @@ class CheckpointManager:
         save_id: str | None,
         also: str | None,
     ) -> None:
-        """Write a step to disk, in each of its formats.
+        """Write a step to disk: the step itself, its export, or both.
 
         Args:
-            also: a note for errors: where else the step is saved.
+            targets: from `_targets`.
+            also: a note for errors, which says where else the step is saved; None if nowhere.
         """
-        if self._async is None or decision.is_final:
+        if self._async is None or decision.is_final:  # the job may exit right after a final save
             with self._after_previous_save(decision):
                 for storage, form in targets:
                     meter = meter_for(self._progress, self._coordinator.rank)
                     saver = Saver(
                         storage,
                         self._coordinator,
-                        overwrite=True,
+                        overwrite=True,  # a step that was saved before is replaced
                         format=form,
                         save_id=save_id,
                         meter=meter,
@@ -477,7 +494,7 @@ class CheckpointManager:
             storage,
             state,
             metadata=metadata,
-            overwrite=True,
+            overwrite=True,  # a step that was saved before is replaced
             format=form,
             after=partial(self._conclude, decision, self._behind) if decision.is_due else None,
             copies=copies,
@@ -491,7 +508,10 @@ class CheckpointManager:
 
     @contextmanager
     def _after_previous_save(self, decision: Decision) -> Iterator[None]:
-        """Wait for the previous save. Raise that save's error before the block, or after it for a final save."""
+        """Context manager: wait for the previous save, and raise its error before the block.
+
+        Around a final save, the error is raised after the block: no later step could be saved instead.
+        """
         error: Exception | None = None
         try:
             self._wait_for_disk_together()
@@ -505,7 +525,7 @@ class CheckpointManager:
             raise error
 
     def _conclude(self, decision: Decision, coordinator: Coordinator, saved: Saved) -> None:
-        """On rank 0, write the record of a committed step and apply the retention policy."""
+        """Write the record of a committed step and apply the retention policy, on rank 0. A collective."""
         doing = f"removing older steps from {self._root.where}"
         with coordinator.together(doing, f"step {decision.step} is committed"):
             if coordinator.rank == 0:
@@ -514,7 +534,7 @@ class CheckpointManager:
                 )
                 try:
                     write_record(self._root, record)
-                except Exception as error:  # noqa: BLE001  the step is good without its record
+                except Exception as error:  # noqa: BLE001  the step can be restored without its record
                     warnings.warn(
                         f"step {record.step} is saved, but its record could not be written: "
                         f"{type(error).__name__}: {error}",
@@ -523,7 +543,10 @@ class CheckpointManager:
                 remove_old_steps(self._root, decision.step, self._retention, self._best)
 
     def _known_metrics(self) -> list[float]:
-        """Metrics of the steps on disk, as rank 0 sees them, without abandoned and soon-to-be-abandoned steps."""
+        """Return the metrics of the steps that rank 0 sees on disk. A collective.
+
+        Without steps that are abandoned, or that the next save will mark as abandoned.
+        """
         metrics: list[float] = []
         with self._coordinator.together(f"reading the metrics of {self._root.where}", "nothing was saved"):
             if self._coordinator.rank == 0:
@@ -535,7 +558,7 @@ class CheckpointManager:
         return self._coordinator.everyone(metrics)[0]
 
     def wait(self) -> None:
-        """Return when no save and no copy to another node's memory is in flight; a failed copy is a warning.
+        """Wait until no save and no copy to another node's memory is in flight. A failed copy only causes a warning.
 
         Raises:
             CheckpointError: if the last asynchronous save failed; raised once.
@@ -547,34 +570,37 @@ class CheckpointManager:
                 self._ram.wait()
 
     def _wait_for_disk(self) -> None:
-        handle, self._handle = self._handle, None
+        """Wait for the last asynchronous save, and raise its error."""
+        handle, self._handle = self._handle, None  # cleared first: an error is raised only once
         if handle is not None:
             handle.wait()
 
     def close(self) -> None:
-        """Wait, restore the signal handlers, and release the lock of the root."""
+        """Wait for the last save, restore the signal handlers, and release the lock of the root."""
         try:
             self.wait()
         finally:
             self._schedule.close()
-            self._hold, self._has_begun = None, False
+            self._hold, self._has_begun = None, False  # the lock is released with its last reference
 
     def abandon(self) -> None:
-        """Wait until no save is in flight, and ignore errors of saves: for a job that has lost ranks."""
-        self._hold, self._has_begun = None, False
+        """Wait until no save is in flight, and ignore errors of saves. For a job that has lost ranks."""
+        self._hold, self._has_begun = None, False  # the lock is released with its last reference
         if self._async is not None:
             self._async.drain()
         handle, self._handle = self._handle, None
         if handle is not None:
-            handle.exception()
+            handle.exception()  # marks the error as read, so that the exit does not report it
         if self._ram is not None:
             self._ram.abandon()
 
     def _wait_for_disk_together(self) -> None:
+        """Wait for the previous asynchronous save; its error is raised on all ranks."""
         with self._coordinator.together("waiting for the previous save", is_first=True):
             self._wait_for_disk()
 
     def _wait_together(self) -> None:
+        """Wait for the previous save and for copies to other nodes; an error is raised on all ranks."""
         with self._coordinator.together("waiting for the previous save", is_first=True):
             self.wait()
 
@@ -592,24 +618,25 @@ class CheckpointManager:
     ) -> Restored | None:
         """Fill a state from the newest good step; a collective.
 
-        Restoring changes nothing on disk. Steps may exist that are later than the restored one, after a rollback with
-        ``step=`` or because later steps are damaged. The next `save` of this manager marks them as abandoned before it
-        writes: they are kept, logged, and skipped by `restore`, `latest` and `steps`. To restore an abandoned step,
-        pass ``step=``; to delete it, call `remove`. Every job locks the root from its first save to `close`; no step is
-        marked while another job has the lock.
+        Restoring changes nothing on disk. After a rollback with ``step=``, or if the newest steps are damaged, the disk
+        contains steps that are later than the restored one. The next `save` of this manager marks these later steps as
+        abandoned before it writes: they are kept and logged, and `restore`, `latest` and `steps` skip them. To restore
+        an abandoned step, pass ``step=``; to delete it, call `remove`. Every job locks the root from its first save to
+        `close`; no step is marked while another job has the lock.
 
-        A damaged step is skipped with a warning. The next older step is tried, and overwrites everything that the
-        damaged step has overwritten. A good step that does not fit the state is an error, because older steps would not
-        fit either. A step that cannot be read for another reason, such as a lost connection, is an error too. If
-        another job removes the step during the restore, the search for the newest step starts again.
+        A damaged step is skipped with a warning. Then the next older step is tried, which overwrites everything that
+        the damaged step has overwritten. An undamaged step that does not fit the state is an error, because older steps
+        would not fit either. Any other failure to read a step, such as a lost connection, is an error too. If another
+        job removes the step during the restore, the search for the newest step starts again.
 
         Args:
             state: filled in place, as by `load`.
             step: restore this step only.
             read_only: True if this manager does not continue the run: its saves then never mark steps as abandoned.
-            strict, include, verify, read: as for `load`; each rank reads a step in memory itself, whatever ``read``.
-            patience_s: how long ranks retry while they see different steps, which caches of network file systems can
-                cause; after that they raise.
+            strict, include, verify, read: as for `load`. ``read`` does not apply to a step in memory, which each rank
+                reads itself.
+            patience_s: seconds for which ranks retry while they see different steps, for example because of stale
+                caches of a network file system; then all ranks raise.
 
         Returns:
             The restored step and its metadata; None if no rank sees any checkpoint.
@@ -620,20 +647,21 @@ class CheckpointManager:
                 unchanged.
             CheckpointError: if a step does not fit the state, the given step does not exist, or ranks see different
                 steps for ``patience_s``. An error of one rank is raised on all ranks.
-            PartialLoadError: instead of these, if a step was loaded in part and no other step completely; see `load`.
-                If damage was the cause, it is a CorruptCheckpointError too.
+            PartialLoadError: instead of these errors, if a step was loaded in part and no other step completely; see
+                `load`. If damage was the cause, it is a CorruptCheckpointError too.
         """
         self._wait_together()
         alike: dict[str, Json] = {"strict": strict, "verify": verify, "read": read, "read_only": read_only}
         run: RunFile | None = None
         with self._coordinator.together(f"starting to restore from {self._root.where}", alike=alike):
-            check_choices(verify, read)
+            check_choices(verify, read)  # also checked by `Loader`, but only if there is a step to load
             if not patience_s >= 0:  # also refuses NaN
                 raise ArgumentError(
                     "patience_s is not a time.", expected=">= 0", got=patience_s, where=self._root.where
                 )
             patterns = (include,) if isinstance(include, str) else include
             wanted = None if step is None else operator.index(step)  # refuses floats, as in `save`
+            # Added after their checks; ranks compare the arguments when the block ends.
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}
             if self._ram is not None and self._coordinator.rank == 0:
                 run = read_run_file(self._root)
@@ -656,7 +684,7 @@ class CheckpointManager:
         return restored
 
     def _renew_copies(self, ram: RamTier, step: int) -> None:
-        """Start to replace a step's copies that were lost with a node or damaged. A collective."""
+        """Start to copy a step in memory to nodes whose copies were lost or damaged. A collective."""
         manifest: Manifest | None = None
         doing = f"reading the manifest of step {step} in memory"
         with self._coordinator.together(doing, f"step {step} is restored"):
@@ -665,7 +693,7 @@ class CheckpointManager:
         ram.begin_renewal(self._coordinator, self._copying, step, manifest)
 
     def _note_restored(self, step: int, *, is_rollback: bool) -> None:
-        """Store which step the run continues from and, on rank 0, the later steps. A collective."""
+        """Note which step the run continues from and, on rank 0, which steps on disk are later. A collective."""
         later: dict[int, str] = {}
         with self._coordinator.together(
             f"looking for steps after step {step} in {self._root.where}", f"step {step} is restored"
@@ -673,7 +701,7 @@ class CheckpointManager:
             if self._coordinator.rank == 0:
                 numbers = [number for number in committed_steps(self._root) if number > step]
                 digests = {number: manifest_digest(self._root, number) for number in numbers}
-                # None: removed by another job just now.
+                # The digest is None if another job has removed the step just now.
                 later = {number: digest for number, digest in digests.items() if digest is not None}
         self._restored, self._has_begun = _RestoredStep(step, is_rollback, later), False
         self._schedule.restored(step)

@@ -1,14 +1,14 @@
 """Restore the newest good step that all ranks see, even if some rank's view of the storage is stale.
 
     every rank lists        {4, 6}    {4}       {4, 6}
-    ranks exchange lists    the newest step is 6, rank 1 does not see it
-    list again, ..          until all ranks see 6; if 6 is removed meanwhile, until all see the step that is newest then
-    patience_s is over      all ranks raise an error that lists the steps that each rank sees
+    ranks exchange lists    the newest step is 6, but rank 1 does not see it
+    ranks list again        until all ranks see step 6, or the step that is newest after a removal of step 6
+    after patience_s        all ranks raise an error that lists the steps that each rank sees
 
-A damaged step is skipped for the rest of the search. A step that is removed while it is read is not skipped: another
-job saves and removes steps, and the next listing contains its newer step. A step in memory is tried if any node has a
-part of it; different attempts to save it are different steps. If a part is lost, the step is skipped with a warning and
-without waiting, because lost memory cannot reappear.
+A damaged step is skipped for the rest of the search. If a step is removed while it is read, another job is saving and
+removing steps: the ranks list the steps again, and find that job's newer step. A step in memory is tried if any node
+has a part of it; two attempts to save one step number are different steps. If a part is lost, the step is skipped with
+a warning and without waiting, because lost memory cannot reappear.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, some
 
-_FIRST_PAUSE_S = 0.01  # before the second listing; each further pause is twice as long
-_LAST_PAUSE_S = 0.5  # longest pause
-_MIN_READS = 3  # reads of vanishing steps before the search can fail, even if patience_s is over
+_FIRST_PAUSE_S = 0.01  # pause before the second listing; each further pause is twice as long
+_LAST_PAUSE_S = 0.5  # longest pause between two listings
+_MIN_READS = 3  # steps that must vanish during their load before the search fails, even after patience_s
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Restored:
 
     Attributes:
         step: the step that was restored.
-        skipped: newer steps that were not restored, with the reason: damaged, or lost from the memory of a node.
-        report: the load's report: names that were not loaded, and the metadata.
-        tier: the tier that the step was read from: "disk" or "ram".
+        skipped: (number, reason) of newer steps that were not restored: damaged, or lost from the memory of a node.
+        report: the report of the load: names that were not loaded, and the metadata.
+        tier: the storage that the step was read from: "disk" or "ram".
         moves: one entry for each file that was missing from the memory of a node that needed it: the rank that sent it,
             or `FROM_DISK` if it was rebuilt from the same step on disk, and the rank that received it.
 
@@ -78,7 +78,7 @@ class StoredStep(NamedTuple):
     """A step on disk or in memory.
 
     Attributes:
-        attempt: the save_id of a step in memory, to tell attempts apart; empty for a step on disk.
+        attempt: the save_id of a step in memory, which differs for every attempt; empty for a step on disk.
     """
 
     number: int
@@ -90,12 +90,12 @@ class StoredStep(NamedTuple):
 
     @property
     def tier(self) -> str:
-        """The tier that the step is in: "disk" or "ram"."""
+        """Where the step is stored: "disk" or "ram"."""
         return "ram" if self.in_memory else "disk"
 
 
 class Candidate(NamedTuple):
-    """A step to try, its folder as this rank reads it, and the source of its parts if the step is in memory."""
+    """A step to try, the folder that this rank reads, and, for a step in memory, the supply of missing files."""
 
     step: StoredStep
     storage: Storage
@@ -106,19 +106,19 @@ class _View(NamedTuple):
     """The steps that one rank sees."""
 
     steps: Set[StoredStep]
-    parts: Mapping[StoredStep, HeldPart]  # of steps in memory: the part on this rank's node
+    parts: Mapping[StoredStep, HeldPart]  # for each step in memory: the part on this rank's node
     node: str
     is_late: bool  # patience_s has passed since a step was last tried
     is_over: bool  # patience_s has passed since the start
 
 
 class StepSearch:
-    """The steps to try, one after another; every method is a collective.
+    """The search for the step to restore; all ranks call every method together.
 
     Args:
         run: the root's run file; a step in memory is a candidate only if the run includes it.
-        wanted: the only step to search, even if a rollback has abandoned it; None: any step.
-        patience_s: how long ranks may see different steps.
+        wanted: number of the only step to search, even if a rollback has abandoned it; None: any step.
+        patience_s: seconds for which ranks may see different steps.
     """
 
     def __init__(
@@ -148,10 +148,11 @@ class StepSearch:
         return tuple((step.number, reason) for step, reason in self._skipped.items())
 
     def newest(self) -> Candidate | None:
-        """The newest step that has not been skipped; None if no rank sees any.
+        """Return the newest step that has not been skipped; None if no rank sees any step.
 
         Raises:
-            CheckpointError: on all ranks, if they see different steps until patience_s is over.
+            CheckpointError: on all ranks, if ranks still see different steps after ``patience_s``, or steps vanish
+                again and again while they are read.
         """
         while True:
             views = self._coordinator.everyone(self._view())
@@ -159,14 +160,16 @@ class StepSearch:
             if newest is None:
                 self._warn_together()
                 return None
+            # A step in memory need not be on every node: the others fetch its files.
             if newest.in_memory or all(newest in view.steps for view in views):
                 if self.num_vanished >= _MIN_READS and any(view.is_over for view in views):
                     raise self._error(f"Steps vanish while they are read, {self.num_vanished} so far.", views)
                 self._warn_together()
                 return self._candidate(newest, views)
+            # `any`: clocks of ranks differ, but all ranks must make the same decision.
             if any(view.is_late for view in views):
                 raise self._error("Ranks see different steps.", views)
-            if not self._has_warned:
+            if not self._has_warned:  # once per search, not at every listing
                 self._has_warned = True
                 self._warnings.append(
                     f"ranks see different steps under {self._root.where}: {_format_views(views)}. "
@@ -175,20 +178,20 @@ class StepSearch:
             self._slow_down()
 
     def _view(self) -> _View:
-        """The steps that this rank sees on disk and in its node's memory."""
+        """List the steps that this rank sees on disk and in its node's memory. A collective."""
         on_disk: list[StoredStep] = []
         parts: dict[StoredStep, HeldPart] = {}
         node = ""
         doing = f"listing the steps in {self._root.where}"
         with self._coordinator.together(doing, "nothing was overwritten"):
-            self._warn()
+            self._warn()  # inside the block: if a warning filter raises on rank 0, all ranks raise
             time.sleep(self._pause_s)
-            # A step that the caller has named may be an abandoned one.
+            # A step that the caller has chosen by number may be an abandoned one.
             numbers = committed_steps(self._root, abandoned=self._wanted is not None)
             on_disk = [StoredStep(number, False) for number in numbers]
             if self._ram is not None:
                 node = self._ram.node
-                parts = {
+                parts = {  # sorted: `everyone` compares the repr of views
                     StoredStep(number, True, attempt): part
                     for (number, attempt), part in sorted(self._ram.held(self._run).items())
                 }
@@ -198,10 +201,11 @@ class StepSearch:
         now_s = time.monotonic()
         is_late = now_s - self._last_try_s >= self._patience_s
         is_over = now_s - self._start_s >= self._patience_s
-        # Sorted first: `everyone` compares representations, and the order of a set depends on its insertions.
+        # Sorted first: `everyone` compares the repr of views, and the order of a set depends on its insertions.
         return _View(frozenset(sorted(steps)), parts, node, is_late, is_over)
 
     def _candidate(self, step: StoredStep, views: Sequence[_View]) -> Candidate:
+        """Return a step with the storages to read it from."""
         disk = self._root.child(step_name(step.number))
         if not step.in_memory:
             return Candidate(step, disk, None)
@@ -211,15 +215,16 @@ class StepSearch:
         return Candidate(step, storage, PeerMemory(self._coordinator, storage, parts, StepOnDisk(disk)))
 
     def skip_damaged(self, step: StoredStep, error: Exception) -> None:
-        """Skip a damaged step."""
+        """Skip a damaged step for the rest of the search."""
         self.damaged.append(step)
         self._skip(step, error, f"{step} is damaged and was skipped: {error}")
 
     def skip_lost(self, step: StoredStep, error: Exception) -> None:
-        """Skip a step in memory because a part of it is lost."""
+        """Skip a step in memory of which a part is lost, for the rest of the search."""
         self._skip(step, error, f"{step} was skipped: {error}")
 
     def _skip(self, step: StoredStep, error: Exception, warning: str) -> None:
+        """Skip a step, and collect the warning about it."""
         self._last_try_s = time.monotonic()
         self._skipped[step] = str(error)
         self._warnings.append(warning)
@@ -227,17 +232,20 @@ class StepSearch:
     def repair(self, candidate: Candidate, error: Exception) -> bool:
         """Delete the damaged files of a step in memory, at most once per step.
 
-        Returns whether any were deleted. The step can then be tried again: the next try uses copies on other nodes, or
-        the same step on disk.
+        Returns whether any file was deleted. The step can then be tried again: the next try replaces the deleted files
+        by copies on other nodes, or from the same step on disk. A collective.
         """
         step = candidate.step
+        # Not a second time: a step that is damaged again after its repair must be skipped.
         if self._ram is None or candidate.supply is None or step in self._repaired:
             return False
         self._repaired.add(step)
         manifest: Manifest | None = None
         doing = f"reading the manifest of {candidate.storage.where}"
-        with self._coordinator.together(doing), suppress(CheckpointError):  # it may be damaged on all nodes
+        # The manifest itself may be what is damaged: then the files cannot be verified.
+        with self._coordinator.together(doing), suppress(CheckpointError):
             manifest = read_manifest(candidate.storage)
+        # Without a manifest, a rank cannot verify its node's files.
         if not all(self._coordinator.everyone(manifest is not None)):
             return False
         assert manifest is not None
@@ -245,17 +253,18 @@ class StepSearch:
         if dropped:
             self._last_try_s = time.monotonic()
             self._warnings.append(
-                f"{step} is damaged: {error}. Damaged files were deleted, and their copies are used: {some(dropped)}"
+                f"{step} is damaged: {error}. Damaged files were deleted; their copies are tried next: {some(dropped)}"
             )
         return bool(dropped)
 
     def try_again(self) -> None:
-        """Count a step that was removed or replaced while it was read."""
+        """Count a step that was removed or replaced while it was read, and pause before the next listing."""
         self._last_try_s = time.monotonic()
         self.num_vanished += 1
         self._slow_down()
 
     def _slow_down(self) -> None:
+        """Double the pause before the next listing, up to `_LAST_PAUSE_S`."""
         self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LAST_PAUSE_S)
 
     def _warn_together(self) -> None:
@@ -265,22 +274,25 @@ class StepSearch:
                 self._warn()
 
     def _warn(self) -> None:
-        texts, self._warnings = self._warnings, []
+        """Issue the collected warnings, on rank 0 alone."""
+        texts, self._warnings = self._warnings, []  # cleared first: a warning filter may raise below
         for text in texts if self._coordinator.rank == 0 else ():
             warnings.warn(text, stacklevel=5)
 
     def _error(self, problem: str, views: Sequence[_View]) -> CheckpointError:
+        """Return an error that lists the steps that each rank sees."""
         return CheckpointError(
             problem,
             expected="the newest step to be visible to all ranks until it is read",
             got=f"{_format_views(views)} (after {self._patience_s:g} s)",
             where=self._root.where,
             todo="check that all nodes have mounted this storage, and pass the same step on all ranks; to restore "
-            "an older step that all ranks see, pass step=; if caches are stale for longer, pass patience_s=",
+            "an older step that all ranks see, pass step=; if caches stay stale for longer, pass a larger patience_s=",
         )
 
     def check_none(self) -> None:
-        """Raise if no step was restored although some existed or ``wanted`` was given."""
+        """Raise if no step was restored although steps existed, or ``wanted`` was given."""
+        # Only the first line of each error: its problem, without the details.
         reasons = "; ".join(f"step {step}: {reason.splitlines()[0]}" for step, reason in self.skipped)
         if self.damaged or self.num_vanished:
             kind = CorruptCheckpointError if self.damaged else CheckpointError
@@ -298,29 +310,33 @@ class StepSearch:
 
 
 def no_such_step(root: Storage, got: object) -> CheckpointError:
-    """The error for a step that does not exist."""
+    """Return the error for a step that does not exist."""
     steps = committed_steps(root)
     return CheckpointError("There is no such step.", expected=f"one of {steps}", got=got, where=root.where)
 
 
 def _newest(views: Sequence[_View]) -> StoredStep | None:
-    """The newest step that any rank sees. Memory goes before disk, and a complete attempt before an incomplete one."""
+    """Return the newest step that any rank sees; None if no rank sees one.
+
+    For equal numbers, memory is preferred to disk, and in memory a complete attempt to an incomplete one.
+    """
 
     def order(step: StoredStep) -> tuple[int, bool, bool, str]:
         parts = [view.parts[step] for view in views if step in view.parts]
-        # The attempt decides between equal steps, so that all ranks choose the same one.
+        # The last key, the attempt, has no meaning: with it no two steps are equal, so all ranks choose the same step.
         return step.number, step.in_memory, step.in_memory and is_whole(parts), step.attempt
 
     return max({step for view in views for step in view.steps}, key=order, default=None)
 
 
 def _format_views(views: Sequence[_View]) -> str:
-    """The steps on disk that each rank sees, as text; ranks that see the same steps are grouped."""
+    """Return the steps on disk that each rank sees, as text; ranks that see the same steps are grouped."""
     ranks_by_view: dict[str, list[int]] = {}
     for rank, view in enumerate(views):
         numbers = sorted({step.number for step in view.steps if not step.in_memory}, reverse=True)
         text = f"steps {some(map(str, numbers))}" if numbers else "no step"
         ranks_by_view.setdefault(text, []).append(rank)
+    # At most 4 groups: each of many ranks could see different steps.
     return "; ".join(
         f"ranks {some(map(str, ranks))} see {text}" for text, ranks in list(ranks_by_view.items())[:4]
     )
@@ -337,7 +353,9 @@ def restore_newest(
     read: Read,
     meter: Meter,
 ) -> Restored | None:
-    """Load the newest good step, which also replaces all values loaded from damaged steps; None if there is no step.
+    """Load the newest good step, and return which one it is; None if there is no step.
+
+    The load also replaces all values that damaged steps have overwritten.
 
     Raises:
         PartialLoadError: instead of any other error, if a damaged step has overwritten a part of the state.
@@ -346,6 +364,7 @@ def restore_newest(
     overwritten: dict[str, None] = {}
 
     def load(candidate: Candidate) -> LoadReport:
+        """Load a step; note the tensors that a failed load has overwritten."""
         if candidate.supply is not None:
             candidate.supply.bring_manifest()
         loader = Loader(candidate.storage, coordinator, verify, candidate.supply, read, meter)
@@ -362,10 +381,10 @@ def restore_newest(
                 report = load(candidate)
             except LostPartError as error:
                 search.skip_lost(step, error)
-            except NoCheckpointError:  # removed or replaced meanwhile, which is no damage
+            except NoCheckpointError:  # the step was removed or replaced meanwhile, which is no damage
                 search.try_again()
             except CorruptCheckpointError as error:
-                if not search.repair(candidate, error):
+                if not search.repair(candidate, error):  # else the loop tries the step again
                     search.skip_damaged(step, error)
             except Exception as error:
                 error.add_note(
@@ -377,7 +396,7 @@ def restore_newest(
                 moves = supply.moves if supply is not None else ()
                 return Restored(step.number, search.skipped, report, step.tier, moves)
         search.check_none()
-    except PartialLoadError:  # names its tensors already
+    except PartialLoadError:  # already names the overwritten tensors
         raise
     except Exception as error:
         if not overwritten:

@@ -4,8 +4,8 @@ after the commit. A fourth one compares replicas while files are written.
 every rank                                             rank 0 also
 -----------------------------------------------        -------------------------------------------
 describe the state's structure                         lock the folder, refuse an existing checkpoint
-agree on its digest (an error so far is raised on all ranks)
-merge the parts of `Resharded` values, if there are any
+agree on the structure's digest (an error so far is raised on all ranks)
+check that the parts of `Resharded` values can be merged, if there are any
 compute the manifest and this rank's file from it
 start to compare replicas (see `replicas`)
 write data-<id>/<rank>.safetensors, fsync
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 class Saved(NamedTuple):
-    """A finished save: bytes of all tensors and per-rank values, seconds until the commit, and its save_id."""
+    """A finished save: bytes that all ranks wrote, seconds from the start to the commit, and the save_id."""
 
     num_bytes: int
     seconds: float
@@ -80,21 +80,21 @@ def save(
     Args:
         path: folder or fsspec URL. Its manifest, written last, makes it a checkpoint.
         state: any nesting of dicts, lists and tuples of tensors, DTensors, plain values, `PerRank` values, modules,
-            optimizers of their parameters, and other objects with ``state_dict`` and ``load_state_dict``; such as
-            ``{"model": model, "optimizer": optimizer}``. Modules and optimizers are stored by parameter name. Plain
-            tensors and values must be the same on all ranks that have them.
+            optimizers of these modules' parameters, and other objects with ``state_dict`` and ``load_state_dict``; for
+            example ``{"model": model, "optimizer": optimizer}``. Modules and optimizers are stored by parameter name.
+            Plain tensors and values must be the same on all ranks that have them.
         metadata: JSON of your own, the same on all ranks, returned by `read_state(path).metadata`.
-        overwrite: replace an existing checkpoint; the old one stays good until the new one is committed.
+        overwrite: replace an existing checkpoint; the old one stays valid until the new one is committed.
         format: "native" (one safetensors file per rank; the fastest), "zarr" (one zarr v3 array per tensor, for tools
-            outside PyTorch; also loads at any world size), or a form for other libraries:
-            `vescale_fsdp.conversion.HuggingFace(..)`, `vescale_fsdp.checkpoint.dcp.DCP()`.
+            outside PyTorch; also loads at any world size), or an object that writes the format of another library:
+            `vescale_fsdp.conversion.HuggingFace(..)` or `vescale_fsdp.checkpoint.dcp.DCP()`.
         process_group: the ranks that save; default: all. Its timeout limits how long ranks wait for a missing rank.
         progress: callable that receives this rank's progress; True draws a bar on rank 0.
-        check_replicas: how ranks with the same part of a tensor compare it; each of them writes a share of the part.
-            "sample" compares a digest of some elements of each tensor, different elements in each save. It detects
-            replicas that have drifted or were never equal, but can miss a difference in few elements; it takes 2 us per
-            tensor and 2.5 us per MB. "all" compares every bit. False compares nothing: if replicas differ, a mixture of
-            them is stored.
+        check_replicas: how replicas (ranks with the same part of a tensor) are compared. Each replica writes a share of
+            the part, so the file would be a mixture if replicas differed. "sample" compares a digest of some elements
+            of each tensor, different elements in each save. It detects replicas that have drifted or were never equal,
+            but can miss a difference in few elements; it takes 2 us per tensor and 2.5 us per MB. "all" compares every
+            bit. False compares nothing.
 
     Raises:
         CheckpointError: before any byte is written, if the path is a file, this user may not write there, or the
@@ -113,14 +113,14 @@ def save(
     coordinator = coordinator_for(process_group)
     try:
         saver = Saver(
-            open_storage(path, neighbors=num_neighbors()),
+            open_storage(path, neighbors=num_neighbors()),  # neighbors: ranks share the cores
             coordinator,
             overwrite=overwrite,
             format=format,
             check_replicas=check_replicas,
         )
-    except BaseException as error:
-        coordinator.agree(None, 0, error, {})  # other ranks are in their `agree`: all ranks raise
+    except BaseException as error:  # Ctrl-C too must reach the other ranks
+        coordinator.agree(None, 0, error, {})  # other ranks are waiting in `agree`: now all ranks raise
         raise
     saver.meter = meter_for(progress, coordinator.rank)
     saver.write(partial(take_state, state, rank_of=coordinator.rank_of), metadata)
@@ -137,7 +137,8 @@ class Saver:
     split_bytes: int | None = SPLIT_BYTES
     format: Format = "native"
     save_id: str | None = None  # shared with a save to memory, to show that both have the same state
-    # Whether each node has its own storage, where every rank stores all of its regions.
+    # Whether each node has its own storage, such as its memory. A node must not need files of other nodes, so replicas
+    # then do not share the writing: every rank stores all of its regions.
     every_node: bool = False
     leads_node: bool = False  # with `every_node`: whether this rank commits for its node
     meter: Meter = field(default_factory=Meter)
@@ -148,7 +149,7 @@ class Saver:
         self._form = form_of(self.format)
 
     def left_out(self, structure: Structure) -> Collection[str]:
-        """Names of tensors that this format does not store."""
+        """Return the names of tensors that this format does not store."""
         return self._form.left_out(structure)
 
     def save(self, state: Any, metadata: Json = None) -> Saved:
@@ -156,7 +157,7 @@ class Saver:
         return self.write(partial(take_state, state, rank_of=self.coordinator.rank_of), metadata)
 
     def write(self, take: TakeState, metadata: Json) -> Saved:
-        """Take the state, agree, write and commit."""
+        """Take the state, agree with the other ranks, write and commit. A collective."""
         start_s = time.monotonic()
         with ExitStack() as held:
             commit = self.write_uncommitted(take, metadata, held)
@@ -164,25 +165,25 @@ class Saver:
             with self.coordinator.together(
                 f"committing {where}", "that error says whether the checkpoint is there"
             ):
-                if self.coordinator.rank == 0 or self.leads_node:
+                if self.coordinator.rank == 0 or self.leads_node:  # one rank for each storage
                     commit.run()
                     try:
                         held.close()  # inside the block: an error while unlocking reaches all ranks
-                    except BaseException as error:
+                    except BaseException as error:  # Ctrl-C too must say that the checkpoint is complete
                         error.add_note(f"{where} is saved and durable")
                         raise
         saved = Saved(commit.num_bytes, time.monotonic() - start_s, commit.save_id)
         if self.coordinator.rank == 0:
-            rate = saved.num_bytes / max(saved.seconds, 1e-9) / 1e9  # coarse clocks may not have moved
+            rate = saved.num_bytes / max(saved.seconds, 1e-9) / 1e9  # a coarse clock may measure 0 s
             _log.info("saved %s: %d bytes in %.3f s, %.2f GB/s", where, *saved[:2], rate)
         return saved
 
-    @plainly
+    @plainly  # not in the caller's autograd, inference or autocast mode
     def write_uncommitted(self, take: TakeState, metadata: Json, held: ExitStack) -> Commit:
-        """Agree and write this rank's part; rank 0 then runs the returned commit.
+        """Agree with the other ranks and write this rank's part. Returns the commit, which the caller runs on rank 0.
 
         Args:
-            take: takes the state; its error is raised on all ranks.
+            take: returns the state; an error that it raises is raised on all ranks.
             held: on rank 0, receives the folder's lock; the caller closes it after the commit.
         """
         error: BaseException | None = None
@@ -195,9 +196,9 @@ class Saver:
             if self.coordinator.rank == 0:
                 with root_errors(self.storage):
                     self._form.claim(self.storage, held, overwrite=self.overwrite)
-                claimed = True
+                claimed = True  # from here on, a failure must remove what this attempt wrote
             free_bytes = self.storage.free_bytes  # measured before any rank writes
-            # Last, so that both stay empty after an error: `metadata` may not be JSON then.
+            # Assigned last, so that both stay empty after an error: `agree` must not get metadata that is not JSON.
             structure, alike = taken.structure, {**self._alike, "metadata": metadata}
         except BaseException as caught:  # noqa: BLE001  every error is raised on all ranks, by `agree`
             error = caught
@@ -208,14 +209,16 @@ class Saver:
                 error,
                 alike,
                 free_bytes,
+                # After an error, `taken` may be unbound.
                 has_resharded=error is None and bool(taken.resharded),
             )
             if agreed.has_resharded:
                 check_mergeable(taken, self.coordinator)
             save_id = self.save_id or agreed.save_id
 
-            @cache  # the form and the comparison of replicas both need it
+            @cache  # computed once: the form and the comparison of replicas both call it
             def plan() -> Manifest:
+                """Return the manifest of this save, the same on all ranks."""
                 return build_manifest(
                     agreed.classes,
                     save_id=save_id,
@@ -223,7 +226,7 @@ class Saver:
                     blob_bytes=agreed.blob_bytes,
                     metadata=metadata,
                     stripe_bytes=self.stripe_bytes,
-                    split_bytes=None if self.every_node else self.split_bytes,
+                    split_bytes=None if self.every_node else self.split_bytes,  # None: replicas store all
                 )
 
             share = RankShare(
@@ -241,16 +244,16 @@ class Saver:
                 taken.locals_by_name,
                 self.coordinator,
                 self.check_replicas,
-                lambda manifest: self._form.left_out(manifest.structure),
+                lambda manifest: self._form.left_out(manifest.structure),  # not stored, so not compared
             )
             commit = self._form.write(plan, share)
             compared()
             return commit
-        except BaseException as failed:  # Ctrl-C too: written files are removed
+        except BaseException as failed:  # Ctrl-C too leaves files that must be removed
             if claimed:
                 try:
                     self._form.clear_away(self.storage, save_id)
-                except Exception as left:  # noqa: BLE001  the next save to this path tries again
+                except Exception as left:  # noqa: BLE001  not fatal: the next save to this path removes them
                     failed.add_note(f"written files could not be removed: {type(left).__name__}: {left}")
             raise
 
@@ -266,7 +269,7 @@ class Saver:
             "every_node": self.every_node,
             "check_replicas": self.check_replicas,
             "save_id": self.save_id,
-            # Ranks may mount one folder under different names, but not a step's folder under different steps.
+            # Only a step's name is compared, not the path: ranks may mount one folder at different paths.
             "step": folder if parse_step_name(folder) else None,
         }
 
@@ -275,8 +278,9 @@ def form_of(format: Format) -> Form:
     """Return the form for a ``format`` argument.
 
     Raises:
-        ValueError: if there is no such form.
+        ValueError: for an unknown name.
     """
+    # `str`, so that an object of any other class, hashable or not, is an unknown format.
     form = format if isinstance(format, Form) else _FORMS.get(str(format))
     if form is None:
         raise ArgumentError(
@@ -288,14 +292,14 @@ def form_of(format: Format) -> Form:
 
 
 def plain_json(metadata: Json) -> Json:
-    """Return `metadata` as JSON stores it: tuples become lists, for example.
+    """Return a copy of `metadata` as JSON stores it: tuples become lists, for example.
 
     Raises:
-        CheckpointError: if it is not JSON.
+        CheckpointError: if `metadata` cannot be written as JSON.
     """
     try:
         plain = parse_json(dump_json(metadata))
-        if depth_of(plain) > MAX_DEPTH:
+        if depth_of(plain) > MAX_DEPTH:  # a load could exceed the interpreter's recursion limit
             raise ValueError(f"more than {MAX_DEPTH} levels")
         return plain
     except (TypeError, ValueError, RecursionError) as error:  # RecursionError: a container inside itself
@@ -311,17 +315,18 @@ def plain_json(metadata: Json) -> Json:
 def check_mergeable(taken: TakenState, coordinator: Coordinator) -> None:
     """Check that the `Resharded` values of all ranks can be merged, as a load on other ranks would do. A collective.
 
-    All ranks gather all parts, of some hundred bytes each. The first rank that has a value merges its parts and drops
-    the result.
+    All ranks gather all parts, of some hundred bytes each. Each value is merged by the first rank that has the value;
+    the result is discarded.
 
     Raises:
         CheckpointError: on all ranks, if a value's ``merge`` raises; names the value and the ranks that have it.
     """
+    # Packed here and decoded below, so that `merge` gets the parts as a load would read them.
     mine = pack_blob({name: taken.per_rank[name] for name in taken.resharded})
     blobs = coordinator.everyone(mine)
     with coordinator.together("merging the parts of Resharded values"):
         by_rank = []
-        for rank, blob in enumerate(blobs if taken.resharded else ()):
+        for rank, blob in enumerate(blobs if taken.resharded else ()):  # a rank without values merges nothing
             where = f"rank {rank}"
             packed = unpack_blob(memoryview(blob), where=where)
             by_rank.append(
@@ -337,7 +342,7 @@ def check_mergeable(taken: TakenState, coordinator: Coordinator) -> None:
             parts = [by_rank[rank][name] for rank in holders]
             try:
                 value.merge(parts)
-            except Exception as error:  # `merge` is user code and may raise any class
+            except Exception as error:  # `merge` is user code, which may raise any class
                 raise CheckpointError(
                     "The parts of a Resharded value cannot be merged: a load on other ranks would fail.",
                     expected=f"{len(parts)} parts that its merge() accepts",

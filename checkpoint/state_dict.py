@@ -1,7 +1,7 @@
 """Replacement for `torch.distributed.checkpoint.state_dict`, with the same names.
 
-The getters are torch's own. The setters have torch's signatures, and can also load a full state dict into ragged
-shards, which torch's setters reject.
+The getters are torch's own. The setters have torch's signatures; unlike torch's setters, they can also load a full
+state dict into ragged shards.
 """
 
 from torch.distributed.checkpoint.state_dict import (

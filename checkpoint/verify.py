@@ -1,6 +1,6 @@
 """`verify`: report all problems of a checkpoint of any format, without a model or process group.
 
-    formats of this package      verifies the checksum of every stripe and chunk (`formats.check`)
+    native and zarr form         verifies the checksum of every stripe and chunk (`formats.check`)
     other formats                verifies every range that has a checksum, and reads all other bytes once, to detect
                                  read errors of the disk
 
@@ -29,7 +29,7 @@ from vescale_fsdp.formats import open_foreign
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.formats.check import Check
 
-_READ_BYTES = 4 * 2**20  # most bytes of one read
+_READ_BYTES = 4 * 2**20  # 4 MiB; largest read of bytes without a checksum
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class VerifyReport:
     Attributes:
         problems: all problems; empty if the checkpoint is good.
         num_tensors: number of tensors in the checkpoint.
-        num_checksums: number of verified checksums, of stripes, chunks and records.
+        num_checksums: number of verified checksums: of stripes, of chunks, or of records of other formats.
         num_bytes: number of tensor bytes that were read.
 
     Examples:
@@ -62,8 +62,8 @@ class VerifyReport:
         """One problem of a checkpoint.
 
         Attributes:
-            where: the file's name; in formats that are verified tensor by tensor, the tensor's name.
-            text: the error that a load would raise.
+            where: the file's name; in other formats, which are verified tensor by tensor, the tensor's name.
+            text: message of the error that a load would raise.
         """
 
         where: str
@@ -93,8 +93,8 @@ def verify(
 
     Args:
         path: folder, file or URL of a checkpoint in any format; or an open `Source`.
-        deep: read all data, not only metadata and headers.
-        progress: called with the number of tensor bytes read since the last call, from several threads.
+        deep: verify all data; False reads only metadata and headers.
+        progress: called with the number of tensor bytes read since the previous call; called from several threads.
 
     Examples:
         >>> import torch
@@ -118,17 +118,17 @@ def verify(
     from vescale_fsdp.checkpoint.formats.read_state import read_manifest
     from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbors
 
-    storage = open_storage(path, neighbors=num_neighbors())
+    storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
     try:
         manifest = read_manifest(storage)
     except NoCheckpointError as error:
-        if isinstance(path, Storage):
+        if isinstance(path, Storage):  # other formats are opened by path or URL only
             return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
         try:
             source = open_foreign(path)
         except CorruptCheckpointError as damage:
             return VerifyReport((VerifyReport.Problem(storage.where, str(damage)),))
-        except VescaleError:  # no known format: report the missing manifest
+        except VescaleError:  # no known format, so the missing manifest is the problem to report
             return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
         return _verify_source(source, deep, progress)
     except (CheckpointError, OSError) as error:
@@ -152,6 +152,7 @@ def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], 
     done: list[int] = []  # bytes of each verified stripe or chunk of tensors
 
     def note(check: Check) -> None:
+        """Add the result of one check to the report; called from several threads."""
         if check.problem is not None:
             problems.append(VerifyReport.Problem(check.file, check.problem))
         if check.holds_tensors and check.num_bytes:
@@ -159,7 +160,7 @@ def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], 
             progress(check.num_bytes)
 
     check_files(storage, manifest, note, threads=storage.read_threads)
-    problems.sort(key=lambda problem: (problem.where, problem.text))  # threads report in any order
+    problems.sort(key=lambda problem: (problem.where, problem.text))  # threads find problems in any order
     unsaved = [
         VerifyReport.Problem(
             MANIFEST_NAME, f"tensor {entry.label}: no rank stores cell {missing} of its grid"
@@ -171,7 +172,7 @@ def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], 
 
 
 def _verify_source(source: Source, deep: bool, progress: Callable[[int], object]) -> VerifyReport:
-    """Verify every tensor and every value of an open checkpoint."""
+    """Verify every tensor and every value of an open checkpoint; without ``deep``, read the values alone."""
     problems: list[VerifyReport.Problem] = []
     read: list[int] = []
     num_checksums = 0
@@ -182,6 +183,7 @@ def _verify_source(source: Source, deep: bool, progress: Callable[[int], object]
 
     for name, tensor in source.tensors.items():
         with _noting(problems, name):
+            # A chunk without a file is all zeros, or is decoded by the format's reader.
             chunks = [source.located(tensor.info, chunk) for chunk in tensor.chunks if chunk.file]
             if deep:
                 num_checksums += sum(chunk.checked is not None for chunk in chunks)
@@ -207,15 +209,17 @@ def _read_tensor(
             with _noting(problems, info.name):
                 source.reads.verify_range(chunk.checked)
             count(chunk.checked.nbytes)
-    # A small file can declare a huge tensor, by repeating its bytes: then only the stored bytes are read.
+    # A small file can declare a huge tensor, by a stride of 0 that repeats items. Reading such a tensor would take
+    # unbounded time, so only the stored bytes are read.
     if is_inflated(info.nbytes, tensor.stored_nbytes):
         for chunk in chunks:
-            # Chunks with a checksum have been read above.
+            # 0 bytes for a chunk with a checksum: it was read above.
             stop = chunk.offset + (0 if chunk.checked else chunk.stored_nbytes(info.dtype.itemsize))
             for start in range(chunk.offset, stop, _READ_BYTES):
                 nbytes = min(_READ_BYTES, stop - start)
                 source.reads.read(chunk.file, start, memoryview(bytearray(nbytes)))
                 count(nbytes)
+    # Without chunks in files, the tensor is decoded by the format's reader; reading it shows whether that succeeds.
     elif not chunks or any(chunk.checked is None for chunk in chunks):
         for piece in pieces_of(SourceView(source, info.name, info.name), _READ_BYTES):
             count(piece.nbytes)
@@ -223,7 +227,7 @@ def _read_tensor(
 
 @contextmanager
 def _noting(problems: list[VerifyReport.Problem], where: str) -> Iterator[None]:
-    """Context manager: an error in the block becomes a problem of the report."""
+    """Context manager that adds an error of the block to ``problems`` and does not raise it."""
     try:
         yield
     except VescaleError as error:

@@ -1,6 +1,7 @@
 """Check every file of a native or zarr checkpoint once, for `verify`.
 
-Loads verify the bytes that they read by themselves: see `native/read.py` and `zarr/chunks.py`. Needs no torch.
+A load does not use this module: it verifies only the bytes that it reads (`native/read.py`, `zarr/chunks.py`). The
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import VescaleError
 
-_SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while in the cache
-_MOST_MISSING = 1000  # missing files of ranks that are reported one by one
+_SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while it is in the processor's cache
+_MOST_MISSING = 1000  # missing ranks' files that are reported one by one
 
 
 class Check(NamedTuple):
-    """The result of one check: of a stripe of a rank's file, or of a file of an array.
+    """The result of checking one stripe of a rank's file, or one file of a zarr array.
 
     Attributes:
-        problem: the error that a load would raise; None if there is none.
-        num_bytes: bytes that were hashed.
+        problem: message of the error that a load would raise; None for a good file.
+        num_bytes: number of bytes that were hashed.
         holds_tensors: whether the file contains values of tensors.
     """
 
@@ -48,11 +49,11 @@ class Check(NamedTuple):
 def check_files(
     storage: Storage, manifest: Manifest, tell: Callable[[Check], object], *, threads: int
 ) -> None:
-    """Hash and compare every byte; ``tell`` is called with each result, from several threads."""
+    """Verify every byte of a checkpoint; ``tell`` is called with each result, from several threads."""
     if manifest.is_zarr:
         for check in _array_checks(ChunkTables(storage, manifest)):
             tell(check)
-    # With more threads than files, several threads check one file, each a part of it.
+    # With more threads than files, each file is divided into parts for several threads.
     parts = max(1, threads // manifest.world_size)
     ranks = _ranks_to_check(storage, manifest, tell)
 
@@ -61,22 +62,25 @@ def check_files(
             tell(check)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-verify") as pool:
-        for _ in pool.map(check_part, range(len(ranks) * parts)):  # the loop raises what a thread has raised
+        # The empty loop raises an exception of a thread here.
+        for _ in pool.map(check_part, range(len(ranks) * parts)):
             pass
 
 
 def rank_file_problem(storage: Storage, manifest: Manifest, rank: int) -> str | None:
-    """The first problem of a rank's file, all of whose bytes are verified; None if there is none."""
+    """Verify a rank's file up to the first problem. Returns the problem; None if all bytes are good."""
     problems = (check.problem for check in _rank_file_checks(storage, manifest, rank, 0, 1))
     return next((problem for problem in problems if problem is not None), None)
 
 
 def _ranks_to_check(storage: Storage, manifest: Manifest, tell: Callable[[Check], object]) -> Sequence[int]:
-    """The ranks whose files are checked one by one. At most `_MOST_MISSING` missing files are checked like this; all
-    other missing files are reported as one problem."""
-    if manifest.world_size <= _MOST_MISSING:
+    """Return the ranks whose files are checked one by one.
+
+    These include the first `_MOST_MISSING` missing files. All further missing files are reported here, as one problem.
+    """
+    if manifest.world_size <= _MOST_MISSING:  # every missing file can be reported, so no listing is needed
         return range(manifest.world_size)
-    there = set(storage.list_files())
+    there = set(storage.list_files())  # one listing instead of a request for each file
     missing = [rank for rank in range(manifest.world_size) if manifest.file_name(rank) not in there]
     if unlisted := missing[_MOST_MISSING:]:
         problem = f"{len(unlisted)} more files of ranks are missing, from rank {unlisted[0]} on"
@@ -88,13 +92,13 @@ def _ranks_to_check(storage: Storage, manifest: Manifest, tell: Callable[[Check]
 def _rank_file_checks(
     storage: Storage, manifest: Manifest, rank: int, part: int, parts: int
 ) -> Iterator[Check]:
-    """Verify the stripes of part number ``part`` of ``parts`` equal parts of a rank's file, from front to back."""
+    """Divide a rank's file into ``parts`` equal parts, and verify the stripes of part number ``part`` in order."""
     file = RankFile(manifest, rank)
-    holds_tensors = not manifest.is_zarr  # there, chunk files hold them
+    holds_tensors = not manifest.is_zarr  # in the zarr form, chunk files have the tensors' values
     try:
         opened = OpenRankFile(storage, file)
-    except (VescaleError, OSError) as error:  # reported, so that the other files are checked too
-        if part == 0:  # once per file, not for each of its parts
+    except (VescaleError, OSError) as error:  # not raised, so that the other files are checked too
+        if part == 0:  # reported once per file, not once per part
             yield Check(file.name, str(error), 0, holds_tensors)
         return
     scratch = bytearray(_SCRATCH_BYTES)
@@ -104,13 +108,13 @@ def _rank_file_checks(
             problem = None
             try:
                 opened.verify_stripe(index, opened.hash_stripe(index, scratch))
-            except (VescaleError, OSError) as error:  # the stripes after it are checked too
+            except (VescaleError, OSError) as error:  # not raised, so that later stripes are checked too
                 problem = str(error)
             yield Check(file.name, problem, stop - start, holds_tensors)
 
 
 def _array_checks(tables: ChunkTables) -> Iterator[Check]:
-    """Verify every file of the arrays in the zarr form."""
+    """Verify every file of the zarr arrays: metadata of groups and arrays, then chunks."""
     manifest = tables.manifest
     for name, expected in group_files(manifest).items():
         yield Check(name, _json_problem(tables.storage, name, expected, "a group"), 0, False)
@@ -122,7 +126,7 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
         )
         yield Check(name, problem, 0, False)
         if problem is not None:
-            continue  # the metadata is damaged, so its chunks are not known
+            continue  # the whole array is reported as damaged; its chunks are not checked one by one
         for box in chunk_boxes(manifest.entries[place].shape, manifest.chunk_sizes[place]):
             num_bytes, problem = 0, None
             try:
@@ -133,13 +137,17 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
 
 
 def _json_problem(storage: Storage, name: str, expected: bytes, of: str) -> str | None:
-    """The problem of a small file whose content follows from the manifest; None if there is none."""
+    """Compare a small file with the content that the manifest implies. Returns the problem, or None.
+
+    Args:
+        of: the group or tensor that the file describes, for the message.
+    """
     try:
         with closing(storage.open_file(name)) as reader:
-            content = bytearray(min(reader.size_bytes, len(expected)))  # a damaged file may be of any size
+            content = bytearray(min(reader.size_bytes, len(expected)))  # a damaged file may be huge
             is_same = reader.size_bytes == len(expected)
             reader.read_at(0, [content])
-    # EOFError: a file that became shorter; ValueError: not a regular file.
+    # EOFError: the file became shorter meanwhile. ValueError: the path is no regular file.
     except (VescaleError, OSError, EOFError, ValueError) as error:
         return f"{of}: {error}"
     return None if is_same and content == expected else f"{of}: {name} differs from what the manifest implies"

@@ -1,4 +1,4 @@
-"""`Entries`: collects the entries of a checkpoint while it is opened, and makes a `Source` of them."""
+"""`Entries`: collects the tensors and values of a checkpoint that is being opened, and creates its `Source`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ class Entries:
     warnings: list[str] = field(default_factory=list)
 
     def add_tensor(self, path: Path, tensor: StoredTensor, reader: BoxReader | None = None) -> None:
-        """Add a tensor that has the flattened name of ``path``; ``reader`` is needed if no file has its plain bytes."""
+        """Add a tensor.
+
+        Args:
+            path: keys in the nested state; the tensor's name is the flattened path.
+            reader: reads the tensor if its bytes are not stored plainly in a file, for example compressed.
+        """
         name = tensor.info.name
         self.tensors[name], self.paths[name] = tensor, path
         if reader is not None:
@@ -37,7 +42,7 @@ class Entries:
         self.values[name], self.paths[name] = constant(value), path
 
     def update(self, other: Entries) -> None:
-        """Add the entries of another collection."""
+        """Add the entries of another `Entries`; they replace entries of the same names."""
         self.tensors |= other.tensors
         self.values |= other.values
         self.paths |= other.paths
@@ -55,7 +60,7 @@ class Entries:
         file: str = "",
         locate: Callable[[TensorInfo, StoredChunk], StoredChunk] | None = None,
     ) -> Source:
-        """A source with these entries; arguments as of `Source`."""
+        """Return a `Source` with these entries; the arguments are those of `Source`."""
         return Source(
             kind,
             store,

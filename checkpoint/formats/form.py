@@ -1,10 +1,10 @@
 """`Form`, the argument of `format=` and `export=`: how a state is written to a folder and committed.
 
-    native, zarr       files of ranks, or zarr arrays, and a manifest
+    native, zarr       one file per rank, or zarr arrays; and a manifest
     dcp                a folder of stock torch.distributed.checkpoint
-    huggingface        a Hugging Face repository; the class is `conversion.HuggingFace`, since it needs key rules
+    huggingface        a Hugging Face repository; its class is `conversion.HuggingFace`, because it needs key rules
 
-`save` captures the state, compares it between ranks and calls a form. A form only writes; readers are separate.
+`save` captures the state, compares it between ranks, and calls the form to write it. A form does not read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.storage.base import ALLOW_WRITES, Storage, StorageError, bad_root
 from vescale_fsdp.checkpoint.storage.progress import Meter
 
-# Errors of creating files and folders at an unusable path; a full disk is not among them.
+# Errors of the first write to an unusable path, for which `root_errors` explains the path. Not ENOSPC: a full disk says
+# nothing about the path.
 _UNUSABLE = {errno.EACCES, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS}
 
 
@@ -32,8 +33,8 @@ class Commit(NamedTuple):
     """The last step of a save, after all ranks have written.
 
     Attributes:
-        num_bytes: bytes of tensors and values that all ranks together have written.
-        run: makes the checkpoint valid; called on one rank, or on one rank of every node.
+        num_bytes: bytes of tensors and per-rank values that all ranks have written together.
+        run: makes the checkpoint valid; called on rank 0, or, with `RankShare.every_node`, on one rank of every node.
         save_id: the save id in the manifest; empty in forms without a manifest.
     """
 
@@ -43,12 +44,12 @@ class Commit(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """The data that one rank writes, and its destination.
+    """The data that one rank writes, and where it writes them.
 
     Attributes:
         locals_by_name: this rank's tensors, except those that the form leaves out; each has the elements of the
             rank's whole region.
-        blob: this rank's per-rank values, packed.
+        blob: this rank's `PerRank` values, packed into bytes.
         replace: whether an existing folder may be replaced.
         every_node: whether each node has a storage of its own.
         free_bytes: the least free space that any rank measured before writing; None if unknown.
@@ -65,10 +66,10 @@ class RankShare(NamedTuple):
     meter: Meter = Meter()
 
     def check_room(self, needed_bytes: int) -> None:
-        """Refuse a checkpoint that does not fit, before anything is written.
+        """Raise StorageError if the free space is too small, before anything is written.
 
         Args:
-            needed_bytes: the size of all ranks' files if the ranks share the storage, so that all make the same
+            needed_bytes: if the ranks share the storage, the size of all files, so that all ranks make the same
                 decision; else the size of this rank's file.
         """
         if self.free_bytes is not None and needed_bytes > self.free_bytes:
@@ -82,11 +83,11 @@ class RankShare(NamedTuple):
 
 
 class Form(ABC):
-    """A layout of a state's tensors in a folder."""
+    """How a save writes a state to a folder and commits it. `save` calls `claim`, `write` and the returned commit."""
 
     @abstractmethod
     def arguments(self) -> Json:
-        """The options that must be equal on all ranks, including the content of files that options name.
+        """Return the form's options, for a comparison between ranks. If an option names a file, include its content.
 
         Raises:
             VescaleError: for an invalid option; raised on all ranks, before anything is written.
@@ -94,38 +95,37 @@ class Form(ABC):
 
     @abstractmethod
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
-        """On rank 0, before anything is written: lock the folder.
-
-        Without ``overwrite``, refuse to replace an existing checkpoint.
+        """Lock the folder. Called on rank 0, before anything is written.
 
         Args:
-            held: the lock is added to this stack, which the caller closes after the commit.
+            held: receives the lock; the caller closes this stack after the commit.
+            overwrite: whether an existing checkpoint may be replaced; otherwise it is an error.
         """
 
     def left_out(self, structure: Structure) -> Collection[str]:
-        """Names of tensors whose values `write` never reads; a save need not copy these tensors."""
+        """Return names of tensors whose values `write` never reads; a save need not copy these tensors."""
         return ()
 
     @abstractmethod
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
-        """Write this rank's part, durably; a collective that returns or raises on all ranks alike.
+        """Write this rank's part, durable on return. A collective: all ranks return, or all ranks raise.
 
         Args:
-            plan: computes the manifest of this save, in the native form; equal on all ranks.
+            plan: computes the manifest of this save in the native form; the result is equal on all ranks.
         """
 
     @abstractmethod
     def clear_away(self, storage: Storage, save_id: str) -> None:
-        """On rank 0, after an attempt that failed after `claim`: remove its files.
+        """Remove the files of an attempt that failed after `claim`. Called on rank 0.
 
         Args:
-            save_id: the attempt's id; empty if it failed before the ranks agreed on one.
+            save_id: the attempt's id; empty if the attempt failed before the ranks agreed on an id.
         """
 
 
 @contextmanager
 def lock_errors(storage: Storage) -> Iterator[None]:
-    """Around `Storage.lock`: turns the lock of another job into an error of the checkpoint."""
+    """Context manager around `Storage.lock`: raise StorageError if another job holds the lock."""
     try:
         yield
     except BlockingIOError as busy:
@@ -140,11 +140,14 @@ def lock_errors(storage: Storage) -> Iterator[None]:
 
 @contextmanager
 def root_errors(storage: Storage) -> Iterator[None]:
-    """Around the first writes to a path: names a file at the path, a missing permission or a read-only mount."""
+    """Context manager around the first writes to a path: an error says why the path cannot be used.
+
+    Such reasons are a file at the path, a missing permission, or a read-only mount.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno not in _UNUSABLE:  # not about the path, such as a full disk
+        if error.errno not in _UNUSABLE:  # another problem than the path, such as a full disk
             raise
         problem = storage.check_root() or f"{type(error).__name__}: {error}"
         raise bad_root(storage.where, problem, ALLOW_WRITES) from error

@@ -1,7 +1,7 @@
 """`Loadable`, the interface of a checkpoint that `load` reads, and its implementation for native checkpoints.
 
-Checkpoints of other formats, and native checkpoints that are loaded with casts or key rules, are read through views:
-see `viewed_checkpoint`.
+The other implementation, `viewed_checkpoint`, reads other formats through views, and native checkpoints that are loaded
+with casts or key rules.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class Loadable(ABC):
     """A checkpoint that a load has opened. A load first matches it with a state, then reads this rank's regions.
 
     Attributes:
-        where: its path or URL.
-        metadata: the ``metadata`` of `save`; None if there is none.
-        warnings: warnings about its files.
-        left_out: entries that the state cannot take.
-        joins_stages: whether an entry is unexpected only if no rank takes it; pipeline stages take different entries.
+        where: the checkpoint's path or URL.
+        metadata: the ``metadata`` argument of `save`; None for other formats.
+        warnings: possible problems with the checkpoint's files.
+        left_out: entries of the checkpoint for which the state has no object.
+        joins_stages: whether an entry is unexpected only if no rank loads it, since pipeline stages load different
+            entries; if False, each rank decides alone.
     """
 
     where: str
@@ -42,28 +43,28 @@ class Loadable(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """Equal on ranks that have opened the same checkpoint."""
+        """A text that is equal on all ranks that have opened the same checkpoint, and differs between checkpoints."""
 
     @abstractmethod
     def match(self, state: Any, include: tuple[str, ...] | None) -> Match:
-        """Match the checkpoint with a state, without reading data; ``reads`` of the result are the tensors that fit."""
+        """Match the checkpoint with a state by metadata alone. The result's ``reads`` has only tensors that fit."""
 
     @abstractmethod
     def describe(self, number: int) -> tuple[tuple[int, ...], str, bool]:
-        """Shape and dtype of stored tensor ``number``, and whether it was sharded when it was saved."""
+        """Return (shape, dtype, whether it was sharded when it was saved) of stored tensor ``number``."""
 
     @abstractmethod
     def reads(self) -> Reads:
-        """A new, empty plan of reads from the checkpoint."""
+        """Return a new, empty plan of reads from the checkpoint."""
 
     def allocate(
         self, matched: Match, state: Any, include: tuple[str, ...] | None, on_failure: ExitStack
     ) -> Match:
-        """Allocate tensors of modules that are on the meta device, where that is supported.
+        """Allocate tensors of modules that are on the meta device. By default, change nothing.
 
         Args:
             matched: the match before the allocation.
-            on_failure: gets a callback that restores the meta tensors.
+            on_failure: receives a callback that moves these tensors back to the meta device.
 
         Returns:
             The match with the allocated tensors.
@@ -72,18 +73,18 @@ class Loadable(ABC):
 
     @abstractmethod
     def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
-        """Check two stored tensors that both fill one tensor of the state; without an error, the second fills it."""
+        """Raise if two stored tensors for one tensor of the state differ, where that is an error."""
 
     @abstractmethod
     def fetch(self, reads: Reads, matched: Match) -> None:
-        """Copy missing files to this rank's storage; a collective."""
+        """Copy files that this rank's storage lacks from other nodes; a collective."""
 
     @abstractmethod
     def read_values(self, matched: Match) -> None:
-        """Read this rank's per-rank values into the match."""
+        """Read this rank's `PerRank` values into ``matched.per_rank_values``."""
 
     def is_gone(self) -> bool:
-        """Whether the checkpoint is known to be removed or replaced."""
+        """Return whether the checkpoint was certainly removed or replaced since it was opened."""
         return False
 
 
@@ -91,10 +92,10 @@ class Supply(Protocol):
     """Copies files of saved ranks to this rank's storage."""
 
     def cost(self, saved_rank: int) -> int:
-        """Cost of copying the file of a saved rank; among replicas, the cheapest file is read."""
+        """Return the cost of copying the file of a saved rank. Of several replicas, the cheapest file is read."""
 
     def fetch(self, manifest: Manifest, saved_ranks: set[int]) -> None:
-        """Copy the files of ``saved_ranks``; a collective, to which each rank passes the ranks that it needs."""
+        """Copy the files of ``saved_ranks``, which this rank needs, to its storage. A collective."""
 
 
 class NativeCheckpoint(Loadable):
@@ -114,7 +115,7 @@ class NativeCheckpoint(Loadable):
     ) -> None:
         self._storage, self._coordinator, self._supply = storage, coordinator, supply
         rank = coordinator.rank
-        # Among replicas, prefer this rank's own file.
+        # Of several replicas, the file of the same rank is preferred, so that ranks read different files.
         cost = supply.cost if supply is not None else lambda saved: saved != rank
         self._reader = CheckpointReader(storage, cost=cost, manifest=manifest)
         self._manifest = self._reader.manifest
@@ -122,7 +123,7 @@ class NativeCheckpoint(Loadable):
 
     @property
     def identity(self) -> str:
-        return self._manifest.save_id
+        return self._manifest.save_id  # new for every save
 
     def match(self, state: Any, include: tuple[str, ...] | None) -> Match:
         matched, entries = match(state, self._manifest.structure.tree, include), self._manifest.entries
@@ -141,7 +142,7 @@ class NativeCheckpoint(Loadable):
         return self._reader.reads()
 
     def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
-        """Does nothing: the tensors may differ, and the last name's value is used."""
+        """Do nothing: the two tensors may differ, and the last one is loaded, as by load_state_dict."""
 
     def fetch(self, reads: Reads, matched: Match) -> None:
         if self._supply is None:
@@ -153,13 +154,14 @@ class NativeCheckpoint(Loadable):
         self._supply.fetch(self._manifest, ranks | reads.saved_ranks())
 
     def _merging(self, matched: Match) -> set[str]:
-        """Names of per-rank values that are merged from the values of all saved ranks."""
+        """Return the names of per-rank values that are merged from the values of all saved ranks."""
+        # With equal numbers of ranks, each rank loads its own saved value.
         if self._coordinator.world_size == self._manifest.world_size:
             return set()
         return {name for name, leaf in matched.per_rank.items() if leaf.merge is not None}
 
     def read_values(self, matched: Match) -> None:
-        """Read this rank's own saved values, or merge the values of all saved ranks."""
+        """Read this rank's own saved values; if another number of ranks saved, merge the values that can be merged."""
         if not matched.per_rank:
             return
         rank, world, saved = self._coordinator.rank, self._coordinator.world_size, self._manifest.world_size
@@ -170,8 +172,8 @@ class NativeCheckpoint(Loadable):
         elif merging != set(matched.per_rank):
             lacking = sorted(set(matched.per_rank) - merging)
             warnings.warn(
-                f"rank {rank} keeps its own value of {', '.join(map(dotted_name, lacking))}: {saved} ranks saved. "
-                "Give PerRank a merge function to derive one.",
+                f"rank {rank} keeps its own value of {', '.join(map(dotted_name, lacking))}: only {saved} ranks saved "
+                "one. Pass merge= to PerRank to derive this rank's value.",
                 stacklevel=5,
             )
         if merging:
@@ -188,4 +190,4 @@ class NativeCheckpoint(Loadable):
         except NoCheckpointError:
             return True
         except (CheckpointError, OSError):
-            return False  # not known; the caller raises its own error, which says more
+            return False  # unknown: the caller raises the error of the read, which says more

@@ -1,12 +1,12 @@
-"""`read_state`: read single tensors of a checkpoint, or boxes of them, without a process group.
+"""`read_state`: read single tensors of a native checkpoint, or boxes of tensors, without a process group.
 
-    state = read_state("ckpt/step-1000")
-    state.names()                                   every tensor's name
-    state["model.layers.0.weight"].read()           a torch tensor
-    state["model.layers.0.weight"].read(Box((0, 0), (128, 64)))
-    state.tree(read=True)                           the whole nested state, with full tensors
+    state = read_state("ckpt/step-1000")                           reads the manifest alone
+    state.names()                                                  every tensor's name
+    state["model.layers.0.weight"].read()                          a torch tensor
+    state["model.layers.0.weight"].read(Box((0, 0), (128, 64)))    its first 128 rows and 64 columns
+    state.tree(read=True)                                          the whole nested state, with full tensors
 
-Converters and tools build on it. Opening reads one small file; each read fetches only the byte ranges that it needs.
+A read fetches only the byte ranges that it needs.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, UnknownNameError, some
 from vescale_fsdp.layout.geometry import Box, FlatRange
 
-_MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB; a larger file is not a manifest
+_MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB; a larger file is no manifest, and is not read into memory
 
 
 def read_manifest(storage: Storage) -> Manifest:
-    """The verified manifest of a checkpoint.
+    """Read and verify the manifest of a checkpoint.
 
     Raises:
-        NoCheckpointError: if there is none.
-        CheckpointError: if a newer version wrote it.
-        CorruptCheckpointError: if it is damaged.
+        NoCheckpointError: if there is no manifest.
+        CheckpointError: if a newer version of this library wrote the manifest.
+        CorruptCheckpointError: if the manifest is damaged.
     """
     where = f"{storage.where}/{MANIFEST_NAME}"
     try:
         raw = storage.read_small(MANIFEST_NAME, limit_bytes=_MANIFEST_LIMIT_BYTES)
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError) as error:  # NotADirectoryError: the path is a file
         raise _no_checkpoint(storage) from error
-    except ValueError as error:
+    except ValueError as error:  # too large, or not a regular file
         raise CorruptCheckpointError(
             "This file cannot be read as a manifest.",
             expected=f"a file of at most {_MANIFEST_LIMIT_BYTES} bytes",
@@ -65,7 +65,7 @@ def read_manifest(storage: Storage) -> Manifest:
 
 
 def _no_checkpoint(storage: Storage) -> NoCheckpointError:
-    """The error for a path without a manifest; it names other content of the path that is recognized."""
+    """Return the error for a path without a manifest. It names steps or files of other formats at the path."""
     got, todo = "no manifest.json", "give the path of a complete checkpoint"
     names = storage.list_folder("")
     steps = [name for name in names if parse_step_name(name)]
@@ -74,10 +74,10 @@ def _no_checkpoint(storage: Storage) -> NoCheckpointError:
         todo = "for a folder of steps, CheckpointManager(path).restore(state); or give the path of one step"
     elif ".metadata" in names:
         got += ", but .metadata of torch.distributed.checkpoint"
-        todo = "`load` and dcp.load read it, and vescale-convert to-vescale brings it into this format"
+        todo = "read it with `load` or dcp.load, or convert it to this format with vescale-convert to-vescale"
     elif any(name.endswith((".safetensors", ".bin", ".pt", ".pth")) for name in names):
         got += ", but files of weights"
-        todo = "`load` reads them, and vescale-convert to-vescale brings them into this format"
+        todo = "read them with `load`, or convert them to this format with vescale-convert to-vescale"
     return NoCheckpointError(
         "There is no checkpoint at this path.",
         expected="a folder with manifest.json (it is written last: a folder without one is incomplete)",
@@ -88,10 +88,10 @@ def _no_checkpoint(storage: Storage) -> NoCheckpointError:
 
 
 def read_state(path: str | os.PathLike[str]) -> CheckpointReader:
-    """Open a checkpoint for reading by name; only the manifest is read.
+    """Open a native checkpoint for reading tensors by name. Reads only the manifest.
 
     Raises:
-        CheckpointError: if the path contains no complete checkpoint.
+        CheckpointError: if the path contains no complete native checkpoint.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -99,7 +99,7 @@ def read_state(path: str | os.PathLike[str]) -> CheckpointReader:
         >>> read_state("to_read").metadata
         {'loss': 2.5}
     """
-    return CheckpointReader(open_storage(path, neighbors=num_neighbors()))
+    return CheckpointReader(open_storage(path, neighbors=num_neighbors()))  # neighbors: ranks share the cores
 
 
 @dataclass(frozen=True)
@@ -135,13 +135,13 @@ class CheckpointTensor:
     def read(
         self, box: Box | None = None, *, out: torch.Tensor | None = None, verify: bool = True
     ) -> torch.Tensor:
-        """Values of the tensor, or of a box of it.
+        """Read the tensor, or a box of the tensor. Returns a CPU tensor, or ``out``.
 
         Args:
             box: the part to read; default: the whole tensor.
-            out: filled in place and returned; has the box's shape and the tensor's dtype. After an error it may be
+            out: a tensor with the box's shape and the stored dtype; filled in place and returned. An error may leave it
                 partly filled.
-            verify: compare checksums; whole stripes of 1 MiB are then read.
+            verify: compare checksums; this reads whole stripes, of 1 MiB by default.
 
         Raises:
             CorruptCheckpointError: if a checksum differs.
@@ -149,13 +149,13 @@ class CheckpointTensor:
         """
         wanted = whole_region(self.shape) if box is None else Region(box, FlatRange(0, box.numel))
         self._check(wanted.box, out)
-        # On the CPU, whatever torch's default device is.
+        # An explicit device, because the caller may have changed torch's default device.
         result = out if out is not None else torch.empty(wanted.box.sizes, dtype=self.dtype, device="cpu")
         self.reader.fill([(self.index, wanted, result)], verify=verify)
         return result
 
     def read_flat(self, start: int, stop: int, *, verify: bool = True) -> torch.Tensor:
-        """Elements [start, stop) of the row-major flattened tensor, 1-D."""
+        """Read elements [start, stop) of the row-major flattened tensor. Returns a 1D CPU tensor."""
         whole = whole_region(self.shape)
         if not 0 <= start <= stop <= whole.numel:
             raise self._misfit(f"a range inside [0, {whole.numel})", f"[{start}, {stop})")
@@ -164,6 +164,7 @@ class CheckpointTensor:
         return result
 
     def _check(self, box: Box, out: torch.Tensor | None) -> None:
+        """Raise CheckpointError if the box is not inside the tensor, or ``out`` has another shape or dtype."""
         inside = len(box.sizes) == len(self.shape) and all(
             0 <= start <= start + size <= full
             for start, size, full in zip(box.offsets, box.sizes, self.shape, strict=True)
@@ -174,6 +175,7 @@ class CheckpointTensor:
             raise self._misfit(f"{box.sizes} of {self.dtype}", f"{tuple(out.shape)} of {out.dtype}")
 
     def _misfit(self, expected: str, got: str) -> CheckpointError:
+        """Return the error for a request that does not fit the tensor."""
         return CheckpointError(
             "The tensor does not have the requested part or type.",
             expected=expected,
@@ -186,12 +188,12 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
     """A checkpoint as a mapping from tensor name to `CheckpointTensor`. Needs no process group.
 
     A name is the tensor's keys in the state, joined by dots. If that name is not unique, the keys are joined by ``/``,
-    as in the files; this spelling is accepted for every tensor. A tied tensor is stored and listed under its first
-    name, and can be read under all of its names.
+    as in the files; every tensor can be read under this name too. A tied tensor is stored and listed under its first
+    name, and can be read under all its names.
 
     Attributes:
-        manifest: layouts, state tree and all other metadata.
-        metadata: the JSON given to `save`.
+        manifest: layouts, state tree and all other information that the manifest stores.
+        metadata: the ``metadata`` argument of `save`.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -201,7 +203,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         (['model.w'], 6.0, (2, 3))
     """
 
-    Tensor = CheckpointTensor  # for annotations: a tensor of the checkpoint
+    Tensor = CheckpointTensor  # the type of the mapping's values, for the user's annotations
 
     def __init__(
         self,
@@ -230,7 +232,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
-        """Number of each tensor by its name, in file order."""
+        """Listed name -> number in the manifest, for each tensor, in file order."""
         return {
             dotted if (dotted := dotted_name(name)) in self._aliases else name: places[0]
             for name, places in self.manifest.indices_by_name.items()
@@ -238,10 +240,11 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     @functools.cached_property
     def _aliases(self) -> dict[str, int]:
-        """The number of each tensor by all its names: the stored names, and those dotted names that are unique."""
+        """Accepted name -> number in the manifest: all stored names, names of tied tensors, and unique dotted names."""
         stored = {name: places[0] for name, places in self.manifest.indices_by_name.items()}
 
         def visit(node: Json, name: str) -> None:
+            """Add all names of the tensors below a node of the state tree."""
             if isinstance(node, list):
                 for number, item in enumerate(node):
                     visit(item, join_name(name, number))
@@ -252,12 +255,12 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
                 stored[name] = int(node["i"])
             elif isinstance(node, dict) and node["$"] == "tuple":
                 visit(node["v"], name)
-            elif isinstance(node, dict) and node["$"] == "dict":
+            elif isinstance(node, dict) and node["$"] == "dict":  # with keys that JSON cannot express
                 for key, item in node["v"]:
                     visit(item, join_name(name, decode(key, lambda leaf: None)))
 
         visit(self.manifest.structure.tree, "")
-        dotted: dict[str, int | None] = {}  # None where several tensors have the name
+        dotted: dict[str, int | None] = {}  # None if several tensors have this dotted name
         for name, index in stored.items():
             spelled = dotted_name(name)
             dotted[spelled] = index if dotted.get(spelled, index) == index else None
@@ -270,18 +273,21 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         return len(self._places)
 
     def names(self) -> list[str]:
-        """Names of all tensors, in file order."""
+        """Return the names of all tensors, in file order."""
         return list(self._places)
 
     def tree(self, *, read: bool = False) -> Any:
-        """The nested state, with `CheckpointTensor` leaves, or with full CPU tensors if ``read`` is True.
+        """Return the nested state.
 
-        If ``read`` is True, a per-rank leaf becomes a list of the values of all ranks; otherwise it becomes None.
+        Args:
+            read: True returns full CPU tensors, and for each `PerRank` value a list of all ranks' values. False returns
+                `CheckpointTensor` leaves, and None for each `PerRank` value.
         """
         per_rank = self.per_rank_values() if read and self.manifest.blob_bytes else []
         tensors: dict[int, Any] = {}
 
         def leaf(node: Mapping[str, Any]) -> Any:
+            """Return the value for a leaf of the state tree."""
             if node["$"] == "per_rank":
                 return (
                     [values[node["name"]] for values in per_rank if node["name"] in values] if read else None
@@ -289,7 +295,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
             if node["$"] == "absent":
                 return None
             index = int(node["i"])
-            if index not in tensors:
+            if index not in tensors:  # a tied tensor is read once, and stays one object
                 stored = CheckpointTensor(self, index)
                 tensors[index] = stored.read() if read else stored
             value = tensors[index]
@@ -298,7 +304,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         return decode(self.manifest.structure.tree, leaf, self.storage.where)
 
     def per_rank_values(self, ranks: list[int] | None = None) -> list[dict[str, Any]]:
-        """Decoded per-rank values of some ranks (default: all): one dict by name for each rank."""
+        """Read the `PerRank` values of some ranks (default: all). Returns one dict per rank, from name to value."""
         chosen = list(range(self.manifest.world_size)) if ranks is None else ranks
         if not self.manifest.blob_bytes:
             return [{} for _ in chosen]
@@ -308,7 +314,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         ]
 
     def blobs(self, ranks: list[int]) -> list[memoryview]:
-        """The packed per-rank values of some ranks, verified."""
+        """Read and verify the packed `PerRank` values of some ranks."""
         blobs: list[Bytes] = [np.empty(self.manifest.blob_bytes, dtype=np.uint8) for _ in ranks]
         with closing(ReadPlan(self.storage, self._finder)) as reads:
             for rank, blob in zip(ranks, blobs, strict=True):
@@ -319,13 +325,15 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         return [memoryview(blob.data) for blob in blobs]
 
     def _unpack(self, blob: memoryview, file_name: str) -> dict[str, Any]:
+        """Decode the packed `PerRank` values of one rank. Returns a dict from name to value."""
         where = f"{self.storage.where}/{file_name}"
-        packed = unpack_blob(blob, where=where) if any(blob[:8]) else {}  # a length of 0: this rank had none
+        # The first 8 bytes are a length, which is 0 if this rank had no values.
+        packed = unpack_blob(blob, where=where) if any(blob[:8]) else {}
         values = {}
         for name, (tree, tensors) in packed.items():
             try:
                 values[name] = decode(tree, functools.partial(leaf_of, tensors), where)
-            # What `decode` raises for a damaged tree.
+            # The classes that `decode` raises for a damaged tree.
             except (LookupError, TypeError, ValueError, RecursionError) as error:
                 raise CorruptCheckpointError(
                     "A per-rank value is damaged.",
@@ -337,7 +345,11 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         return values
 
     def fill(self, wanted: list[tuple[int, Region, torch.Tensor]], *, verify: bool) -> None:
-        """Fill tensors with regions of stored tensors: (number of the stored tensor, region, tensor to fill)."""
+        """Fill tensors with regions of stored tensors.
+
+        Args:
+            wanted: (number of the stored tensor, region, tensor to fill).
+        """
         with closing(self.reads()) as reads:
             targets = [reads.ask(index, region, tensor) for index, region, tensor in wanted]
             reads.run(verify=verify)
@@ -345,7 +357,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
             target.finish()
 
     def reads(self) -> Reads:
-        """A new, empty plan of reads from this checkpoint."""
+        """Return a new, empty plan of reads from this checkpoint."""
         if self.manifest.is_zarr:
             return ZarrReads(self.storage, self._tables)
         return ReadPlan(self.storage, self._finder)

@@ -1,6 +1,7 @@
-"""Open native checkpoints as a `Source`; the manifest maps every element to its file and byte offset.
+"""`open_native`: opens a native checkpoint, in the native or the zarr form, as a `Source`.
 
-Tensors are stored in ranks' files, or in chunks of zarr arrays, whose checksums are in ranks' files.
+The file and byte offset of every element follow from the manifest. In the native form, tensors are stored in the ranks'
+files; in the zarr form, in the chunks of arrays, and ranks' files have the checksums of the chunks.
 """
 
 from __future__ import annotations
@@ -30,45 +31,52 @@ from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
 
-_MAX_OPEN_FILES = 64  # each holds its pieces, header and checksums in memory
+_MAX_OPEN_FILES = 64  # limits memory: pieces, header and checksums of each open file
 
 
 class _NumberedTensor(NamedTuple):
+    """A tensor leaf of the decoded state; ``place`` is its number in the structure."""
+
     place: int
 
 
 class _PerRankLeaf(NamedTuple):
+    """A `PerRank` leaf of the decoded state."""
+
     name: str
 
 
 def open_native(store: Storage) -> Source:
-    """Open a native checkpoint; reads the manifest and file sizes.
+    """Open a native checkpoint as a `Source`. Reads the manifest and the sizes of files.
 
     Raises:
-        CheckpointError: if a newer version wrote it.
-        CorruptCheckpointError: if the manifest is damaged or a file is missing or has another size.
+        CheckpointError: if a newer version of this library wrote the checkpoint.
+        CorruptCheckpointError: if the manifest is damaged, or a file is missing or has another size.
     """
     manifest = Manifest.from_bytes(store.read(MANIFEST_NAME), where=f"{store.where}/{MANIFEST_NAME}")
-    if manifest.split_bytes is not None:  # fail early, before anything is computed for each rank
+    # Fails early if the last rank's file is missing, before work and memory for each rank. If `split_bytes` is None,
+    # files may be missing: see `_pieces`.
+    if manifest.split_bytes is not None:
         store.required_info(manifest.file_name(manifest.world_size - 1))
     shares = manifest.shares
     files = [RankFile(manifest, rank, its_shares) for rank, its_shares in enumerate(shares)]
     chunks = (_array_chunks if manifest.is_zarr else _pieces)(store, manifest, files)
     ranks = {file.name: file.rank for file in files}
-    del files  # frees the pieces and headers of all files
+    del files  # frees the pieces and headers of all files, which `chunks` no longer needs
     leaves = NativeLeaves(manifest.structure, store.where)
     layouts = manifest.structure.layouts
     tensors = {
         name: StoredTensor(leaves.infos[name], tuple(chunks[place])) for name, place in leaves.tensors.items()
     }
-    # The tree is freed: its content is in the leaves.
+    # Without the state tree, whose memory is freed: its content is in `leaves`.
     manifest = replace(manifest, structure=replace(manifest.structure, tree=None))
     form = "zarr" if manifest.is_zarr else "native"
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id, "form": form}
 
-    # Files are opened when read; few are kept, since each holds its pieces, header and checksums.
+    # A file is opened when it is read first; few stay open, since the pieces, header and checksums of each use memory.
     @lru_cache(maxsize=_MAX_OPEN_FILES)
     def checked(name: str) -> OpenRankFile | None:
+        """Open a rank's file for its checksums; None for other files."""
         rank = ranks.get(name)
         return None if rank is None else OpenRankFile(store, RankFile(manifest, rank, shares[rank]))
 
@@ -86,18 +94,18 @@ def open_native(store: Storage) -> Source:
 
 
 class NativeLeaves:
-    """The leaves of a native state by flattened name.
+    """The leaves of a native checkpoint's state, by flattened name.
 
     Args:
         structure: contains the state's tree.
         where: the checkpoint's path, for messages.
 
     Attributes:
-        tensors: number of each tensor in the structure.
-        infos: shape and dtype of each tensor.
-        values: leaves that are not tensors.
-        paths: path of each leaf in the nested state.
-        per_rank: names of per-rank values, which only the native format can store.
+        tensors: name -> number of the tensor in the structure.
+        infos: name -> name, shape and dtype of the tensor.
+        values: name -> leaf that is not a tensor.
+        paths: name -> path of the leaf in the nested state.
+        per_rank: names of `PerRank` values, which only native checkpoints can store.
     """
 
     def __init__(self, structure: Structure, where: str) -> None:
@@ -107,7 +115,7 @@ class NativeLeaves:
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.per_rank: list[str] = []
         state = decode(structure.tree, _leaf, where)
-        # A list or a single tensor needs a key, so that its leaves have names.
+        # A state that is a list or a single tensor gets a key, so that every leaf has a name.
         nested = state if isinstance(state, Mapping) else {"state": state}
         for path, leaf in flatten(
             nested, lambda value: isinstance(value, (_NumberedTensor, _PerRankLeaf))
@@ -125,16 +133,17 @@ class NativeLeaves:
 
 
 def _leaf(node: Mapping[str, Any]) -> Any:
+    """Return the leaf for a node of the state tree; None for a tensor that is absent."""
     if node["$"] == "tensor":
         return _NumberedTensor(int(node["i"]))
     return _PerRankLeaf(str(node["name"])) if node["$"] == "per_rank" else None
 
 
 def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> list[list[StoredChunk]]:
-    """The pieces of every tensor in ranks' files; a piece that several replicas store is listed once.
+    """Return the pieces of every tensor in ranks' files; a piece that several replicas store is listed once.
 
-    If every replica stores its whole region (storage that ranks do not share), one replica suffices, and other ranks'
-    files may be missing.
+    In storage that ranks do not share, every replica stores its whole region. One replica is then enough, and files of
+    the others may be missing.
     """
     found: list[dict[Region, list[StoredChunk]]] = [{} for _ in manifest.entries]
     itemsizes = [entry.itemsize for entry in manifest.entries]
@@ -145,24 +154,23 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
             continue
         store.check_size(file.name, file.total_bytes)
         for place, region, _, start, _ in file.pieces:
-            if region not in found[place]:  # else another replica stores it too
+            if region not in found[place]:  # else listed already: an earlier replica stores it too
                 itemsize = itemsizes[place]
-                # The boxes of a piece follow each other in the file.
+                # A piece consists of boxes that follow each other in the file.
                 found[place][region] = [
                     StoredChunk(box, file.name, start + first * itemsize, box.numel * itemsize)
                     for box, first in region.pieces()
                 ]
     for file in lost:
         if any(piece.region not in found[piece.tensor_index] for piece in file.pieces):
-            store.required_info(file.name)  # raises the error for a missing file
+            store.required_info(file.name)  # raises: the file is missing
     return [[chunk for part in parts.values() for chunk in part] for parts in found]
 
 
 def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> list[list[StoredChunk]]:
-    """The chunks of every tensor's array."""
-    from vescale_fsdp.checkpoint.formats.zarr.chunks import (
-        ChunkTables,
-    )  # here: imports numpy, which the native form does not need
+    """Return the chunks of every tensor's array."""
+    # Imported here, because it imports numpy, which the native form does not need.
+    from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
 
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
     for file in files:
@@ -181,13 +189,16 @@ def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile])
             found[places[0]].append(
                 StoredChunk(clipped(box, entry.shape), name, 0, nbytes, strides, checked=checked_range)
             )
-        for place in places[1:]:  # further descriptions of the same tensor
+        for place in places[1:]:  # other descriptions (cuts) of the same tensor share its array
             found[place] = found[places[0]]
     return found
 
 
 def _saved_crc(tables: ChunkTables, store: Storage, chunk: Chunk, nbytes: int) -> int:
-    """The crc32c with which a chunk was saved: from its owner's file; in version 1, from the end of its file."""
+    """Return the crc32c of a chunk as it was saved: from the file of the chunk's owner.
+
+    Version 1 has no such table; there, the crc32c at the end of the chunk's own file is returned.
+    """
     written = tables.checksum(chunk)
     if written is None:
         written = stored_crc(store, chunk_file(tables.manifest, *chunk), nbytes)

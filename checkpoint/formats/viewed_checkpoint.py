@@ -1,12 +1,12 @@
 """`ViewedCheckpoint`: a checkpoint of any format, which `load` reads through views of its tensors.
 
-    source    pytorch_model_fsdp_0.a.q, .k, .v      optimizer.state.0.exp_avg      (of two parameters, by number)
+    source    pytorch_model_fsdp_0.a.q, .k, .v      optimizer.state.0.exp_avg      (by the parameter's number)
     rules     a.qkv = concat(q, k, v)
-    state     model.a.qkv                           optim.state.a.qkv.exp_avg      (by name, nested or flattened)
+    state     model.a.qkv                           optim.state.a.qkv.exp_avg      (by the parameter's name)
 
 Tensors are matched by metadata alone. Each rank then reads its own regions of the views, in boxes of at most 16 MiB.
-Bytes that a file has in the tensor's order are read straight into the tensor. If several ranks read parts of a
-checksum range, one of these ranks joins their checksums and compares the result.
+Bytes that a file stores in the tensor's order are read straight into the tensor. If several ranks each read a part of a
+range with one checksum, one of these ranks joins the parts' checksums and compares the result with the stored one.
 """
 
 from __future__ import annotations
@@ -58,20 +58,21 @@ from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
 
 AS_STATE = "state"  # the cast to the dtypes of the state's tensors
-_BOX_BYTES = 16 << 20  # 16 MiB
+_BOX_BYTES = 16 << 20  # 16 MiB; bounds the memory of one read
 
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A source, with what its format and the options of a load add to it.
+    """An open checkpoint of any format, and its entries as a load needs them.
 
     Attributes:
+        source: the open checkpoint.
         state: the source's entries, dequantized and after key rules.
-        quantized: names of the model's quantized codes and scales, which are not cast.
-        aliases: takes all stored names; returns (dict from omitted names of tied tensors to their stored names,
+        quantized: names of the model's quantized codes and scales, which must not be cast.
+        aliases: takes all stored names; returns (dict from the other names of tied tensors to their stored names,
             warnings). Called only if tensors are missing, since the function may import transformers.
         adapter_names: takes the names of a live model and the names of the source's model. For an adapter's folder, it
-            returns the live model's name of each tensor of the adapter; for other sources, nothing.
+            returns a dict from the adapter's tensors to names in the live model; for other sources, an empty dict.
     """
 
     source: Source
@@ -82,11 +83,11 @@ class OpenedSource:
 
 
 class ViewedCheckpoint(Loadable):
-    """A checkpoint that is loaded through views.
+    """A checkpoint of any format that is loaded through views.
 
     Args:
-        casts: texts for `CastRules`; may include `AS_STATE`.
-        init: fills a module's buffers that no checkpoint contains; None if they cannot be filled.
+        casts: casts as the ``dtype`` argument of `load` has them; may include `AS_STATE`.
+        init: initializes the buffers of a module that no checkpoint contains; None to leave these buffers alone.
         strict: as for `load`.
         metadata: the metadata of a native checkpoint.
     """
@@ -109,13 +110,13 @@ class ViewedCheckpoint(Loadable):
         self._carried, self._quantized = opened.state, opened.quantized
         texts = [text for text in casts if text != AS_STATE]
         self._rules = CastRules.parse(texts) if texts else None
-        self._views: list[TensorView] = []  # by tensor number in the last matched tree
+        self._views: list[TensorView] = []  # by the tensor numbers of the last match
         self.where, self.metadata = opened.source.url, metadata
         self.warnings, self.left_out = tuple(opened.source.warnings), tuple[str, ...]()
 
     @property
     def identity(self) -> str:
-        """A digest of the source's list of tensors; equal on all ranks that opened the same files."""
+        """A digest of names, shapes, dtypes and locations of all tensors; equal on ranks that opened the same files."""
         digest = RunningDigest()
         for name, tensor in self._source.tensors.items():
             chunks = [(chunk.file, chunk.offset, chunk.box.offsets) for chunk in tensor.chunks]
@@ -127,12 +128,13 @@ class ViewedCheckpoint(Loadable):
 
         Raises:
             ConversionError: if casts do not fit the source.
-            CheckpointError: for leaves that are tensors on one side only.
+            CheckpointError: if a leaf is a tensor in the state and another value in the source, or vice versa.
         """
         texts = self._carried.warnings
         matched = self._match(state, include)
+        # The source may store tied tensors once that the state has under several names. Aliases are added only once:
+        # `_carried` is another object afterward.
         if matched.missing and self._carried is self._opened.state:
-            # The state may list separate tensors that are tied, and stored once, in the source.
             aliases, doubts = self._opened.aliases(self._carried.views)
             texts += doubts
             if aliases:
@@ -144,33 +146,36 @@ class ViewedCheckpoint(Loadable):
         return matched
 
     def _match(self, state: Any, include: tuple[str, ...] | None) -> Match:
+        """Match once, with the aliases that are known so far."""
         live, carried, rules = LiveObjects(state), self._carried, self._rules
         leaves = live.leaves()
         if rules is not None:
             carried = carried.with_model_views(lambda views: rules.apply(views, self._quantized))
         carried, adapter = _at_paths_of(leaves, tuple(live.modules), carried, self._opened.adapter_names)
-        tree, names = native_tree(carried, lambda _: 0)  # in any order: the tree is not written
+        tree, names = native_tree(carried, lambda _: 0)  # any file order, since the tree is not written
         self._views = [carried.views[name] for _, name in names]
         self.left_out = carried.left_out
-        # Modules get no tensors from `load_state_dict`: the views fill these.
+        # Views fill the tensors of modules, so `load_state_dict` must not get them.
         matched = match(state, tree, include, live=live, gives_modules=False)
-        matched.require_fit(self.where, strict=False)  # missing names may still get aliases
+        # Not strict, since missing names are no error yet: they may get aliases later.
+        matched.require_fit(self.where, strict=False)
         matched.reads = [read for read in matched.reads if matched.fits(read, *self._type_of(read))]
-        # A tied tensor is filled if one of its names is.
+        # A tied tensor is filled if any of its names is.
         filled, aliases = {read.name for read in matched.reads}, aliases_of(leaves)
         matched.missing = [name for name in matched.missing if filled.isdisjoint(aliases.get(name, ()))]
-        if adapter:  # only the adapter is filled; the base model keeps its values
+        if adapter:  # an adapter's folder lacks the base model, which keeps its values
             matched.missing = [name for name in matched.missing if name in adapter]
         return matched
 
     def _type_of(self, read: TensorRead) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape of the view that fills a tensor."""
+        """Return (dtype, shape) of the view that fills a tensor."""
         info = self._view_for(read.number, read.tensor).info
         return info.dtype.name, info.shape
 
     def _view_for(self, number: int, tensor: torch.Tensor) -> TensorView:
-        """The view that fills a tensor of the state; floats are cast to the tensor's dtype if `AS_STATE` is given."""
+        """Return the view that fills a tensor; with `AS_STATE`, floats are cast to the tensor's dtype."""
         view = self._views[number]
+        # Quantized codes and scales are never cast: that would change what they encode.
         if not self._casts_to_state or view.info.name in self._quantized:
             return view
         wanted = dtype_from_torch(dtype_name(tensor.dtype))
@@ -178,7 +183,7 @@ class ViewedCheckpoint(Loadable):
         return CastView(view, wanted) if is_cast else view
 
     def describe(self, number: int) -> tuple[tuple[int, ...], str, bool]:
-        """Shape and dtype of a stored tensor, and False: sources do not tell whether a tensor was sharded."""
+        """Return (shape, dtype, False) of a stored tensor; False, since a source does not say what was sharded."""
         info = self._views[number].info
         return info.shape, info.dtype.required_torch_name, False
 
@@ -188,7 +193,8 @@ class ViewedCheckpoint(Loadable):
         """Allocate tensors that are on the meta device, and match the state again.
 
         Raises:
-            CheckpointError: if a buffer on the meta device is in no checkpoint, and there is no ``init``.
+            CheckpointError: if ``strict`` and no checkpoint contains a buffer on the meta device, and there is no
+                ``init``.
         """
         live = LiveObjects(state)
         names = [read.name for read in matched.reads if is_meta(read.tensor)]
@@ -203,26 +209,26 @@ class ViewedCheckpoint(Loadable):
             )
         if not names and not buffers:
             return matched
-        # Without `init`, and not strict: these buffers stay on the meta device.
+        # If not strict and without `init`, these buffers stay on the meta device.
         buffers = buffers if self._init is not None else {}
         on_failure.callback(allocate(live, names, buffers))
-        for owner in dict.fromkeys(buffers.values()):  # each module once
+        for owner in dict.fromkeys(buffers.values()):  # one call per module, in a fixed order
             assert self._init is not None
             self._init(owner)
         again = self._match(state, include)
-        again.unexpected = matched.unexpected  # the ranks have compared these already
+        again.unexpected = matched.unexpected  # already reduced to the names that are unexpected on all ranks
         return again
 
     def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
-        """Check that two stored tensors that fill one tensor of the state are equal in this rank's region.
+        """Check that two stored tensors for one tensor of the state are equal in this rank's region.
 
         Raises:
-            CheckpointError: if they differ.
+            CheckpointError: if the stored tensors differ.
         """
         views = [self._view_for(read.number, read.tensor) for read in (one, other)]
         if one.number == other.number or views[0].identity() == views[1].identity():
             return
-        raw = views[0].info.dtype.raw
+        raw = views[0].info.dtype.raw  # bits are compared, so that NaNs are equal
         for whole, _ in region.pieces():
             for box, _ in _cut(whole, raw.itemsize, 0):
                 left, right = np.empty(box.sizes, dtype=raw), np.empty(box.sizes, dtype=raw)
@@ -239,10 +245,10 @@ class ViewedCheckpoint(Loadable):
                     )
 
     def fetch(self, reads: Reads, matched: Match) -> None:
-        """Does nothing: all files are in the source's storage."""
+        """Do nothing: all files are in the source's storage."""
 
     def read_values(self, matched: Match) -> None:
-        """Does nothing: sources have no per-rank values."""
+        """Do nothing: a source has no `PerRank` values."""
 
     def reads(self) -> Reads:
         return _ViewReads(self._source, self._view_for, self._coordinator)
@@ -254,15 +260,19 @@ def _at_paths_of(
     carried: CarriedState,
     adapter_names: Callable[[Collection[str], Collection[str]], Mapping[str, str]],
 ) -> tuple[CarriedState, frozenset[str]]:
-    """(a source's entries, moved to the paths of a live state; full names of live tensors that an adapter fills).
+    """Move a source's entries to the paths that a live state has for them.
 
     If both sides have one model, the source's model moves to the live model's path, whatever its own path is. A single
-    optimizer moves in the same way. Entries that the live state cannot take are left out, such as a
-    scheduler's, or the optimizer's if the live state is a model alone.
+    optimizer moves in the same way. Entries for which the live state has no object are left out, such as a scheduler's,
+    or the optimizer's if the live state is a model alone.
 
     Args:
         leaves: leaves of the live state.
-        modules: paths of its modules; empty for a state of plain dicts, whose model is then detected.
+        modules: paths of the live state's modules; empty for a state of plain dicts, whose model is then detected.
+        adapter_names: see `OpenedSource`.
+
+    Returns:
+        (the moved entries, full names of the live tensors that an adapter fills).
     """
     paths = {name_of(path): path for path in leaves}
     shapes = {
@@ -278,6 +288,7 @@ def _at_paths_of(
         renamed = {names[name]: (RenamedView(carried.views[name], names[name]), name) for name in stored}
         carried = carried.with_replaced(renamed, stored)
 
+    # `candidates` is not empty if there are several models.
     has_one_model = len(modules) == 1 or (not modules and not live.candidates)
     if has_one_model and not carried.model.candidates:
         container = modules[0] if modules else container_of(live.prefix, leaves)
@@ -289,13 +300,14 @@ def _at_paths_of(
         carried = _moved(carried, dict.fromkeys(entries, old), container)
         containers = {container: entries}
 
+    # A live state without an optimizer cannot take optimizer state.
     of_optimizers = {name for names in containers.values() for name in names} if optimizers else set()
     kept = {
         name
         for name in (*carried.views, *carried.values)
         if name in carried.is_model
         or name in of_optimizers
-        # a leaf, or an entry of an object or of an empty container
+        # The path is a leaf of the live state, or is inside a leaf: an object or an empty container.
         or any(path[:depth] in leaves for path in (carried.path(name),) for depth in range(1, len(path) + 1))
     }
     carried = carried.restricted_to(kept)
@@ -303,7 +315,7 @@ def _at_paths_of(
 
 
 def _moved(state: CarriedState, containers: Mapping[str, Path], new: Path) -> CarriedState:
-    """Move entries from their containers to another one; a model's entry becomes one key, which may have dots."""
+    """Move entries from their containers to ``new``. A model's entry gets one key, its dotted name, below ``new``."""
     paths = dict(state.paths)
     for name, old in containers.items():
         rest = state.path(name)[len(old) :]
@@ -312,7 +324,7 @@ def _moved(state: CarriedState, containers: Mapping[str, Path], new: Path) -> Ca
 
 
 class _Filling(NamedTuple):
-    """A view, this rank's region of it, and the tensor to fill, which has the view's dtype."""
+    """This rank's region of a view, and the tensor to fill, which has the view's dtype."""
 
     view: TensorView
     region: Region
@@ -320,7 +332,7 @@ class _Filling(NamedTuple):
 
 
 class _BoxRead(NamedTuple):
-    """A box of a view, and the index of the first item of the target that it fills."""
+    """A box of a view; its items fill consecutive items of the target, from index ``first`` on."""
 
     view: TensorView
     box: Box
@@ -332,7 +344,7 @@ class _ViewReads(Reads):
     """Reads of views.
 
     A region is a flat range of a box, and is contiguous in memory. It is cut into boxes that are contiguous in memory
-    too, so that bytes which a file has in the same order are read without a copy:
+    too. If a file has the bytes of such a box in the same order, they are read without a copy.
 
         region   rows 3.5 .. 9.0 of a matrix      boxes   half of row 3 | rows 4 .. 8       (of at most 16 MiB)
     """
@@ -353,23 +365,25 @@ class _ViewReads(Reads):
         return filling.target
 
     def open(self) -> None:
-        """Does nothing: opening the source has checked the files; each is opened when it is read."""
+        """Do nothing: `open_for_load` has checked the files, and each file is opened when it is read."""
 
     def verify(self) -> None:
         raise AssertionError("views are verified while they are read")
 
     def run(self, *, verify: bool) -> None:
-        """Read all regions; a collective, since ranks compare checksums together."""
+        """Read all regions. A collective: ranks that read parts of one checksum range verify it together."""
         kept, checks = FirstError(), self._source.reads
         kept.attempt(self._fill)
         seen = None if kept.error is not None else checks.seen_in_part()
         seen_by_rank = self._coordinator.everyone(seen)
-        kept.raise_kept()  # only now: the other ranks wait in the collective
-        if None not in seen_by_rank:  # else a rank has failed, and its error is raised on every rank
+        kept.raise_kept()  # only now: the other ranks wait in `everyone` above
+        if None not in seen_by_rank:  # None: a rank has failed, and the caller raises its error on all ranks
             checks.verify_with(_share_of(self._coordinator.rank, [each or [] for each in seen_by_rank]))
-        self._source.require_unchanged()  # most formats have no checksums that would reveal a changed file
+        # Most formats have no checksums that would detect a file that was changed meanwhile.
+        self._source.require_unchanged()
 
     def _fill(self) -> None:
+        """Read all regions into their targets, in several threads."""
         total = sum(filling.region.numel * filling.target.itemsize for filling in self._fillings)
         self.meter.begin("loading", total)
 
@@ -378,61 +392,64 @@ class _ViewReads(Reads):
                 _fill_box(read)
                 self.meter.advance(read.box.numel * read.target.itemsize)
 
-        # Computing views takes CPU time, and the ranks of a node share its cores.
+        # At most this rank's share of the machine's cores, because computing views takes CPU time.
         cores = max(1, (os.cpu_count() or 1) // num_neighbors())
         in_threads(min(self.storage.read_threads, cores), work, self._boxes())
         self.num_bytes_read = total
 
     def _boxes(self) -> Iterator[_BoxRead]:
+        """Yield the boxes that together are all requested regions."""
         for view, region, target in self._fillings:
             for whole, start in region.pieces():
                 for box, first in _cut(whole, target.itemsize, start):
                     yield _BoxRead(view, box, target, first)
 
     def close(self) -> None:
-        """Does nothing: each file is closed after it is read."""
+        """Do nothing: each file is closed after it is read."""
 
 
 def _fill_box(read: _BoxRead) -> None:
+    """Read a box into its target."""
     view, box, target, first = read
     target.begin()
     raw, stop = view.info.dtype.raw, first + box.numel
     if target.memory is not None:
         view.read_into(box, target.memory.view(raw)[first:stop].reshape(box.sizes))
         return
-    scratch = np.empty(box.numel, dtype=raw)  # the tensor is on a device, or not contiguous
+    scratch = np.empty(box.numel, dtype=raw)  # a buffer, because the target is on a device
     view.read_into(box, scratch.reshape(box.sizes))
     items = target.flat[first:stop]
     items.copy_(torch.from_numpy(scratch.view(np.uint8)).view(items.dtype))
 
 
 def _share_of(rank: int, seen_by_rank: Sequence[Sequence[SeenPieces]]) -> Iterator[SeenPieces]:
-    """The partially read checksum ranges that this rank verifies.
+    """Yield the pieces of the partially read checksum ranges that this rank verifies.
 
-    A record of a file, such as a whole matrix, has one checksum, but each rank reads only a part of it. One of these
-    ranks joins the checksums of all parts, and itself reads the bytes that no rank has read.
+    A record of a file, such as a whole matrix, has one checksum, but each rank reads only a part of the record. One of
+    these ranks joins the checksums of all parts, and reads the bytes that no rank has read.
     """
     ranges: dict[tuple[str, int], dict[int, SeenPieces]] = {}
     for reader, seen in enumerate(seen_by_rank):
         for pieces in seen:
-            # In an order that is the same on all ranks.
+            # Inserted in an order that is the same on all ranks, because the number below chooses the rank.
             ranges.setdefault((pieces.file, pieces.start), {})[reader] = pieces
     for number, by_reader in enumerate(ranges.values()):
-        if list(by_reader)[number % len(by_reader)] == rank:  # round robin, to balance the work
+        # The readers take turns, to balance the work.
+        if list(by_reader)[number % len(by_reader)] == rank:
             yield from by_reader.values()
 
 
 def _cut(box: Box, itemsize: int, first: int) -> Iterator[tuple[Box, int]]:
-    """Cut a row-major box into consecutive boxes of at most `_BOX_BYTES`; yields each with its first item's index."""
+    """Cut a row-major box into consecutive boxes of at most `_BOX_BYTES`; yield (box, index of its first item)."""
     nbytes = box.numel * itemsize
-    # The outermost dim that can be cut, so that the parts follow each other in memory.
+    # Cut along the outermost dim whose size is not 1, so that the parts follow each other in memory.
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
     if nbytes <= _BOX_BYTES or dim is None:
         if box.numel:
             yield box, first
         return
     rows = box.sizes[dim]
-    step = max(1, rows * _BOX_BYTES // nbytes)
+    step = max(1, rows * _BOX_BYTES // nbytes)  # at least one row; a larger row is cut along the next dim
     for start in range(0, rows, step):
         count = min(step, rows - start)
         offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])

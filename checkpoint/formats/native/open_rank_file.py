@@ -1,6 +1,6 @@
-"""A rank's file opened for reading: checked against the manifest, with the checksum of each stripe.
+"""`OpenRankFile`: a rank's file that is open for reading and fits the manifest.
 
-Needs no torch, so that conversions and `verify` can use it.
+The module imports no torch, so that conversions and `verify` start fast.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, Storage
 from vescale_fsdp.checkpoint.storage.checksums import CHECKSUM_BYTES, RunningChecksum, checksum_of
 from vescale_fsdp.errors import CorruptCheckpointError, some
 
-_GONE = (FileNotFoundError, NotADirectoryError)  # the second one if the folder's path is a file now
+_GONE = (FileNotFoundError, NotADirectoryError)  # NotADirectoryError: a file has the path of the folder
 
 
 class OpenRankFile:
-    """An open rank's file, whose size, header and table of checksums fit the manifest.
+    """An open rank's file. The constructor checks size, header and checksum table against the manifest.
+
+    Attributes:
+        file: the layout that the manifest implies.
+        where: the file's path, for messages.
+        reader: the open file; the caller closes it.
 
     Raises:
         CorruptCheckpointError: if the file is missing, or does not fit the manifest.
@@ -32,17 +37,17 @@ class OpenRankFile:
         except (*_GONE, ValueError) as error:  # ValueError: not a regular file
             raise self._unreadable(error) from error
         try:
-            self._table = self._check()  # as bytes: ints would need four times the memory
-        except BaseException as error:  # the caller gets no object that it could close
+            self._table = self._check()  # kept as bytes: a list of ints would need four times the memory
+        except BaseException as error:  # closed here, since the caller gets no object to close
             with noting(error):
                 self.reader.close()
             raise
 
     def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        """Fill writable buffers one after another, starting at an offset.
+        """Read consecutive bytes from an offset on, and fill the buffers one after another.
 
         Raises:
-            CorruptCheckpointError: if the file is too short, or was removed.
+            CorruptCheckpointError: if the file has become too short, or was removed.
         """
         try:
             self.reader.read_at(offset_bytes, buffers)
@@ -50,10 +55,10 @@ class OpenRankFile:
             raise self._unreadable(error) from error
 
     def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
-        """Bytes [start, stop), read-only, as `FileReader.view` gives them.
+        """Return bytes [start, stop) of the file, read-only; mapped if possible (see `FileReader.view`).
 
         Raises:
-            CorruptCheckpointError: if the file is too short, or was removed.
+            CorruptCheckpointError: if the file has become too short, or was removed.
         """
         try:
             return self.reader.view(start_bytes, stop_bytes)
@@ -61,7 +66,7 @@ class OpenRankFile:
             raise self._unreadable(error) from error
 
     def _unreadable(self, error: Exception) -> CorruptCheckpointError:
-        """The error for a file that is missing or too short."""
+        """Return the error for a file that is missing or too short, from the storage's error."""
         if isinstance(error, EOFError):
             return self.corrupt("A file ended early.", f"{self.file.total_bytes} bytes", str(error))
         return self.corrupt(
@@ -71,7 +76,7 @@ class OpenRankFile:
         )
 
     def _check(self) -> bytes:
-        """Compare size and header with those that the manifest implies; returns the table of stripes' checksums."""
+        """Compare size and header with the manifest. Returns the verified table of the stripes' checksums."""
         file, size = self.file, self.reader.size_bytes
         if size != file.total_bytes:
             lost = file.names_in(min(size, file.total_bytes), file.table_start)
@@ -80,12 +85,12 @@ class OpenRankFile:
                 f"{file.total_bytes} bytes",
                 f"{size} bytes" + (f"; lost: {some(lost)}" if size < file.total_bytes else ""),
             )
-        # One more: the table's own checksum is its last entry.
+        # + 1: the last entry is the checksum of the table itself.
         header, table = bytearray(len(file.header)), bytearray((file.num_stripes + 1) * CHECKSUM_BYTES)
         self.read_at(0, [header])
         if header != file.header:
             at = next(at for at, (a, b) in enumerate(zip(header, file.header, strict=True)) if a != b)
-            around = slice(max(0, at - 60), at + 60)  # enough to show the tensor's entry in the JSON
+            around = slice(max(0, at - 60), at + 60)  # enough bytes to show the tensor's entry in the JSON
             raise self.corrupt(
                 "A file's header differs from the one that the manifest implies: it is damaged, or it is another "
                 "checkpoint's file.",
@@ -102,19 +107,19 @@ class OpenRankFile:
 
     @property
     def stripe_bytes(self) -> int:
-        """Size of a stripe; the last may be short."""
+        """Size of a stripe; the last stripe may be shorter."""
         return self.file.manifest.stripe_bytes
 
     @property
     def checked_bytes(self) -> int:
-        """Bytes from the file's start that stripes cover."""
+        """Number of bytes from the file's start that stripes cover; the checksum table follows."""
         return self.file.table_start
 
     def verify_stripe(self, index: int, checksum: int) -> None:
-        """Compare a stripe's checksum with the table's.
+        """Compare the checksum of a stripe with the saved one.
 
         Raises:
-            CorruptCheckpointError: naming the file, the bytes and the tensors in them.
+            CorruptCheckpointError: if the checksums differ; names the file, the bytes, and the tensors in these bytes.
         """
         (saved,) = struct.unpack_from("<Q", self._table, index * CHECKSUM_BYTES)
         if checksum != saved:
@@ -126,7 +131,7 @@ class OpenRankFile:
             )
 
     def hash_stripe(self, index: int, scratch: Buffer) -> int:
-        """Checksum of a stripe, read through a small buffer."""
+        """Read a stripe through a buffer, and return its checksum."""
         start, stop = self.file.stripe(index)
         state = RunningChecksum()
         for at in range(start, stop, len(scratch)):
@@ -136,6 +141,6 @@ class OpenRankFile:
         return state.intdigest()
 
     def corrupt(self, problem: str, expected: str, got: str) -> CorruptCheckpointError:
-        """An error that names this file."""
+        """Return an error that names this file."""
         todo = "restore an older step; verify(path) lists all that is wrong"
         return CorruptCheckpointError(problem, expected=expected, got=got, where=self.where, todo=todo)

@@ -1,9 +1,9 @@
-"""Planning a conversion to a native checkpoint, laid out for a number of ranks.
+"""`plan_native`: plans a conversion to a native checkpoint, laid out for a number of ranks.
 
-The layout is that of ``fully_shard`` on every layer and on the root: tensors of the model are grouped by the container
-with the first number in their names (``model.layers.3.``) and by type, so that a load on the same number of ranks reads
+The layout is that of ``fully_shard`` on every layer and on the root: tensors of the model are grouped by dtype and by
+the part of their names up to the first number (``model.layers.3.``). A load on the same number of ranks then reads
 whole buffers. A parameter's optimizer state of the same shape is cut like the parameter. All other tensors are stored
-uncut, and the ranks' files share their bytes.
+without a cut, as replicas on all ranks; the bytes of large ones are divided among the ranks' files.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, res
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
-_STRIPES_PER_JOB = (
-    64  # 64 MiB of a file for one thread; smaller jobs read more stripes of the source twice, at their ends
-)
-_MAX_RANKS = 65_536  # bounds the time of planning a file for each rank
-_UNIT = re.compile(r"(.*?\.\d+)\.")  # up to the first number in a name
+# 64 MiB of a file for one thread. Jobs read the source's stripes at their two ends twice, so small jobs cost more.
+_STRIPES_PER_JOB = 64
+_MAX_RANKS = 65_536  # bounds the planning time, because every rank's file is planned
+_UNIT = re.compile(r"(.*?\.\d+)\.")  # a name up to its first number: the layer that a tensor is in
 
 
 def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRule) -> OutputPlan:
-    """One file per rank, and the manifest.
+    """Return the plan of one file per rank and the manifest.
 
     Raises:
-        ConversionError: for types that torch lacks, or more than `_MAX_RANKS` ranks.
+        ConversionError: for dtypes that torch lacks, or more than `_MAX_RANKS` ranks.
         LayoutError: if the granularity does not fit a tensor, or has a pattern that matches no tensor.
-        CheckpointError: for values that the format cannot hold.
+        CheckpointError: for values that the format cannot store.
     """
     if not 1 <= num_ranks <= _MAX_RANKS:
         raise ConversionError(
@@ -60,7 +59,7 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
         )
     layouts, slots = _plan_layouts(state.without(state.aliases), num_ranks, granularity)
     structure, views = _structure(state, num_ranks, layouts, slots)
-    manifest = native_manifest("", structure, views, num_ranks)
+    manifest = native_manifest("", structure, views, num_ranks)  # "": the zarr form passes its name
     by_name = {entry.name: view for entry, view in zip(structure.entries, views, strict=True)}
     tables: dict[str, _Stripes] = {}
     files = tuple(
@@ -69,6 +68,7 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
     )
 
     def wrap(name: str, out: FileWriter) -> FileWriter:
+        """Return a writer that also computes checksums, for the table at the end of the file."""
         tables[name] = _Stripes(out, manifest.stripe_bytes)
         return tables[name]
 
@@ -77,13 +77,14 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
 
 
 def _is_stale(name: str) -> bool:
+    """Return whether a file of the target folder belongs to an older checkpoint there."""
     return name == MANIFEST_NAME or name.startswith("data-")
 
 
 def _plan_layouts(
     state: CarriedState, num_ranks: int, granularity: GranularityRule
 ) -> tuple[list[GroupLayout], dict[str, LayoutCut]]:
-    """(layouts of all units, the slot of each of the model's tensors)."""
+    """Return (all distinct layouts, tensor name -> its layout and slot, for the model's tensors)."""
     groups: dict[tuple[Path, str, str], list[TensorSpec]] = {}
     names: dict[tuple[Path, str, str], list[str]] = {}
     for name, view in state.views.items():
@@ -93,9 +94,10 @@ def _plan_layouts(
         *container, last = state.path(name)
         fqn = str(last)
         unit = _UNIT.match(fqn)
-        # The container is part of the key: several models of a state may have the same names.
+        # The container is part of the key, because several models in a state may have equal tensor names.
         key = (tuple(container), unit[1] if unit else "", info.dtype.name)
-        inside = fqn[unit.end() :] if unit else fqn  # without the layer's number: equal layers share a layout
+        # Without the layer's number, so that equal layers share a layout.
+        inside = fqn[unit.end() :] if unit else fqn
         block_numel = resolve_granularity(granularity, inside, info).block_numel(info.shape)
         spec = TensorSpec(inside, info.shape, info.dtype.name, block_numel)
         groups.setdefault(key, []).append(spec)
@@ -115,9 +117,9 @@ def _plan_layouts(
 def _structure(
     state: CarriedState, num_ranks: int, layouts: list[GroupLayout], slots: Mapping[str, LayoutCut]
 ) -> tuple[Structure, list[TensorView]]:
-    """The structure, with the view of each of its tensors."""
+    """Return (the structure, the view of each of its tensors)."""
     parameters = _Parameters((str(state.path(name)[-1]), slot) for name, slot in slots.items())
-    # By name: the tensor's slot (None for an uncut one), and its role, such as "optimizer.state.*.exp_avg".
+    # Name -> (slot, or None for a tensor without a cut; role of optimizer state, such as "optimizer.state.*.exp_avg").
     cuts: dict[str, tuple[LayoutCut | None, str]] = {}
     for name, view in state.views.items():
         if name in slots:
@@ -127,14 +129,16 @@ def _structure(
                 (cut, name.replace(fqn, "*", 1))
                 for fqn in parameters.named_in(state.path(name))
                 for cut in parameters.cuts[fqn]
+                # State of another shape, such as a step count, cannot be cut like the parameter.
                 if layouts[cut.layout].slots[cut.slot].shape == view.info.shape
             )
             cuts[name] = next(candidates, (None, name))
 
     def file_order(name: str) -> tuple[int, int, str, int]:
+        """Return the sort key of a tensor in the files: by item size, layout, role, and offset in the layout."""
         cut, role = cuts[name]
         offset = layouts[cut.layout].slots[cut.slot].offset if cut else 0
-        # Wide types first: items stay aligned to their size. 1 << 60: uncut tensors come last.
+        # Wide dtypes first, so that items stay aligned to their size. 1 << 60: tensors without a cut come last.
         return (-state.views[name].info.dtype.itemsize, cut.layout if cut else 1 << 60, role, offset)
 
     tree, names = native_tree(state, file_order, RESERVED_NAMES)
@@ -142,14 +146,19 @@ def _structure(
     entries = []
     for stored, name in names:
         info, cut = state.views[name].info, cuts[name][0]
-        chosen: tuple[Cut, ...] = (cut,) if cut and num_ranks > 1 else ()  # one rank has all: nothing is cut
+        # A single rank stores whole tensors.
+        chosen: tuple[Cut, ...] = (cut,) if cut and num_ranks > 1 else ()
         entries.append(Entry(stored, info.dtype.required_torch_name, info.shape, 1 if chosen else 0, chosen))
     views = [state.views[name] for _, name in names]
     return Structure(tree, tuple(entries), axes, tuple(layouts)), views
 
 
 class _Parameters:
-    """The slots of parameters by name; several models of a state may have a parameter of the same name."""
+    """Finds the parameter that an optimizer entry belongs to.
+
+    Attributes:
+        cuts: parameter name -> slots; several, if several models of the state have a parameter of this name.
+    """
 
     def __init__(self, slots: Iterable[tuple[str, LayoutCut]]) -> None:
         self.cuts: dict[str, list[LayoutCut]] = {}
@@ -159,9 +168,9 @@ class _Parameters:
         self._first, self._last = {each[0] for each in words}, {each[-1] for each in words}
 
     def named_in(self, path: Path) -> Iterator[str]:
-        """Names of parameters that occur in a path, as whole dotted words; the longest first."""
-        likely = max(map(str, path), key=len)  # a parameter's name is longer than the keys around it
-        if likely in self.cuts:  # nearly always, and much faster than the search below
+        """Yield the names of parameters that occur in a path, as whole dotted words; the longest first."""
+        likely = max(map(str, path), key=len)  # a parameter's name is usually the longest key of its path
+        if likely in self.cuts:  # nearly always true, and much faster than the search below
             yield likely
         names: dict[str, None] = {}
         for words in [str(part).split(".") for part in path]:
@@ -173,14 +182,13 @@ class _Parameters:
 
 
 class _Stripes(FileWriter):
-    """Writes a file, and computes the checksum of each stripe; the bytes of one stripe must come in order."""
+    """Writes a file, and computes the checksum of each stripe. The bytes of one stripe must be written in order."""
 
     def __init__(self, out: FileWriter, stripe_bytes: int) -> None:
         self._out, self._stripe_bytes = out, stripe_bytes
-        self._hashes: dict[
-            int, tuple[RunningChecksum, int]
-        ] = {}  # unfinished stripes: hash so far, next byte
-        self._checksums: dict[int, int] = {}
+        # Number of each unfinished stripe -> (checksum so far, offset of the next byte).
+        self._hashes: dict[int, tuple[RunningChecksum, int]] = {}
+        self._checksums: dict[int, int] = {}  # number of each finished stripe -> checksum
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
         self._out.write_at(offset_bytes, buffers)
@@ -191,7 +199,7 @@ class _Stripes(FileWriter):
                 offset_bytes, view = offset_bytes + len(part), view[len(part) :]
 
     def _hash(self, offset_bytes: int, data: memoryview) -> None:
-        """Add bytes of one stripe to its checksum."""
+        """Add bytes of a single stripe to that stripe's checksum."""
         index = offset_bytes // self._stripe_bytes
         state, expected = self._hashes.pop(index, (RunningChecksum(), index * self._stripe_bytes))
         assert offset_bytes == expected, f"written at {offset_bytes}, expected {expected}"
@@ -199,11 +207,11 @@ class _Stripes(FileWriter):
         stop = offset_bytes + len(data)
         if stop % self._stripe_bytes:
             self._hashes[index] = state, stop
-        else:  # as an int, not an object: there are 1000 stripes per GB
+        else:  # an int instead of the hash object saves memory: there are 1000 stripes per GB
             self._checksums[index] = state.intdigest()
 
     def table(self) -> bytes:
-        """The table of the checksums of all stripes so far."""
+        """Return the packed table of the checksums of all stripes so far, including an unfinished last stripe."""
         known = self._checksums | {index: state.intdigest() for index, (state, _) in self._hashes.items()}
         return pack_table([known[index] for index in range(len(known))])
 
@@ -215,11 +223,15 @@ class _Stripes(FileWriter):
 
 
 def _file_plan(file: RankFile, views: Mapping[str, TensorView], tables: dict[str, _Stripes]) -> FilePlan:
-    """The plan of a rank's file; ``tables`` gets its checksums while it is written."""
+    """Return the plan of a rank's file.
+
+    Args:
+        tables: file name -> checksums; filled while the file is written, and read for the table at its end.
+    """
     contents: list[Content] = [FixedBytes(file.header)]
-    for piece in file.pieces:  # every piece is a run of the whole tensor
+    for piece in file.pieces:  # the region of a piece is one run of the flattened tensor
         view = views[file.manifest.entries[piece.tensor_index].name]
         contents.append(TensorItems(view, piece.region.span.start, piece.region.span.stop))
-    name = file.name  # a variable: the plan must not keep the file's pieces
+    name = file.name  # the lambda must not refer to `file`, which would keep its pieces in memory
     contents.append(ComputedBytes(file.total_bytes - file.table_start, lambda _: tables.pop(name).table()))
     return FilePlan(name, tuple(contents), _STRIPES_PER_JOB * file.manifest.stripe_bytes)

@@ -1,30 +1,36 @@
-"""Reading ranges of many files: coalesced, in parallel, with bounded memory, every stripe verified.
+"""`ReadPlan`: reads byte ranges of many files in parallel, with bounded memory, and verifies every stripe.
 
-`ReadPlan` collects sinks for each file and cuts them into jobs of at most 16 MiB, which cover whole stripes where
-checksums are compared. A job is verified, taken, or both:
+The plan collects sinks (see `targets`) for each file and divides their byte ranges into jobs of at most 16 MiB. If
+checksums are compared, jobs consist of whole stripes. A job is verified, taken, or both:
 
-    verify     hash the bytes in the page cache, mapped, without a copy (on a local disk)
-    take       positional reads that scatter straight into the tensors. Copied from a buffer instead: strided parts,
-               parts on a device, and all of a *far* job, which comes over a network: one request for the job and its
-               small gaps costs less than one request for each part
+    verify     hash the bytes: on a local disk, in mapped pages of the page cache, without a copy
+    take       positional reads straight into the tensors. Copied from a buffer instead: strided parts, parts on a
+               device, and every part of a *far* job, whose bytes come over a network: a single request for the job
+               and its small gaps costs less than one request for each part
 
-``verify="before"`` verifies all jobs, then takes them. "while" takes a stripe in slices that stay in a core's cache,
-and hashes each slice after its read; it verifies each stripe of a far job before the copy. Far jobs are read by more
+``verify="before"`` verifies all jobs, then takes them. "while" reads a stripe in slices that stay in a core's cache,
+and hashes each slice after its read; in a far job, it verifies each stripe before the copy. Far jobs are read by more
 threads than there are cores, since a thread mostly waits.
 
-Bytes that are not in the page cache are read from the disk through the cache, also by more threads, each of which
-reads a part of its own from front to back. Measured with 3 GiB, 2 ranks and 2 cores on a virtual disk (ext4,
-alternating with two readers per rank that only read, 1.94 s): 2.09 s, and 2.18 s with checksums. With threads that
-take turns along the files: 2.39 s and 2.39 s, since the kernel's read-ahead serves one reader, or several far apart.
-With direct reads into buffers and copies from there: 2.80 s and 2.83 s, since a request in flight delays those behind
-it, and the copy costs processor time that the cache would have saved.
+Bytes that are not in the page cache are read from the disk through the cache. More threads than cores read these too,
+and each thread reads a range of its own from front to back. Measured for 3 GiB, 2 ranks and 2 cores on a virtual disk
+(ext4; two readers per rank that only read take 1.94 s):
 
-Alternatives considered for "while": to hash mapped pages and read them afterward, stripe by stripe, so that no
-damaged stripe reaches a tensor. The kernel's copy then fetches the pages from memory a second time: 0.58 of an
-unverified read against 0.84 (CPU time of 512 MiB into 4 KiB pages, Linux 6.18). That is no better than "before", which
-leaves *all* tensors unchanged; a state that a failed load has filled in part is lost in any case. To copy from mapped
-pages, or through a buffer that stays in the cache: 0.62 and 0.65, since only the kernel's copy is fast into small
-pages.
+    time     with checksums
+    2.09 s   2.18 s            each thread reads a range of its own
+    2.39 s   2.39 s            threads take turns along the files: the kernel's read-ahead serves one reader, or several
+                               that are far apart
+    2.80 s   2.83 s            direct reads into buffers, and copies from there: a request in flight delays the next
+                               request, and the copy costs processor time
+
+Alternatives to "while", by speed relative to an unverified read (CPU time of 512 MiB into 4 KiB pages, Linux 6.18):
+
+    0.84     reading and hashing in slices, as "while" does
+    0.58     hashing mapped pages, then reading the same stripe: no damaged stripe reaches a tensor, but the kernel's
+             copy fetches the pages from memory a second time. This gains little: a state that a failed load has filled
+             in part is lost in any case, and "before" leaves *all* tensors unchanged
+    0.62     copying from mapped pages: only the kernel's copy is fast into small pages
+    0.65     copying through a buffer that stays in the cache, which is slower for the same reason
 """
 
 from __future__ import annotations
@@ -56,21 +62,21 @@ from vescale_fsdp.layout.geometry import round_up
 T = TypeVar("T")
 
 _JOB_BYTES = 16 << 20  # 16 MiB: reads of 256 KiB take 1.4 times the CPU time
-_TURN_BYTES = 4 << 20  # 4 MiB: one read for several ranks
-_MAX_INCOMING = 8  # turns that a rank receives in one wave; 32 MiB of buffers each wave
-_SLICE_BYTES = 512 << 10  # 512 KiB: with its source, half of a core's cache
+_TURN_BYTES = 4 << 20  # 4 MiB: largest message of bytes that one rank reads for several ranks
+_MAX_INCOMING = 8  # such messages that a rank receives in one wave: 32 MiB of buffers
+_SLICE_BYTES = 512 << 10  # 512 KiB: a slice and its source pages fill half of a core's cache
 _start_of = attrgetter("start")
 
 
 class _FileRun(NamedTuple):
-    """A contiguous range of a file, from byte ``start`` on, that is read into several buffers in order."""
+    """A contiguous range of a file, from byte ``start`` on, that one read scatters into several buffers."""
 
     start: int
     memories: list[Bytes]
 
 
 class _ReadJob(NamedTuple):
-    """Bytes [start, stop) of a file, and the sinks that need some of them, sorted by start."""
+    """Bytes [start, stop) of a file, and the sinks that need some of these bytes, sorted by start."""
 
     file: OpenRankFile
     start: int
@@ -79,32 +85,32 @@ class _ReadJob(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the job."""
+        """Number of bytes from ``start`` to ``stop``."""
         return self.stop - self.start
 
     @property
     def is_far(self) -> bool:
-        """Whether the bytes are read by one request, and copied."""
+        """Whether the file cannot be mapped: all bytes are then read by one request, and copied."""
         return not self.file.reader.looks_in_place
 
     def view(self) -> Bytes:
-        """The bytes: mapped from the page cache, or read into a buffer."""
+        """Return the job's bytes: mapped from the page cache if possible, else read into a buffer."""
         return np.frombuffer(self.file.view(self.start, self.stop), dtype=np.uint8)
 
     def verify(self) -> int:
-        """Compare checksums; returns the number of bytes read. Needs a job of whole stripes."""
+        """Read the bytes and compare checksums. Returns the number of bytes read. The job must have whole stripes."""
         self.verify_data(self.view())
         return self.size_bytes
 
     def verify_data(self, data: Bytes) -> None:
-        """Compare checksums of the job's bytes in memory."""
+        """Compare the checksums of ``data``, the job's bytes in memory."""
         for index, start, stop in self._stripes():
             self.file.verify_stripe(index, checksum_of(data[start:stop].data))
 
     def take(self) -> int:
-        """Read the bytes into the sinks, unverified; returns the number of bytes read."""
+        """Read the bytes into the sinks without verification. Returns the number of bytes read."""
         runs, rest = self._scattered()
-        if self.is_far and len(runs) + len(rest) > 1:  # one request instead of one for each part
+        if self.is_far and len(runs) + len(rest) > 1:  # a single request instead of one per part
             _deliver(self.start, self.stop, self.view(), self.sinks)
             return self.size_bytes
         for start, memories in runs:
@@ -116,9 +122,10 @@ class _ReadJob(NamedTuple):
         )
 
     def take_verified(self) -> int:
-        """Verify and deliver; returns the number of bytes read. Needs a job of whole stripes.
+        """Read the bytes into the sinks and verify them. Returns the number of bytes read.
 
-        Buffered bytes are verified before they are copied; bytes that are read straight into tensors, afterward.
+        The job must have whole stripes. Buffered bytes are verified before they are copied to tensors; bytes that are
+        read straight into tensors are verified afterward.
         """
         if self.is_far:
             data = self.view()
@@ -130,7 +137,7 @@ class _ReadJob(NamedTuple):
             first, end = self.start + start, self.start + stop
             stripe = _ReadJob(self.file, first, end, walk.within(first, end))
             runs, rest = stripe._scattered()
-            if rest:  # mapped from the page cache: cheap to read twice
+            if rest:  # its bytes are mapped from the page cache, so reading them twice is cheap
                 stripe.verify()
                 stripe.take()
             else:
@@ -138,10 +145,10 @@ class _ReadJob(NamedTuple):
         return self.size_bytes
 
     def _read_and_hash(self, runs: Sequence[_FileRun]) -> int:
-        """Read runs, slice by slice; returns the checksum of all the job's bytes, the gaps between runs included."""
-        digest, done = RunningChecksum(), self.start
+        """Read runs slice by slice. Returns the checksum of all bytes of the job, including gaps between the runs."""
+        digest, done = RunningChecksum(), self.start  # done: end of the bytes that are hashed
         unwanted: Bytes | None = None
-        # The empty last run makes the loop hash the gap after the others.
+        # The empty last run makes the loop hash the gap after the last real run.
         for start, memories in [*runs, _FileRun(self.stop, [])]:
             if done < start:
                 unwanted = self.view() if unwanted is None else unwanted
@@ -151,28 +158,28 @@ class _ReadJob(NamedTuple):
             for part in _slices(memories):
                 self.file.read_at(at, part)
                 for memory in part:
-                    # Runs overlap where two tensors need the same bytes; these are hashed once.
+                    # Runs overlap where two tensors need the same bytes; such bytes must be hashed once.
                     digest.update(memory[max(done - at, 0) :].data)
                     at += len(memory)
                     done = max(done, at)
         return digest.intdigest()
 
     def _stripes(self) -> Iterator[tuple[int, int, int]]:
-        """Number of each stripe, and its byte range within the job."""
+        """Yield (stripe number, start, stop) of each stripe; start and stop count from the job's first byte."""
         size = self.file.stripe_bytes
         for index in range(self.start // size, -(-self.stop // size)):
             stop = min((index + 1) * size, self.file.checked_bytes)
             yield index, index * size - self.start, stop - self.start
 
     def _part(self, sink: Sink) -> tuple[int, int]:
-        """The byte range that a sink needs from this job."""
+        """Return the byte range of the file that a sink needs from this job."""
         return max(self.start, sink.start), min(self.stop, sink.stop)
 
     def _scattered(self) -> tuple[list[_FileRun], list[Sink]]:
-        """(runs of the file that are read straight into tensors, sinks whose bytes must be copied)."""
+        """Return (runs of the file to read straight into tensors, sinks whose bytes must be copied)."""
         runs: list[_FileRun] = []
         rest = []
-        at = -1  # no byte: the first sink starts a run
+        at = -1  # end of the last run; -1 equals no start, so the first sink begins a run
         for sink in self.sinks:
             start, stop = self._part(sink)
             if sink.memory is None:
@@ -187,14 +194,14 @@ class _ReadJob(NamedTuple):
 
 
 def _deliver(start: int, stop: int, data: Bytes, sinks: Sequence[Sink]) -> None:
-    """Give sinks their parts of bytes [start, stop) of a file."""
+    """Copy bytes [start, stop) of a file, which are ``data``, to the sinks that need them."""
     for sink in sinks:
         first, last = max(start, sink.start), min(stop, sink.stop)
         sink.take(first, data[first - start : last - start])
 
 
 def _slices(memories: Sequence[Bytes]) -> Iterator[list[Bytes]]:
-    """Cut buffers into consecutive groups of `_SLICE_BYTES`; the last group may be smaller."""
+    """Yield the buffers, cut into consecutive groups of `_SLICE_BYTES` bytes; the last group may be smaller."""
     part: list[Bytes] = []
     room = _SLICE_BYTES
     for memory in memories:
@@ -211,23 +218,28 @@ def _slices(memories: Sequence[Bytes]) -> Iterator[list[Bytes]]:
 
 
 class _Walk:
-    """Looks up the sinks of byte ranges that are passed in ascending order; ``sinks`` are sorted by start."""
+    """Finds the sinks of byte ranges that are passed in ascending order, without a search from the start.
+
+    Args:
+        sinks: sorted by start.
+    """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
         self._first = 0
 
     def within(self, start: int, stop: int) -> list[Sink]:
-        """The sinks that need some of bytes [start, stop)."""
+        """Return the sinks that need some of bytes [start, stop)."""
         sinks = self._sinks
         while self._first < len(sinks) and sinks[self._first].stop <= start:
             self._first += 1
         overlapping = takewhile(lambda sink: sink.start < stop, islice(sinks, self._first, None))
+        # Sinks are not sorted by stop: one that follows a long sink may stop before the range.
         return [sink for sink in overlapping if sink.stop > start]
 
 
 class Reads(ABC):
-    """The reads of a load in one of the forms: first `ask`, then `open`, `verify` or `run`, and `close`.
+    """The reads of one load. Call `ask` for each tensor, then `open`, `verify` if wanted, `run`, and `close`.
 
     Attributes:
         num_bytes_read: bytes of tensors read from the storage; bytes that are verified and then read count twice.
@@ -243,12 +255,12 @@ class Reads(ABC):
     def _map(
         self, doing: str, work: Callable[[T], int], items: Sequence[T], total: int, *, far: bool = False
     ) -> None:
-        """Call ``work`` for each item, in the storage's number of threads.
+        """Call ``work`` for each item in several threads; the storage says how many.
 
         Args:
             work: returns the number of bytes that it has read.
             total: bytes of all items, for the meter.
-            far: use the threads of far reads, each for a range of neighboring items.
+            far: the bytes are not in the page cache: use more threads, each for a range of neighboring items.
         """
         self.meter.begin(doing, total)
 
@@ -258,7 +270,7 @@ class Reads(ABC):
             return num_bytes
 
         threads = min(self.storage.far_read_threads if far else self.storage.read_threads, len(items))
-        if threads <= 1:
+        if threads <= 1:  # spares the pool
             for item in items:
                 self.num_bytes_read += metered(item)
             return
@@ -268,27 +280,29 @@ class Reads(ABC):
 
     @abstractmethod
     def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
-        """Request a region of a tensor, which `run` reads into ``tensor``; ``index`` is the stored tensor's number."""
+        """Request a region of stored tensor number ``index``, which `run` reads into ``tensor``."""
 
     def saved_ranks(self) -> set[int]:
-        """The ranks whose files have the requested bytes, in the native form."""
+        """Return the saved ranks whose files contain requested bytes; empty in all but the native form."""
         return set()
 
     def stripes(self) -> list[StripeRun]:
-        """The requested stripes, for ranks to compare; empty in forms whose reads cannot be shared."""
+        """Return the requested stripes, which ranks compare before `share`; empty if reads cannot be shared."""
         return []
 
     def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[StripeRun]]) -> None:
-        """Read each stripe that several ranks request on one of them only; from now on, `run` is a collective.
+        """Let a single rank read each stripe that several ranks request, and send it to the others.
+
+        `run` is then a collective.
 
         Args:
-            by_rank: the `stripes` of each rank.
+            by_rank: for each rank, the result of its `stripes`.
         """
         raise AssertionError("a form without stripes has nothing to share")
 
     @abstractmethod
     def open(self) -> None:
-        """Open all files that stay open until `close`, and check them as far as possible without reading data.
+        """Open the files and check them as far as possible without reading tensors; they stay open until `close`.
 
         Raises:
             CorruptCheckpointError: if a file is missing, or differs from what the manifest describes.
@@ -296,11 +310,11 @@ class Reads(ABC):
 
     @abstractmethod
     def verify(self) -> None:
-        """Verify all that `run` would read; no tensor changes."""
+        """Read and verify all bytes that `run` would read. Changes no tensor."""
 
     @abstractmethod
     def run(self, *, verify: bool) -> None:
-        """Read everything; with ``verify``, compare checksums on the way.
+        """Read all requested regions; with ``verify``, compare checksums on the way.
 
         Raises:
             CorruptCheckpointError: if a checksum differs; by then, tensors may have been changed.
@@ -323,9 +337,10 @@ class ReadPlan(Reads):
         self._finder = finder
         self._sinks: dict[int, list[Sink]] = {}
         self._files: dict[int, OpenRankFile] = {}
-        self._coordinator = Coordinator()
-        self._waves: list[list[SharedStripes]] = []
-        self._shared: dict[int, set[int]] = {}  # by file: stripes that are read once for several ranks
+        self._coordinator = Coordinator()  # of a single process; replaced by `share`
+        self._waves: list[list[SharedStripes]] = []  # see `exchange`
+        # Saved rank -> stripes of its file that one rank reads for several ranks.
+        self._shared: dict[int, set[int]] = {}
 
     def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
         target = LoadTarget(tensor)
@@ -336,7 +351,7 @@ class ReadPlan(Reads):
         return target
 
     def add(self, file: RankFile, sink: Sink) -> None:
-        """Request one byte range of one file."""
+        """Request the bytes of one sink from a file."""
         self._sinks.setdefault(file.rank, []).append(sink)
 
     def saved_ranks(self) -> set[int]:
@@ -347,33 +362,34 @@ class ReadPlan(Reads):
         return [
             StripeRun(rank, start // size, -(-stop // size))
             for rank, sinks in sorted(self._sinks.items())
-            # No gaps: nobody needs the stripes in them.
+            # Not joined over gaps: no rank needs the stripes in a gap.
             for start, stop in _joined(sorted(sinks, key=_start_of), self._finder.file(rank), size, 0)
         ]
 
     def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[StripeRun]]) -> None:
+        # At least one stripe, because stripes are verified whole.
         shared = plan_shared(by_rank, max(1, _TURN_BYTES // self._finder.manifest.stripe_bytes))
         self._coordinator, self._waves = coordinator, waves_of(shared, _MAX_INCOMING)
         for turn in shared:
             self._shared.setdefault(turn.saved_rank, set()).update(range(turn.first, turn.stop))
 
     def _own_turns(self) -> list[SharedStripes]:
-        """The shared stripes that this rank reads."""
+        """Return the shared stripes that this rank reads."""
         return [turn for wave in self._waves for turn in wave if turn.sender == self._coordinator.rank]
 
     def _bounds(self, turn: SharedStripes) -> tuple[int, int]:
-        """Half-open byte range of a turn in its file."""
+        """Return the byte range [start, stop) of a turn in its file."""
         file = self._finder.file(turn.saved_rank)
         return file.stripe(turn.first)[0], file.stripe(turn.stop - 1)[1]
 
     def open(self) -> None:
         needed = {turn.saved_rank for turn in self._own_turns()}
         needed |= {rank for rank, *_ in self._ranges(self._finder.manifest.stripe_bytes)}
-        for rank in sorted(needed - self._files.keys()):
+        for rank in sorted(needed - self._files.keys()):  # may be called again: see `_jobs`
             self._files[rank] = OpenRankFile(self.storage, self._finder.file(rank))
 
     def close(self) -> None:
-        with ExitStack() as closing:  # closes all, whatever one raises
+        with ExitStack() as closing:  # closes all files, even if closing one of them raises
             while self._files:
                 closing.callback(self._files.popitem()[1].reader.close)
 
@@ -385,7 +401,7 @@ class ReadPlan(Reads):
         self._map("verifying", _ReadJob.verify, jobs, sum(job.size_bytes for job in jobs))
 
     def run(self, *, verify: bool) -> None:
-        if self._waves:  # first: a rank that fails in its own reads must not leave others waiting
+        if self._waves:  # first, because a rank that fails in its own reads could not take part afterward
             self._run_shared(verify)
         jobs = list(self._jobs(verify))
         work = _ReadJob.take_verified if verify else _ReadJob.take
@@ -394,14 +410,15 @@ class ReadPlan(Reads):
             work,
             jobs,
             sum(job.size_bytes for job in jobs),
+            # One choice for all jobs: the disk is used if any bytes are not in the page cache.
             far=any(not job.file.reader.is_at_hand(job.start, job.stop) for job in jobs),
         )
 
     def _run_shared(self, verify: bool) -> None:
-        """Exchange the shared stripes. A rank that fails raises after all ranks have their data."""
+        """Read, send and receive the shared stripes. A rank that fails takes part to the end, and raises then."""
         kept, rank = FirstError(), self._coordinator.rank
         sinks_of_turn: dict[SharedStripes, list[Sink]] = {}
-        turns = sorted(turn for wave in self._waves for turn in wave)
+        turns = sorted(turn for wave in self._waves for turn in wave)  # by file and stripe, as `_Walk` needs
         for saved_rank, of_file in groupby(turns, key=attrgetter("saved_rank")):
             walk = _Walk(sorted(self._sinks.get(saved_rank, ()), key=_start_of))
             sinks_of_turn.update({turn: walk.within(*self._bounds(turn)) for turn in of_file})
@@ -411,6 +428,8 @@ class ReadPlan(Reads):
             return stop - start
 
         def read(turn: SharedStripes, data: memoryview) -> bool:
+            """Read and verify a turn to send. Returns whether it succeeded."""
+
             def work() -> None:
                 start, stop = self._bounds(turn)
                 job = _ReadJob(self._files[turn.saved_rank], start, stop, ())
@@ -422,9 +441,11 @@ class ReadPlan(Reads):
             return kept.error is None
 
         def take(turn: SharedStripes, data: memoryview) -> None:
+            """Copy the bytes of a turn, read or received, to this rank's sinks."""
             stripes = np.frombuffer(data, dtype=np.uint8)
             kept.attempt(lambda: _deliver(*self._bounds(turn), stripes, sinks_of_turn[turn]))
 
+        # This rank's part of every wave; an empty wave keeps its place.
         own = [[turn for turn in wave if rank in (turn.sender, *turn.receivers)] for wave in self._waves]
         self.num_bytes_received += exchange(
             self._coordinator, own, size_of, read, take, threads=self.storage.far_read_threads
@@ -433,25 +454,27 @@ class ReadPlan(Reads):
         self.num_bytes_read += sum(map(size_of, self._own_turns()))
 
     def _ranges(self, step: int) -> Iterator[tuple[int, int, int]]:
-        """(saved rank, start, stop) of this rank's reads that are not shared, one for each job.
+        """Yield (saved rank, start, stop) of each job of this rank's reads that are not shared.
 
         Args:
-            step: bytes; a job starts at a multiple of it.
+            step: number of bytes; every job starts at a multiple of it.
         """
-        size = max(_JOB_BYTES // step, 1) * step
+        size = max(_JOB_BYTES // step, 1) * step  # whole steps, at least one
         for rank, sinks in self._sinks.items():
             file, shared = self._finder.file(rank), self._shared.get(rank, set())
             for start, stop in _joined(sorted(sinks, key=_start_of), file, step, self.storage.max_gap_bytes):
                 for first, last in _without(start, stop, shared, file.manifest.stripe_bytes):
-                    # No job cuts an element: item sizes fall along a file, so later starts are multiples of them.
+                    # No job cuts an element: item sizes fall along a file, so the starts of later jobs are multiples
+                    # of the item size.
                     yield from ((rank, at, min(at + size, last)) for at in range(first, last, size))
 
     def _jobs(self, whole_stripes: bool) -> Iterator[_ReadJob]:
+        """Yield the jobs of this rank's reads that are not shared."""
         stripe_bytes = self._finder.manifest.stripe_bytes
-        # Shared stripes are left out whole, so ranges begin at stripes.
+        # Whole stripes also if some are shared, because shared stripes are cut out of the ranges.
         ranges = list(self._ranges(stripe_bytes if whole_stripes or self._shared else 1))
         for rank, of_rank in groupby(ranges, key=itemgetter(0)):
-            self.open()  # opens what the caller has not opened
+            self.open()  # for callers that have not called it, such as `CheckpointReader`
             file = self._files[rank]
             walk = _Walk(sorted(self._sinks[rank], key=_start_of))
             for _, start, stop in of_rank:
@@ -461,19 +484,29 @@ class ReadPlan(Reads):
 
 
 def _interleaved(items: Sequence[T], num_parts: int) -> list[T]:
-    """The first item of each part, the second of each, and so on, so that threads read far apart."""
+    """Reorder items: the first item of each of ``num_parts`` equal parts, then the second of each, and so on.
+
+    Threads that take the items in this order read far apart, which the kernel's read-ahead needs.
+    """
     size = -(-len(items) // num_parts)
     return [items[at] for first in range(size) for at in range(first, len(items), size)]
 
 
 def _joined(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -> list[tuple[int, int]]:
-    """Byte ranges to read: sinks, sorted by start, rounded out to whole steps and joined over small gaps."""
+    """Return the byte ranges to read: those of ``sinks``, rounded out to whole steps, and joined over small gaps.
+
+    Args:
+        sinks: sorted by start.
+        step: number of bytes; ranges start and stop at multiples of it, or at the checksum table.
+        max_gap: largest gap in bytes between two ranges that are joined.
+    """
     joined: list[tuple[int, int]] = []
     for sink in sinks:
         start = sink.start // step * step
-        # Stripes end where the table begins.
+        # The last stripe ends where the checksum table begins.
         stop = min(round_up(sink.stop, step), file.table_start if step > 1 else sink.stop)
         if joined and start - joined[-1][1] <= max_gap:
+            # `max`: a sink may stop before an earlier, longer one.
             joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
         else:
             joined.append((start, stop))
@@ -481,7 +514,7 @@ def _joined(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -> l
 
 
 def _without(start: int, stop: int, shared: Set[int], size: int) -> Iterator[tuple[int, int]]:
-    """A byte range without its shared stripes."""
+    """Yield the parts of a byte range that are in no shared stripe; ``size`` is the size of a stripe in bytes."""
     if not shared:
         yield start, stop
         return
@@ -492,7 +525,7 @@ def _without(start: int, stop: int, shared: Set[int], size: int) -> Iterator[tup
 
 
 class StripeRun(NamedTuple):
-    """Stripes [first, stop) of the file of a rank that saved."""
+    """Stripes [first, stop) of the file of a saved rank."""
 
     saved_rank: int
     first: int
@@ -510,7 +543,7 @@ class SharedStripes(NamedTuple):
 
 
 def plan_shared(by_rank: Sequence[Iterable[StripeRun]], max_stripes: int) -> list[SharedStripes]:
-    """The stripes that several ranks request, dealt out evenly among those ranks, in the order that `waves_of` needs.
+    """Assign the stripes that several ranks request evenly to these ranks. Returns them in the order for `waves_of`.
 
         requested   0: stripes 0 .. 15 of file 0     2: the same                 (replicas of one shard under HSDP)
         read        0: 0 .. 7                        2: 8 .. 15
@@ -519,7 +552,7 @@ def plan_shared(by_rank: Sequence[Iterable[StripeRun]], max_stripes: int) -> lis
         by_rank: runs of stripes that each rank requests; the runs of one rank do not overlap.
         max_stripes: largest number of stripes that are read and sent at once.
     """
-    # By file and stripe: ranks whose runs begin (True) or end there.
+    # Saved rank -> stripe -> (rank, True) if a run of the rank begins at this stripe, (rank, False) if one ends there.
     edges: dict[int, dict[int, list[tuple[int, bool]]]] = {}
     for rank, runs in enumerate(by_rank):
         for run in runs:
@@ -527,18 +560,19 @@ def plan_shared(by_rank: Sequence[Iterable[StripeRun]], max_stripes: int) -> lis
             of_file.setdefault(run.first, []).append((rank, True))
             of_file.setdefault(run.stop, []).append((rank, False))
     by_sender: dict[int, list[SharedStripes]] = {}
-    load: Counter[int] = Counter()  # stripes that each rank reads for others
-    for saved_rank, of_file in sorted(edges.items()):  # all ranks must plan the same
+    load: Counter[int] = Counter()  # rank -> number of stripes that it reads for others
+    for saved_rank, of_file in sorted(edges.items()):  # sorted: all ranks must compute the same plan
         ranks: set[int] = set()  # the ranks that request stripes [first, stop)
         for first, stop in pairwise(sorted(of_file)):
-            # Ends first: a run of a rank may begin where its last run ends.
+            # Ends first, because a run of a rank may begin where the rank's previous run ends.
             ranks -= {rank for rank, begins in of_file[first] if not begins}
             ranks |= {rank for rank, begins in of_file[first] if begins}
-            if len(ranks) < 2:  # one reader: nothing to share
+            if len(ranks) < 2:  # a single reader has nothing to share
                 continue
             at = first
+            # The least loaded ranks first; the rank decides between equal loads, alike on all ranks.
             for number, sender in enumerate(sorted(ranks, key=lambda rank: (load[rank], rank))):
-                # The least loaded ranks come first and take the remainder.
+                # Equal shares; the remainder goes to the first of these ranks.
                 count = (stop - first - number + len(ranks) - 1) // len(ranks)
                 receivers = tuple(sorted(ranks - {sender}))
                 load[sender] += count
@@ -547,6 +581,6 @@ def plan_shared(by_rank: Sequence[Iterable[StripeRun]], max_stripes: int) -> lis
                     turn = SharedStripes(saved_rank, start, end, sender, receivers)
                     by_sender.setdefault(sender, []).append(turn)
                 at += count
-    # The first turn of each sender, the second of each, and so on: all senders work at the same time.
+    # The first turn of each sender, then the second of each, and so on, so that all senders work at the same time.
     rounds = zip_longest(*(turns for _, turns in sorted(by_sender.items())))
     return [turn for turns in rounds for turn in turns if turn is not None]

@@ -1,10 +1,10 @@
-"""Destinations of reads: the memory of a tensor, or a copy into it.
+"""Destinations of the bytes that a load reads.
 
 A `LoadTarget` is a tensor to fill. A `Sink` is one byte range of a file and its destination:
 
-    direct      contiguous in the file and in CPU memory: the file is read into the tensor itself
+    direct      contiguous in the file and in CPU memory: the file is read into the tensor's memory
     copied      contiguous in the file and on a device: copied through pinned memory of the reading thread
-    patch       a box that is strided in the file or in the tensor: copied box by box
+    patch       a box that is strided in the file or in the tensor: copied from a buffer, box by box
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of
 Bytes = npt.NDArray[np.uint8]
 Deliver = Callable[[int, Bytes], None]
 
-_PINNED_BYTES = 4 << 20  # 4 MiB per copy; two of them are in flight per thread
+_PINNED_BYTES = 4 << 20  # 4 MiB per copy to a device; each thread has two such buffers in turn
 _slots = PinnedSlots()
 
 
@@ -43,16 +43,18 @@ class LoadTarget:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self.is_overwritten = False
-        self._is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory differs from its values
+        # The memory of a lazily conjugated or negated tensor does not contain its values.
+        self._is_lazy = tensor.is_conj() or tensor.is_neg()
         direct = tensor.is_contiguous() and not self._is_lazy
         self._filled = (
             tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         )
         self.itemsize = tensor.dtype.itemsize
-        self.memory: Bytes | None = None  # 1D [nbytes], None on a device
+        self.memory: Bytes | None = None  # the bytes to fill, 1D; None if the tensor is on a device
         self.stream = copy_stream_of(tensor.device)
         if self.stream is not None:
-            self.stream.wait_for_compute()  # here, since reading threads have their own current streams
+            # Queued kernels may still use the memory. Called on this thread: other threads have other current streams.
+            self.stream.wait_for_compute()
         elif tensor.device.type == "cpu":
             self.memory = bytes_of(self._filled).numpy()
 
@@ -62,17 +64,18 @@ class LoadTarget:
         return self._filled.view(-1).view(carrier_of(self._filled.dtype))
 
     def begin(self) -> None:
-        """Call before the first bytes are written."""
+        """Note that the tensor is overwritten from now on. Call it before the first bytes are written."""
+        # A temporary buffer leaves the tensor unchanged until `finish`.
         self.is_overwritten = self.is_overwritten or self._filled is self._tensor
 
     def finish(self) -> None:
-        """Call after the last read: copies a temporary buffer, if there is one, into the tensor."""
-        self.is_overwritten = self._filled.numel() > 0  # an empty tensor keeps what it had
+        """Complete the tensor after the last read: copy the temporary buffer into it, if there is one."""
+        self.is_overwritten = self._filled.numel() > 0  # an empty tensor has nothing to overwrite
         if self.stream is not None:
-            self.stream.hold_compute()  # later work must see the copied values
+            self.stream.hold_compute()  # kernels that are queued later must see the copied values
         if self._is_lazy:
             self._tensor.copy_(self._filled)
-        elif self._filled is not self._tensor:  # copied as a dtype that every copy kernel supports
+        elif self._filled is not self._tensor:  # as integers, because some dtypes have no copy kernel
             self._tensor.view(carrier_of(self._tensor.dtype)).copy_(self.flat.view(self._tensor.shape))
 
 
@@ -82,8 +85,8 @@ class Sink(NamedTuple):
     Attributes:
         target: the tensor to fill; None for plain memory.
         memory: the destination, of the range's length; None if the bytes must be copied.
-        deliver: function that copies a part of the range, given (offset in the file, bytes). The bytes are whole
-            elements; the function neither changes nor keeps them.
+        deliver: function that copies a part of the range, called with (offset in the file, bytes). The bytes must be
+            whole elements; the function neither changes nor keeps them. None if ``memory`` is given.
     """
 
     start: int
@@ -93,12 +96,12 @@ class Sink(NamedTuple):
     deliver: Deliver | None = None
 
     def begin(self) -> None:
-        """Call before bytes are written into `memory`."""
+        """Note that the target is overwritten from now on. Call it before bytes are written into `memory`."""
         if self.target is not None:
             self.target.begin()
 
     def take(self, at: int, data: Bytes) -> None:
-        """Copy bytes, which begin at file offset ``at``, to their destination."""
+        """Copy bytes from file offset ``at`` on to their destination."""
         self.begin()
         if self.memory is not None:
             self.memory[at - self.start : at - self.start + len(data)] = data
@@ -109,7 +112,12 @@ class Sink(NamedTuple):
 def sinks_of(
     share: SharedRun | SharedPatch, start_bytes: int, target: LoadTarget, *, max_gap_bytes: int
 ) -> Iterator[Sink]:
-    """The sinks that copy a share of a piece, which starts at ``start_bytes`` of its file, into a target."""
+    """Yield the sinks that copy a share of a stored piece into a target.
+
+    Args:
+        start_bytes: offset of the piece in its file.
+        max_gap_bytes: runs of a strided box with smaller gaps between them become one sink.
+    """
     itemsize = target.itemsize
     base = start_bytes + share.source * itemsize
     if isinstance(share, SharedPatch):
@@ -127,12 +135,13 @@ def sinks_of(
 
 
 def _elements(target: LoadTarget, data: Bytes) -> torch.Tensor:
-    # Some stores return read-only bytes, which torch does not accept.
+    """Return bytes as elements of the target."""
+    # A copy of read-only bytes, which some stores return: torch does not accept them.
     return torch.from_numpy(data if data.flags.writeable else data.copy()).view(target.flat.dtype)
 
 
 def _copy_run(target: LoadTarget, index: int, start: int, at: int, data: Bytes) -> None:
-    """Copy bytes, which begin at file offset ``at``; the target's element ``index`` is stored at offset ``start``."""
+    """Copy bytes from file offset ``at`` on; the target's element ``index`` is stored at file offset ``start``."""
     first = index + (at - start) // target.itemsize
     elements, stream = _elements(target, data), target.stream
     if stream is None:
@@ -148,14 +157,14 @@ def _copy_run(target: LoadTarget, index: int, start: int, at: int, data: Bytes) 
 
 
 def _copy_patch(target: LoadTarget, patch: SharedPatch, base: int, at: int, data: Bytes) -> None:
-    """Copy the patch's elements among ``data``, which begins at file offset ``at``, box by box."""
+    """Copy the elements of a patch that ``data``, the bytes from file offset ``at`` on, contains; box by box."""
     elements = _elements(target, data)
     first = (at - base) // target.itemsize
     into = target.flat[patch.target : patch.target + numel_of(patch.target_sizes)].view(patch.target_sizes)
     boxes = boxes_of_range(patch.source_sizes, first, first + elements.numel())
     for box, run in zip(boxes, elements.split([box.numel for box in boxes]), strict=True):
         shared = box.intersect(patch.source_box)
-        if shared is None:
+        if shared is None:  # elements of a gap between the patch's runs
             continue
         values = run.view(box.sizes)[shared.slices(box.offsets)]
         moved = zip(shared.offsets, patch.source_box.offsets, patch.target_box.offsets, strict=True)

@@ -1,6 +1,6 @@
-"""The state tree and the manifest of a conversion's native checkpoint.
+"""The state tree and the manifest of a native checkpoint that a conversion writes.
 
-Values of plain types are encoded here without torch; other values by the encoder of live saves, which imports torch.
+The module encodes values of plain types without torch. Other values are encoded as in live saves, which imports torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum
 
 
 class _TensorLeaf(NamedTuple):
-    """Stands for a tensor in the nested state; ``name`` is its name in the source."""
+    """Placeholder of a tensor in the nested state; ``name`` is the tensor's name in the source."""
 
     name: str
 
@@ -29,24 +29,28 @@ class _TensorLeaf(NamedTuple):
 def native_tree(
     state: CarriedState, file_order: Callable[[str], Any], reserved: Iterable[str] = ()
 ) -> tuple[Json, list[tuple[str, str]]]:
-    """The tree, and (stored name, name in the state) of every tensor in file order; tied tensors are listed once.
+    """Return the state tree, and (stored name, name in the state) of every tensor, in file order.
+
+    Tied tensors are listed once.
 
     Args:
-        file_order: sort key of a tensor, by its name in the state; tensors with equal keys stay in the tree's order.
-        reserved: names that the format uses itself.
+        file_order: takes a tensor's name in the state; returns its sort key in the file. Tensors with equal keys stay
+            in the tree's order.
+        reserved: names that the file format uses for entries that are not tensors.
 
     Raises:
-        ConversionError: if two tensors would have one name in the format.
-        CheckpointError: for values that the format cannot hold.
+        ConversionError: if two tensors would have the same name in the format.
+        CheckpointError: for values that the format cannot store.
     """
     leaves: dict[Path, Any] = {state.path(name): _TensorLeaf(name) for name in state.views}
     leaves |= {state.path(name): read() for name, read in state.values.items()}
     tensors: list[tuple[str, str]] = []
-    index_of: dict[str, int] = {}  # by name in the state; of tied tensors, by the first name
+    index_of: dict[str, int] = {}  # name in the state (of tied tensors: the first) -> index in `tensors`
     nodes: list[dict[str, Any]] = []
     taken = set(reserved)
 
     def tensor_node(stored_name: str, leaf: _TensorLeaf) -> Json:
+        """Return the node of a tensor; list the tensor unless it is tied to a listed one."""
         first = state.aliases.get(leaf.name, leaf.name)
         if first not in index_of:
             claim_name(stored_name, taken)
@@ -59,14 +63,19 @@ def native_tree(
     tree = _node(nest(leaves), "", tensor_node)
     order = sorted(range(len(tensors)), key=lambda index: file_order(tensors[index][1]))
     new_index = {old: new for new, old in enumerate(order)}
-    for node in nodes:  # in place: a large tree is not copied
+    for node in nodes:  # changed in place, so that a large tree is not copied
         node["i"] = new_index[node["i"]]
     return tree, [tensors[index] for index in order]
 
 
 def _node(value: Any, name: str, tensor_node: Callable[[str, _TensorLeaf], Json]) -> Json:
-    """The node of a value, as `capture.encode` makes it; ``name`` is the value's keys in the state, joined by ``/``."""
-    kind = type(value)  # the exact type: numpy's float64 is a float, and goes to the encoder of live saves
+    """Return the tree node of a value, equal to the node that `capture.encode` returns.
+
+    Args:
+        name: the keys of the value in the state, joined by ``/``.
+    """
+    # The exact type, because numpy.float64, for example, is a float, but has another node.
+    kind = type(value)
     if kind is _TensorLeaf:
         return tensor_node(name, value)
     if value is None or kind in (bool, int, str):
@@ -81,13 +90,15 @@ def _node(value: Any, name: str, tensor_node: Callable[[str, _TensorLeaf], Json]
         return items if kind is list else {"$": "tuple", "v": items}
     if isinstance(value, Mapping):
         nodes = [(key, _node(item, join_name(name, key), tensor_node)) for key, item in value.items()]
-        # The key $ marks nodes that are not dicts, so a dict whose keys begin with it is stored as pairs.
+        # The key $ marks nodes that are not plain dicts, so a dict with a key that begins with $ is stored as pairs.
         if all(type(key) is str and not key.startswith("$") for key in value):
             return dict(nodes)
         return {"$": "dict", "v": [[_node(key, f"{name} (a key)", tensor_node), item] for key, item in nodes]}
     from vescale_fsdp.checkpoint.state.capture import TreeSink, encode  # imports torch
 
     class NoLeaves(TreeSink):
+        """Asserts that a value contains no tensors and no `PerRank` values."""
+
         def tensor(self, name: str, tensor: object) -> NoReturn:
             raise AssertionError(f"{name}: a tensor is not a value")
 
@@ -98,12 +109,13 @@ def _node(value: Any, name: str, tensor_node: Callable[[str, _TensorLeaf], Json]
 
 
 def native_manifest(form: str, structure: Structure, views: Iterable[TensorView], num_ranks: int) -> Manifest:
-    """The manifest of a conversion's output.
+    """Return the manifest of a conversion's output.
 
-    Its save id, and so all file names, follows from the input, so that an interrupted run can be resumed.
+    The save id is a checksum of the input instead of a random number. An interrupted conversion then writes the same
+    file names when it is run again, and can be resumed.
 
     Args:
-        form: text that distinguishes outputs of different layouts.
+        form: part of the checksum, so that forms of the same input get different save ids.
     """
     identity = RunningChecksum(form.encode())
     identity.update(structure.document)

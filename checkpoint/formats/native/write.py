@@ -1,6 +1,6 @@
-"""Writing live states as native checkpoints: each rank writes one file, then one rank publishes the manifest.
+"""`NativeForm`: writes a live state as a native checkpoint; each rank writes one file, then one publishes the manifest.
 
-    write       every rank: hash stripes while they are in the cache, then write them by several threads
+    write       every rank: several threads hash stripes and write them while they are in the cache
     commit      one rank: check that all files exist, sync the folder, publish ``manifest.json``, remove older data
 
 The zarr form (`formats.zarr.live`) uses the same claim, rank file and commit.
@@ -34,8 +34,8 @@ from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.geometry import boxes_of_range, round_up
 
-_RUN_BYTES = 4 << 20  # 4 MiB of stripes per unit of work
-_ALIGN_BYTES = 64  # a multiple of every item size
+_RUN_BYTES = 4 << 20  # 4 MiB: consecutive stripes that one thread writes at a time
+_ALIGN_BYTES = 64  # a multiple of every item size, for views of a shared buffer with any dtype
 
 
 class NativeForm(Form):
@@ -44,13 +44,14 @@ class NativeForm(Form):
     name = "native"
 
     def arguments(self) -> Json:
-        """The name; there are no options."""
+        """Return the form's name; there are no options."""
         return self.name
 
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
-        """Lock the folder, and refuse one with a manifest."""
+        """Lock the folder. Raises CheckpointError if it has a manifest that must not be replaced."""
         with lock_errors(storage):
             held.enter_context(storage.lock())
+        # Checked under the lock: no other job can commit afterward.
         if not overwrite and storage.exists(MANIFEST_NAME):
             raise CheckpointError(
                 "The path already holds a checkpoint.",
@@ -61,10 +62,10 @@ class NativeForm(Form):
             )
 
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
-        """Plan, and write this rank's file."""
+        """Plan the files, and write this rank's file."""
         doing = f"writing to {share.storage.where}"
         with share.coordinator.together(doing), root_errors(share.storage):
-            with gc_paused():
+            with gc_paused():  # planning creates many objects and no cycles
                 manifest = plan()
                 file = RankFile(manifest, share.coordinator.rank)
                 share.check_room(file.total_bytes if share.every_node else manifest.num_bytes)
@@ -73,7 +74,7 @@ class NativeForm(Form):
         return self.commit_of(manifest, share)
 
     def commit_of(self, manifest: Manifest, share: RankShare) -> Commit:
-        """The last step of the save, which makes the written files a checkpoint."""
+        """Return the last step of the save, which makes the written files a checkpoint."""
         run = partial(
             self.commit,
             share.storage,
@@ -89,7 +90,7 @@ class NativeForm(Form):
         """Publish the manifest, and remove the data of older saves.
 
         Args:
-            check_files: check that every rank's file exists.
+            check_files: check that every rank's file exists; False if the storage has the files of one node only.
 
         Raises:
             CheckpointError: if a file is missing, or a manifest exists that must not be replaced.
@@ -99,40 +100,42 @@ class NativeForm(Form):
             if check_files:
                 _check_files(storage, manifest, folder)
             self.finish(storage, manifest)
-            storage.sync_folder(folder)  # the names of all files; then the folder's own name
+            # Names must be durable before the manifest: those of the files, then that of their folder.
+            storage.sync_folder(folder)
             storage.sync_folder("")
-        except BaseException as error:  # Ctrl-C too: its note says what the disk has
+        except BaseException as error:  # Ctrl-C too: the note says what the disk contains
             error.add_note(f"nothing was committed: {storage.where} is as it was before")
             raise
         _publish(storage, manifest.to_bytes(), replace)
         try:
-            # Older data is removed only after the commit, since it was the checkpoint until then.
+            # Only after the commit: until then, older data was the checkpoint.
             for name in storage.list_folder(""):
                 if name.startswith("data-") and name != folder:
                     storage.remove(name)
-        except Exception as error:  # noqa: BLE001  the next save to this path tries again
+        except Exception as error:  # noqa: BLE001  not fatal: the next save to this path tries again
             warnings.warn(
                 f"{storage.where} is saved; data of an older save could not be removed: "
                 f"{type(error).__name__}: {error}",
                 stacklevel=2,
             )
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C: the user must know that the save is complete
             error.add_note(f"{storage.where} is saved and durable")
             raise
 
     def finish(self, storage: Storage, manifest: Manifest) -> None:
-        """Write what must exist before the manifest does; called on one rank, when all ranks have written."""
+        """Write files that must exist before the manifest. Called on one rank, after all ranks have written."""
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
-        """Remove the attempt's own folder; older data stays."""
+        """Remove the attempt's own data folder; the data of an older checkpoint stays."""
         if save_id:
             storage.remove(f"data-{save_id}")
 
 
 def _check_files(storage: Storage, manifest: Manifest, folder: str) -> None:
+    """Raise CheckpointError if a rank's file is missing."""
     listed = set(storage.list_folder(folder))
     names = [manifest.file_name(rank) for rank in range(manifest.world_size)]
-    # Some object stores list a file later than they return it by name.
+    # Files that are not listed are also looked up by name, because some object stores list new files late.
     missing = [name for name in names if name.rpartition("/")[2] not in listed and not storage.exists(name)]
     if missing:
         raise CheckpointError(
@@ -145,22 +148,23 @@ def _check_files(storage: Storage, manifest: Manifest, folder: str) -> None:
 
 
 def _publish(storage: Storage, data: bytes, replace: bool) -> None:
-    """Commit the manifest. After an error, read the published manifest, so that the error says which one it is."""
+    """Commit the manifest. After an error, read the published one, so that the error says what the path contains."""
     try:
         storage.commit(MANIFEST_NAME, data, replace=replace)
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C too must say which manifest is published
         published: bytes | Exception
         try:
-            # Another job's manifest may be longer, which raises ValueError.
+            # Raises ValueError for a larger file, such as the manifest of another job.
             published = storage.read_small(MANIFEST_NAME, limit_bytes=len(data))
-        except Exception as unread:  # noqa: BLE001  the error of the commit is the one to raise
+        except Exception as unread:  # noqa: BLE001  not raised: the error of the commit matters more
             published = unread
-        if isinstance(error, Exception) and published == data:
-            # The store's response was lost, or an NFS server had made the link before the request was repeated.
+        if isinstance(error, Exception) and published == data:  # Ctrl-C is raised in any case
+            # The new manifest is published: only the store's response was lost, or an NFS client repeated a request
+            # that the server had already carried out.
             if storage.visible_is_durable:
                 return
             if isinstance(error, FileExistsError):
-                storage.sync_folder("")  # the commit raised before it synced the name
+                storage.sync_folder("")  # `commit` raised before it made the name durable
                 return
         if isinstance(error, FileExistsError) and published != data:
             raise CheckpointError(
@@ -177,14 +181,14 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
                     ", complete, but the disk did not confirm it: it may be lost after a loss of power. "
                     "Save again to be sure"
                 )
-        elif isinstance(
-            published, bytes | FileNotFoundError | ValueError
-        ):  # ValueError: larger than this manifest
+        # Another manifest, none, or (ValueError) a larger one.
+        elif isinstance(published, bytes | FileNotFoundError | ValueError):
             outcome = f"nothing was committed: {storage.where} is as it was before"
         else:
             unread_text = f"{type(published).__name__}: {published}"
             outcome = f"whether {storage.where} holds the new checkpoint is unknown: {unread_text}"
-        # Only Python's own classes are made again: a subclass of another library may take other arguments.
+        # An OSError shows its errno and text, so the outcome goes into the text of a new one. Only Python's own classes
+        # are created anew, since subclasses of other libraries may take other arguments.
         if isinstance(error, OSError) and error.errno and type(OSError(error.errno, "")) is type(error):
             raise OSError(error.errno, f"{error.strerror}; {outcome}") from error
         error.add_note(outcome)
@@ -195,14 +199,15 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
     """Write a rank's file with its checksums; durable on return, removed after an error.
 
     Args:
-        name: a temporary name; default: the file's own.
+        name: a temporary name; default: the file's final name.
 
     Raises:
-        OSError: as the storage raises it.
+        OSError: if the storage fails.
     """
     file = image.file
-    step = max(1, _RUN_BYTES // file.manifest.stripe_bytes)
+    step = max(1, _RUN_BYTES // file.manifest.stripe_bytes)  # stripes per unit of work, at least one
     runs = range(0, file.num_stripes, step)
+    # A store that is written front to back allows one thread.
     threads = 1 if storage.in_order else max(1, min(storage.write_threads, len(runs)))
 
     def write() -> None:
@@ -210,18 +215,19 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
         with storage.create(name or file.name, file.total_bytes) as writer:
 
             def write_run(first: int) -> list[int]:
+                """Hash and write consecutive stripes from number ``first`` on. Returns their checksums."""
                 checksums = []
                 for index in range(first, min(first + step, file.num_stripes)):
                     start, stop = file.stripe(index)
                     buffers = image.buffers(start, stop)
-                    # Most stripes are one buffer: one call is a tenth faster than a running digest.
+                    # Most stripes are in one buffer, for which one call is a tenth faster than a running digest.
                     one_call = len(buffers) == 1
                     checksums.append(checksum_of(buffers[0]) if one_call else _joint_checksum(buffers))
                     writer.write_at(start, buffers)
                     meter.advance(stop - start)
                 return checksums
 
-            # After an error, `map` starts none of the remaining runs.
+            # After an error, the remaining runs are cancelled by the iterator of `map`.
             with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-write") as pool:
                 checksums = list(chain.from_iterable(pool.map(write_run, runs)))
             writer.write_at(file.table_start, [pack_table(checksums)])
@@ -230,7 +236,7 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
 
 
 def _joint_checksum(buffers: Sequence[Buffer]) -> int:
-    """xxh3-64 of the bytes of all buffers, in order."""
+    """Return the xxh3-64 of the bytes of all buffers, in order."""
     digest = RunningChecksum()
     for buffer in buffers:
         digest.update(buffer)
@@ -238,7 +244,7 @@ def _joint_checksum(buffers: Sequence[Buffer]) -> int:
 
 
 class _Copied(NamedTuple):
-    """A byte range of a tensor that is on a device or not contiguous: it must be copied before it is written."""
+    """A byte range of a tensor that must be copied before it is written: it is on a device or not contiguous."""
 
     tensor: torch.Tensor
     start_bytes: int
@@ -246,18 +252,22 @@ class _Copied(NamedTuple):
 
     @property
     def elements(self) -> tuple[int, int]:
-        """The elements that cover the range."""
+        """(first, end) of the elements that cover the byte range."""
         itemsize = self.tensor.dtype.itemsize
         return self.start_bytes // itemsize, -(-self.stop_bytes // itemsize)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the copy: whole elements, rounded up so that the next copy is aligned."""
+        """Size in bytes of the copy: whole elements, rounded up so that the next copy in the buffer is aligned."""
         first, last = self.elements
         return round_up((last - first) * self.tensor.dtype.itemsize, _ALIGN_BYTES)
 
     def copy(self, pinned: torch.Tensor | None) -> Buffer:
-        """Copy to host memory: to ``pinned``, if given, on the current stream."""
+        """Copy the range to host memory, and return its bytes.
+
+        Args:
+            pinned: memory for the copy, which then runs on the current stream; None to allocate memory.
+        """
         (first, last), tensor, itemsize = self.elements, self.tensor, self.tensor.dtype.itemsize
         if pinned is None:
             out = torch.empty(last - first, dtype=tensor.dtype, device="cpu")
@@ -274,10 +284,11 @@ class _Copied(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A byte range of a file.
+    """A byte range of a file, and where its bytes come from.
 
     Attributes:
-        source: host memory, or a tensor that must be copied; the part's first byte is byte ``skip`` of the source.
+        source: host memory, or a tensor that must be copied.
+        skip: the byte of the source that is the first byte of the range.
     """
 
     start: int
@@ -289,13 +300,13 @@ class _Part(NamedTuple):
 class FileImage:
     """The content of a rank's file up to its checksums, taken from live memory piece by piece.
 
-    Contiguous tensors in CPU memory are not copied. Other tensors are copied range by range; those on a device go
-    through pinned memory of the calling thread, after the work that was queued on the device before.
+    Contiguous tensors in CPU memory are not copied. Other tensors are copied range by range: from a device, through
+    pinned memory of the calling thread, and after the work that was queued on the device before.
 
     Args:
         file: the layout.
         locals_by_name: this rank's tensors; each has the elements of the rank's whole region.
-        blob: per-rank values, at most as long as the file has room for.
+        blob: this rank's packed `PerRank` values; at most ``blob_bytes`` of the manifest long.
         chunk_table: checksums of the rank's chunks, in the zarr form.
     """
 
@@ -312,11 +323,12 @@ class FileImage:
         self._streams = {device: stream for device, stream in streams.items() if stream is not None}
         self._slots = PinnedSlots()
         for stream in self._streams.values():
-            stream.wait_for_compute()  # here: writing threads have their own current streams
+            # Queued kernels may still write the tensors. On this thread, since others have other current streams.
+            stream.wait_for_compute()
         self._parts = [_Part(0, len(file.header), file.header, 0)]
         for piece in file.pieces:
             entry = file.manifest.entries[piece.tensor_index]
-            # Lazy conjugation and negation are flags of a view; the file has the values.
+            # A lazily conjugated or negated tensor is a view with a flag; the file must have the computed values.
             tensor = locals_by_name[entry.name].detach().resolve_conj().resolve_neg()
             in_place = tensor.is_contiguous() and tensor.device not in self._streams
             source = bytes_of(tensor).numpy() if in_place else tensor.view(carrier_of(tensor.dtype))
@@ -326,16 +338,19 @@ class FileImage:
             table = np.frombuffer(chunk_table, dtype=np.uint8)
             self._parts.append(_Part(len(file.header), file.blob_start, table, 0))
         if file.manifest.blob_bytes:
-            # Every file has room for the largest rank's values.
+            # Every file has a blob of the same size, that of the rank with the most bytes.
             padded = np.zeros(file.manifest.blob_bytes, dtype=np.uint8)
             padded[: len(blob)] = np.frombuffer(blob, dtype=np.uint8)
             self._parts.append(_Part(file.blob_start, file.table_start, padded, 0))
         self._starts = [part.start for part in self._parts]
 
     def buffers(self, start: int, stop: int) -> list[Buffer]:
-        """The bytes [start, stop) of the file; valid until the tensors change, or the thread's next call."""
+        """Return bytes [start, stop) of the file, in several buffers.
+
+        The buffers are valid until the tensors change, or until this thread calls the method again.
+        """
         buffers: list[Buffer] = []
-        copies: dict[int, _Copied] = {}  # by number of the buffer
+        copies: dict[int, _Copied] = {}  # index in `buffers` -> the copy that this buffer needs
         at = bisect_right(self._starts, start) - 1  # the part that contains `start`
         while start < stop:
             part = self._parts[at]
@@ -343,12 +358,12 @@ class FileImage:
             first, last = start - part.start + part.skip, end - part.start + part.skip
             if isinstance(part.source, torch.Tensor):
                 copies[len(buffers)] = _Copied(part.source, first, last)
-                buffers.append(b"")  # replaced below
+                buffers.append(b"")  # a placeholder: all copies are made together below
             else:
                 buffers.append(part.source[first:last])
             start = end
             at += 1
-        # All copies from devices of one call share one pinned buffer.
+        # All copies from devices share one pinned buffer; copies of CPU tensors (size 0 here) get memory of their own.
         sizes = [copy.num_bytes if copy.tensor.device in self._streams else 0 for copy in copies.values()]
         pinned = self._slots.lend(sum(sizes)) if any(sizes) else None
         used: dict[CopyStream, None] = {}
@@ -361,5 +376,5 @@ class FileImage:
             with stream.on():
                 buffers[number] = copy.copy(pinned[end - size : end])
         for stream in used:
-            stream.record().synchronize()  # the caller hashes the bytes next
+            stream.record().synchronize()  # the caller reads the bytes next
         return buffers

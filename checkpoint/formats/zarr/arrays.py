@@ -1,11 +1,11 @@
-"""Arrays of zarr hierarchies, of version 2 and 3: their metadata, their chunks and their values.
+"""`Arrays`: the arrays of a zarr hierarchy of version 2 or 3, as tensors of a `Source`.
 
-Chunks of plain bytes (with or without crc32c) are read by range, like any other file. Other arrays are decoded chunk by
-chunk: version 3 by the zarr library; version 2 by the codecs of numcodecs, because the zarr library cannot read the
-types that JAX adds to version 2 (bfloat16, float8).
+Chunks of plain bytes, with or without crc32c, are read by byte range, like other files. Other arrays are decoded chunk
+by chunk: version 3 by the zarr library; version 2 by the codecs of numcodecs, because the zarr library cannot read the
+dtypes that JAX adds to version 2 (bfloat16, float8).
 
-All items of a chunk without a file have the fill value. Fill values other than zero need the zarr library, and are
-refused in version 2.
+In a chunk without a file, all items have the fill value. An array with another fill value than zero is read by the zarr
+library in version 3, and refused in version 2.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from vescale_fsdp.layout.dtypes import DType, dtype_from_numpy, dtype_from_torch
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
 
-ARRAY_FILE = ".zarray"  # metadata of an array, in version 2
-DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # raised where metadata lacks fields
+ARRAY_FILE = ".zarray"  # the metadata file of an array in version 2
+DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # raised for missing or bad fields
 
-_MANY_CHUNKS = 2**16  # an array with more chunks may lack only a limited number of them
+_MANY_CHUNKS = 2**16  # an array with more chunks than this may lack only a limited number of them
 _MOST_ABSENT = 64  # absent chunks that such an array may have for each stored chunk
-_CONCURRENT_DECODES = 10  # the zarr library's default, `async.concurrency`
+_CONCURRENT_DECODES = 10  # chunks that the zarr library decodes at a time: its default of `async.concurrency`
 _DECODE_ERRORS = (*DAMAGE, EOFError, RuntimeError, zlib.error)  # raised by the zarr library's codecs
-# Not all codecs of numcodecs: its pickle codec would run code from the file.
+# The codecs that may be used. Not all of numcodecs: its pickle codec would run code from the file.
 _CODECS = {"blosc", "bz2", "gzip", "lz4", "lzma", "shuffle", "zlib", "zstd"}
 
 
 def read_metadata(store: Storage, file: str, version: int = 3) -> dict[str, Any]:
-    """The content of a metadata file.
+    """Read a metadata file, and return its content.
 
     Raises:
-        CorruptCheckpointError: if it is not JSON, or of another version of zarr.
+        CorruptCheckpointError: if the file is not JSON, or of another version of zarr.
     """
     try:
         metadata = parse_json(store.read(file))
@@ -63,7 +63,7 @@ def read_metadata(store: Storage, file: str, version: int = 3) -> dict[str, Any]
 
 
 def damaged(store: Storage, file: str, error: Exception) -> CorruptCheckpointError:
-    """The error for a hierarchy that cannot be read because of this file."""
+    """Return the error for a hierarchy that cannot be read because of ``file``."""
     return CorruptCheckpointError(
         "A zarr hierarchy cannot be used.",
         expected="zarr metadata of regular arrays, and chunks that their codecs decode",
@@ -74,15 +74,16 @@ def damaged(store: Storage, file: str, error: Exception) -> CorruptCheckpointErr
 
 
 class Arrays:
-    """The arrays of a hierarchy, by tensor name, as the arguments of a `Source`.
+    """Collects the arrays of a hierarchy, by tensor name, as the arguments of a `Source`.
 
     Args:
-        files: all files of the hierarchy.
+        files: names of all files of the hierarchy.
 
     Attributes:
-        paths: paths in the state, of tensors whose arrays record a path.
-        readers: readers of arrays that must be decoded.
-        decoded: memory in bytes that reading a box of such an array needs.
+        tensors: shape, dtype and chunks of each array.
+        paths: paths in the nested state, for arrays that record their path.
+        readers: functions that read a box, for arrays that must be decoded.
+        decoded: bytes of memory that reading a box needs besides the box, for arrays that must be decoded.
     """
 
     def __init__(self, store: Storage, files: Collection[str]) -> None:
@@ -94,14 +95,14 @@ class Arrays:
         self.decoded: dict[str, int] = {}
 
     def add(self, node: str, name: str = "", metadata: dict[str, Any] | None = None) -> None:
-        """Add the array in folder ``node``.
+        """Add the array whose folder is ``node``.
 
         Args:
             name: the tensor's name; default: the name in the array's attributes, else the folder's name.
             metadata: the array's metadata of version 3; None to read it.
 
         Raises:
-            CorruptCheckpointError: for damaged metadata, or a chunk file of the wrong size.
+            CorruptCheckpointError: if the metadata is damaged, or a chunk's file has the wrong size.
             ConversionError: if decoding needs a package that is not installed.
         """
         prefix = f"{node}/" if node else ""
@@ -127,14 +128,16 @@ class Arrays:
 
 
 class _Array(ABC):
-    """An array of either version.
+    """An array of version 2 or 3.
 
     Attributes:
-        chunk: sizes of each chunk; for an irregular grid, the array's shape.
-        separator, prefix: separator and leading parts of chunk keys.
-        is_plain: whether chunk files are the items' bytes, row-major, and absent chunks are zeros.
+        info: name, shape and dtype of the tensor.
+        chunk: shape of a chunk; for an irregular grid, the array's shape.
+        separator, prefix: separator and leading parts of chunk keys; a chunk's key is its file in the array's folder.
+        is_plain: whether the chunks' files have the items' bytes, row-major, and absent chunks are zeros. Other arrays
+            must be decoded.
         has_crc: whether each chunk of a plain array is followed by its crc32c.
-        path: the tensor's path in the state, if the attributes contain it.
+        path: the tensor's path in the nested state, if the array's attributes contain the path.
     """
 
     info: TensorInfo
@@ -149,17 +152,18 @@ class _Array(ABC):
         self.store, self.node = store, node
 
     def file_of(self, chunk: Box) -> str:
-        """The file of a chunk."""
+        """Return the name of a chunk's file."""
         index = (str(o // c) for o, c in zip(chunk.offsets, chunk.sizes, strict=True))
-        key = self.separator.join((*self.prefix, *index)) or "0"  # the key in an array without dims
+        # "0" is the key of a 0-d array in version 2's encoding.
+        key = self.separator.join((*self.prefix, *index)) or "0"
         return f"{self.node}/{key}" if self.node else key
 
     def stored(self, files: Collection[str]) -> StoredTensor:
-        """The chunks of a plain array; one nominal chunk of an array that must be decoded.
+        """Return the tensor with the array's chunks; with a single chunk without a file if it must be decoded.
 
         Raises:
             ValueError: for chunks without elements, or if nearly all of very many chunks are absent.
-            CorruptCheckpointError: if a chunk's file has another size.
+            CorruptCheckpointError: if a chunk's file has the wrong size.
         """
         info, shape, chunk = self.info, self.info.shape, self.chunk
         if not info.numel:
@@ -167,7 +171,8 @@ class _Array(ABC):
         chunk_nbytes = math.prod(chunk) * info.dtype.itemsize
         if not self.is_plain:
             nbytes = info.nbytes
-            if nbytes > UNCHECKED_BYTES:  # metadata alone may claim any size
+            # The real number of stored bytes limits huge tensors (`is_inflated`), since metadata can claim any size.
+            if nbytes > UNCHECKED_BYTES:
                 nbytes = min(nbytes, self._num_stored(files) * chunk_nbytes)
             return StoredTensor(info, (StoredChunk(whole_box(shape), "", 0, nbytes),))
         if 0 in chunk:
@@ -175,9 +180,9 @@ class _Array(ABC):
         count = math.prod(-(-size // each) for size, each in zip(shape, chunk, strict=True))
         if count > _MANY_CHUNKS:
             num_stored = self._num_stored(files)
-            if not num_stored:  # all zeros
+            if not num_stored:  # a tensor of zeros needs no list of chunks
                 return StoredTensor(info, (StoredChunk(whole_box(shape), "", 0, 0),))
-            # Refused, since damaged metadata could make the list below far longer than the number of files.
+            # Damaged metadata could make the list of chunks below far longer than the list of files.
             if count > _MANY_CHUNKS + _MOST_ABSENT * num_stored:
                 raise ValueError(f"{count} chunks of which {num_stored} are stored")
         chunks, strides = [], contiguous_strides(chunk)
@@ -195,41 +200,44 @@ class _Array(ABC):
         return StoredTensor(info, tuple(chunks))
 
     def _num_stored(self, files: Collection[str]) -> int:
-        """Number of stored chunks: all files in the array's folder are chunks, except metadata."""
+        """Return the number of stored chunks: of all files in the array's folder, except metadata."""
         folder = f"{self.node}/" if self.node else ""
         inside = (name for name in files if name.startswith(folder))
         return sum(not name.rpartition("/")[2].startswith(("zarr.json", ".z")) for name in inside)
 
-    def open(self) -> None:  # noqa: B027  version 2 needs nothing
+    def open(self) -> None:  # noqa: B027  not abstract: version 2 needs no preparation
         """Prepare to decode chunks."""
 
     @property
     @abstractmethod
     def decoded_bytes(self) -> int:
-        """Bytes that reading a box needs besides the box: a chunk as stored, and as decoded."""
+        """Bytes of memory that reading a box needs besides the box: the copies of a chunk while it is decoded."""
 
     @abstractmethod
     def decode(self, chunk: Box, part: Box) -> np.ndarray | None:
-        """The items of a part of a chunk, as raw bits; None for zeros.
+        """Return the items of a part of a chunk, as raw bits; None if all are zero.
 
         Raises:
-            CorruptCheckpointError: if its codecs cannot decode the chunk.
+            CorruptCheckpointError: if the chunk cannot be decoded.
         """
 
     def read(self, box: Box) -> np.ndarray:
-        """A box of an array that must be decoded, as raw bits. Raises as `decode`."""
+        """Decode a box of the array. Returns the items as raw bits; raises the errors of `decode`."""
         out = np.zeros(box.sizes, dtype=self.info.dtype.raw)
         for chunk in chunk_boxes(self.info.shape, self.chunk, box) if box.numel else ():
             part = clipped(chunk, self.info.shape).intersect(box)
             if part is not None and (values := self.decode(chunk, part)) is not None:
-                # The ellipsis keeps a 0-d part an array.
+                # With the ellipsis, indexing a 0-d array returns an array instead of a scalar.
                 inside: tuple[Any, ...] = (*part.slices(box.offsets), ...)
                 out[inside] = values
         return out
 
 
 class _LastChunk(threading.local):
-    """The chunk of version 2 that a thread decoded last; kept, since boxes of one chunk are read one after another."""
+    """The chunk that a thread decoded last; kept, because boxes of one chunk are read one after another.
+
+    Only for version 2.
+    """
 
     file: str = ""
     values: np.ndarray | None = None
@@ -239,7 +247,7 @@ class _Array2(_Array):
     """An array of version 2, as Orbax and older tools write it.
 
     Raises:
-        ValueError: if its metadata are not of this version, or name unknown codecs or types.
+        KeyError, TypeError, ValueError: if fields of the metadata are missing or bad, or a codec or dtype is unknown.
     """
 
     def __init__(
@@ -251,11 +259,12 @@ class _Array2(_Array):
         self._is_swapped, dtype = _numpy_dtype(metadata["dtype"])
         self.info = TensorInfo(name, whole_numbers(metadata["shape"]), dtype)
         self.chunk = whole_numbers(metadata["chunks"], len(self.info.shape))
-        self.separator = str(metadata.get("dimension_separator") or ".")
+        self.separator = str(metadata.get("dimension_separator") or ".")  # the default of version 2
         self._codecs = [c for c in (*(metadata.get("filters") or ()), metadata.get("compressor")) if c]
         self.is_plain = not self._codecs and self._order == "C" and not self._is_swapped
         if unknown := {str(codec["id"]) for codec in self._codecs} - _CODECS:
-            raise ValueError(f"codec {min(unknown)}")
+            raise ValueError(f"codec {min(unknown)}")  # `min`: the same codec in every run
+        # None: the writer defined no fill value, so zeros are as good as other values.
         if metadata.get("fill_value") not in (None, 0, False):
             raise ValueError(f"fill value {metadata['fill_value']!r:.60}")
         if 0 in self.chunk:
@@ -263,35 +272,38 @@ class _Array2(_Array):
 
     @property
     def _chunk_bytes(self) -> int:
+        """Size of a decoded chunk in bytes."""
         return math.prod(self.chunk) * self.info.dtype.itemsize
 
     @property
     def decoded_bytes(self) -> int:
-        # As stored, after each codec, and with swapped bytes.
+        # One copy of the chunk as stored, one after each codec, and one with swapped bytes.
         return (1 + max(1, len(self._codecs)) + self._is_swapped) * self._chunk_bytes
 
     def decode(self, chunk: Box, part: Box) -> np.ndarray | None:
         file = self.file_of(chunk)
         if self._last.file != file:
-            self._last.file, self._last.values = "", None  # freed before the next chunk is decoded
+            self._last.file, self._last.values = "", None  # frees the memory before the next chunk is decoded
             if self.store.size(file) is None:
                 return None
             self._last.values = self._decoded(file)
-            self._last.file = file  # only now: an error leaves nothing to reuse
+            self._last.file = file  # set last, so that an error leaves nothing to reuse
         values = self._last.values
         return None if values is None else values[part.slices(chunk.offsets)]
 
     def _decoded(self, file: str) -> np.ndarray:
+        """Read and decode a chunk's file."""
+        # Imported here, because few sources need numcodecs.
         from numcodecs import get_codec
         from numcodecs.compat import ensure_contiguous_ndarray
 
         try:
             data: Any = self.store.read(file)
-            for codec in reversed(self._codecs):  # decoding begins with what was applied last
+            for codec in reversed(self._codecs):  # the writer applied the codecs in the listed order
                 data = get_codec(dict(codec)).decode(data)
             raw = ensure_contiguous_ndarray(data).view(np.uint8).view(self.info.dtype.raw)
             values: np.ndarray = raw.reshape(self.chunk, order=self._order)  # type: ignore[call-overload]
-        # Each codec raises other classes.
+        # The classes that the codecs raise for damaged data.
         except (EOFError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(
                 "A chunk of a zarr array cannot be decoded.",
@@ -304,10 +316,11 @@ class _Array2(_Array):
 
 
 def _numpy_dtype(text: object) -> tuple[bool, DType]:
-    """(whether bytes are swapped, dtype) of a dtype's name in version 2: numpy's name, or one that JAX adds."""
-    # The first letter is the byte order: little, big or none.
+    """Return (whether bytes are swapped, dtype) for a dtype's name in version 2: numpy's name, or one that JAX adds."""
+    # The first letter of numpy's names is the byte order: little (<), big (>) or none (|).
     if isinstance(text, str) and (dtype := dtype_from_numpy(text[1:])) is not None and text[0] in "<>|":
-        if text[0] == ">" and dtype.kind == "complex":  # swapping whole items would exchange their two parts
+        # Refused, because swapping the bytes of a whole item would exchange its real and imaginary part.
+        if text[0] == ">" and dtype.kind == "complex":
             raise ValueError(f"dtype {text}")
         return text[0] == ">", dtype
     return False, dtype_from_torch(str(text))
@@ -325,8 +338,10 @@ class _Array3(_Array):
         )
         if dtype.itemsize != self._stored_as.itemsize:
             raise ValueError(f"dtype {dtype.name} in {self._stored_as.name}")
+        # Folders have percent-escaped names.
         name = name or str(attributes.get("name") or unquote(node).replace("/", "."))
-        if "logical_dtype" in attributes and "name" in attributes:  # a native checkpoint without its manifest
+        # An array of a native checkpoint whose manifest is missing: its name contains the path in the nested state.
+        if "logical_dtype" in attributes and "name" in attributes:
             self.path = split_name(name)
             name = name_of(self.path)
         self.info = TensorInfo(name, whole_numbers(metadata["shape"]), dtype)
@@ -343,7 +358,8 @@ class _Array3(_Array):
             is_regular
             and names in (["bytes"], ["bytes", "crc32c"])
             and codecs[0].get("configuration", {}).get("endian", "little") == "little"
-            and metadata["fill_value"] in (0, False, [0, 0], "0x00")  # zero, as the kinds of types write it
+            # Zero: as a number, a bool, the pair of a complex number, or the hex digits of a one-byte float.
+            and metadata["fill_value"] in (0, False, [0, 0], "0x00")
         )
         self._inner_chunks = [
             c["configuration"]["chunk_shape"] for c in codecs if c["name"] == "sharding_indexed"
@@ -352,7 +368,7 @@ class _Array3(_Array):
 
     @staticmethod
     def _key_encoding(encoding: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-        """(separator, leading parts) of chunk keys."""
+        """Return (separator, leading parts) of chunk keys."""
         configuration = encoding.get("configuration") or {}
         if encoding["name"] == "default":
             return str(configuration.get("separator", "/")), ("c",)
@@ -363,17 +379,18 @@ class _Array3(_Array):
     @property
     def decoded_bytes(self) -> int:
         chunk, concurrent = self.chunk, 1
-        if self._inner_chunks:  # of a shard, the zarr library decodes several inner chunks at a time
+        # If a chunk is a zarr shard, the library decodes several of its inner chunks at a time.
+        if self._inner_chunks:
             inner = whole_numbers(self._inner_chunks[0], len(chunk))
             count = math.prod(-(-a // b) for a, b in zip(chunk, inner, strict=True))
             chunk, concurrent = inner, min(_CONCURRENT_DECODES, count)
-        # 2: a chunk as stored, and as decoded.
+        # 2: one copy of a chunk as stored, and one as decoded.
         return 2 * concurrent * math.prod(chunk) * self.info.dtype.itemsize
 
     def open(self) -> None:
         path = f"{self.store.where}/{self.node}" if self.node else self.store.where
         try:
-            import zarr  # only arrays that are not plain need it
+            import zarr  # here: only arrays that must be decoded need this optional package
         except ImportError as error:
             raise ConversionError(
                 "An array is compressed or sharded, which the zarr library decodes.",
@@ -382,25 +399,25 @@ class _Array3(_Array):
                 where=path,
                 todo="pip install zarr",
             ) from error
-        # The zarr library lacks JAX's bfloat16: such arrays are opened as integers.
+        # The zarr library lacks dtypes such as bfloat16: such arrays are opened as integers of the same width.
         source = path if self._stored_as.is_numpy else _as_integers(path, self._stored_as)
         self._opened: Any = zarr.open_array(source, mode="r")
 
     def decode(self, chunk: Box, part: Box) -> np.ndarray | None:
         raw = self.info.dtype.raw
         try:
-            # `ascontiguousarray` makes a 0-d array 1-d: `reshape` undoes it.
+            # `ascontiguousarray` returns a 1-d array for a 0-d one; `reshape` restores the shape.
             values = np.ascontiguousarray(self._opened[part.slices()]).reshape(part.sizes)
         except _DECODE_ERRORS as error:
             raise damaged(self.store, f"{self.node}/{ZARR_NAME}", error) from error
-        # numpy cannot view a 0-d array as another type.
+        # numpy cannot view a 0-d array as another dtype.
         return values.view(raw) if values.ndim else values.reshape(1).view(raw).reshape(())
 
 
 def _as_integers(path: str, dtype: DType) -> Any:
-    """The store of an array at a path or URL; it returns metadata with unsigned integers in place of ``dtype``.
+    """Return a store of the array at a path or URL, whose metadata names unsigned integers instead of ``dtype``.
 
-    For types that the zarr library lacks: only the items' bits are needed.
+    The zarr library can then open an array of a dtype that it lacks; only the items' bits are needed.
     """
     from zarr.storage import FsspecStore, LocalStore, WrapperStore
 

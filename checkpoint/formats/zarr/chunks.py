@@ -1,7 +1,8 @@
-"""Verified chunks of the zarr form.
+"""`read_chunk`: reads and verifies a chunk of the zarr form.
 
-The checksum at the end of a chunk shows that the chunk is intact. The table of checksums in the file of the chunk's
-owner shows that it is the right chunk of this save. Needs no torch, so that conversions and `verify` can use it.
+The checksum at the end of a chunk's file shows that the chunk is intact. The chunk table in the rank's file of the
+chunk's owner (the rank that wrote it) shows that this is the right chunk, of this save. The module imports no torch, so
+that conversions and `verify` start fast.
 """
 
 from __future__ import annotations
@@ -22,41 +23,42 @@ from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
 
-_SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while in the cache
+_SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while it is in the processor's cache
 
 
 class ChunkTables:
-    """Checksums of chunks, from their owners' files; each file is read once. Thread-safe."""
+    """The checksums of all chunks, from the ranks' files; each file is read once, when first needed. Thread-safe."""
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self.storage = storage
         self.manifest = manifest
         self._lock = threading.Lock()
-        self._tables: dict[int, dict[Chunk, int]] = {}
+        self._tables: dict[int, dict[Chunk, int]] = {}  # rank -> crc32c of each chunk that it wrote
 
     def checksum(self, chunk: Chunk) -> int | None:
-        """The crc32c with which a chunk was saved; None in checkpoints of version 1, which have no such table.
+        """Return the crc32c with which a chunk was saved; None in checkpoints of version 1, which have no such table.
 
         Raises:
-            CorruptCheckpointError: if the owner's file is missing or damaged.
+            CorruptCheckpointError: if the rank's file of the chunk's owner is missing or damaged.
         """
         if not self.manifest.has_chunk_table:
             return None
         owner = holders_of(self.manifest, chunk)[0].rank
-        with self._lock:  # held while a table is read: other threads wait for it instead of reading it too
+        with self._lock:  # held during the read, so that other threads do not read the same table
             if owner not in self._tables:
                 self._tables[owner] = self._read(RankFile(self.manifest, owner))
             return self._tables[owner][chunk]
 
     def _read(self, file: RankFile) -> dict[Chunk, int]:
+        """Read and verify the chunk table in a rank's file."""
         opened = OpenRankFile(self.storage, file)
         try:
-            # Only the stripes with the header and the table.
+            # Only the stripes that contain the header and the chunk table, not those of per-rank values.
             for index in range(-(-file.blob_start // opened.stripe_bytes)):
                 opened.verify_stripe(index, opened.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
             table = bytearray(CRC_BYTES * len(file.chunks))
             opened.reader.read_at(len(file.header), [table])
-        except EOFError as error:
+        except EOFError as error:  # the file became shorter after it was opened
             raise opened.corrupt("A file ended early.", f"{file.total_bytes} bytes", str(error)) from error
         finally:
             opened.reader.close()
@@ -64,11 +66,11 @@ class ChunkTables:
 
 
 def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
-    """A chunk's bytes, verified.
+    """Read a chunk, verify it, and return its bytes.
 
     Raises:
-        CorruptCheckpointError: if the chunk is missing, damaged, of another size or of another save; names the file
-            and the tensor.
+        CorruptCheckpointError: if the chunk is missing or damaged, has another size, or belongs to another save; names
+            the file and the tensor.
     """
     storage, manifest = tables.storage, tables.manifest
     entry = manifest.entries[chunk.tensor_index]
@@ -94,6 +96,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
             reader.read_at(0, [data, checksum])
     except (FileNotFoundError, NotADirectoryError) as error:
         raise corrupt(size, "no file") from error
+    # EOFError: the file became shorter meanwhile. ValueError: the path is no regular file.
     except (EOFError, ValueError) as error:
         raise corrupt(size, str(error)) from error
     (stored,) = struct.unpack("<I", checksum)

@@ -1,4 +1,4 @@
-"""Opening zarr hierarchies of version 2 and 3 as a source: each array is a tensor."""
+"""`open_zarr`: opens a zarr hierarchy of version 2 or 3 as a `Source`, in which each array is a tensor."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from vescale_fsdp.checkpoint.state.nesting import ListIndex
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CorruptCheckpointError
 
-_ATTRIBUTE = "vescale_conversion"  # of the root group; older versions of to-zarr stored values there
+# Attribute of the root group in which older versions of to-zarr stored values that are not tensors.
+_ATTRIBUTE = "vescale_conversion"
 
 
 def has_manifest(store: Storage) -> bool:
-    """Whether the folder is a native checkpoint in its zarr form, with its manifest."""
+    """Return whether the folder is a native checkpoint in the zarr form that has its manifest."""
     if store.size(ZARR_NAME) is None:
         return False
     attributes = read_metadata(store, ZARR_NAME).get("attributes") or {}
@@ -24,14 +25,15 @@ def has_manifest(store: Storage) -> bool:
 
 
 def open_zarr(store: Storage) -> Source:
-    """Open a group (or a single array) of either version; reads metadata and the list of files.
+    """Open a group or a single array of version 2 or 3. Reads metadata and the list of files.
 
     Raises:
-        CorruptCheckpointError: if metadata is damaged or a chunk file has the wrong size.
+        CorruptCheckpointError: if metadata is damaged, or a chunk's file has the wrong size.
     """
     files = set(store.list_files())
     arrays = Arrays(store, files)
-    if ZARR_NAME not in files:
+    if ZARR_NAME not in files:  # version 2
+        # Sorted, since a conversion's plan depends on the order of the tensors.
         for file in sorted(name for name in files if name.rpartition("/")[2] == ARRAY_FILE):
             arrays.add(file.removesuffix(ARRAY_FILE).rstrip("/"))
         facts = {"arrays": str(len(arrays.tensors)), "zarr version": "2"}
@@ -44,17 +46,20 @@ def open_zarr(store: Storage) -> Source:
         if metadata.get("node_type") == "array":
             arrays.add(file.removesuffix(ZARR_NAME).rstrip("/"), metadata=metadata)
     try:
+        # `or {}`: fields may be missing or null.
         content = (root.get("attributes") or {}).get(_ATTRIBUTE) or {}
         values: dict[str, StoredValue] = {
             str(name): constant(_from_json_1(value)) for name, value in (content.get("values") or {}).items()
         }
         paths = arrays.paths | {
+            # JSON stores an index of a list as a list of one number; a plain number is a key of a dict.
             str(name): tuple(ListIndex(part[0]) if isinstance(part, list) else part for part in parts)
             for name, parts in (content.get("paths") or {}).items()
         }
     except DAMAGE as error:
         raise damaged(store, ZARR_NAME, error) from error
-    # The order of the saved state where it is known, else by file name: a conversion's plan depends on the order.
+    # A conversion's plan depends on the order, so it must not vary: as in the saved state where that is known, then by
+    # file name.
     tensors = {
         name: arrays.tensors[name] for name in (*filter(arrays.tensors.__contains__, paths), *arrays.tensors)
     }
@@ -63,10 +68,10 @@ def open_zarr(store: Storage) -> Source:
 
 
 def _from_json_1(data: Any) -> Any:
-    """Decode a value as older versions of to-zarr wrote it; newer ones write native checkpoints.
+    """Decode a value that an older version of to-zarr wrote; newer versions write native checkpoints.
 
-    JSON values stand for themselves. Tuples, bytes, special floats, and dicts with keys other than plain strings are an
-    object with the single key ``$``.
+    JSON values are themselves. Tuples, bytes, special floats, and dicts with keys other than plain strings are encoded
+    as an object with the single key ``$``.
 
     Raises:
         CorruptCheckpointError: for an unknown marker.

@@ -1,9 +1,8 @@
-"""Planning a conversion to a native checkpoint in its zarr form: one zarr v3 array per tensor.
+"""`plan_zarr`: plans a conversion to a native checkpoint in the zarr form, with one zarr v3 array per tensor.
 
-The folder is what ``save(format="zarr")`` of one rank writes (see FORMAT.md), so that `load` reads it on any number of
-ranks, and any zarr library reads its arrays. Arrays are cut along dim 0 into chunks of at most 32 MiB: plain bytes and
-their crc32c. The rank's file with the checksums of all chunks is written after the chunks; the manifest is written
-last.
+The result equals what ``save(format="zarr")`` writes on a single rank (see FORMAT.md): `load` reads it on any number of
+ranks, and any zarr library reads its arrays. Arrays are cut along dim 0 into chunks of at most 32 MiB, stored as plain
+bytes and a crc32c. The rank's file with the checksums of all chunks is written after the chunks, and the manifest last.
 """
 
 from __future__ import annotations
@@ -40,16 +39,17 @@ from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES, checksum_of
 
-_CHUNK_BYTES = 32 * 2**20  # 32 MiB
+_CHUNK_BYTES = 32 * 2**20  # 32 MiB; largest chunk, unless a single row is larger
 
 
 def plan_zarr(state: CarriedState) -> OutputPlan:
-    """Chunk files; then the arrays' metadata, the file with the checksums of chunks, and the manifest.
+    """Return the plan of the chunk files, the arrays' metadata, the rank's file and the manifest.
 
     Raises:
-        CheckpointError: for values that the format cannot hold.
-        ConversionError: for types that torch lacks, or two tensors whose keys, joined, are one name.
+        CheckpointError: for values that the format cannot store.
+        ConversionError: for dtypes that torch lacks, or two tensors whose joined keys are the same name.
     """
+    # Tensors are in the order of falling item size, as FORMAT.md requires.
     tree, names = native_tree(state, lambda name: -state.views[name].info.dtype.itemsize)
     views = [state.views[name] for _, name in names]
     entries = tuple(
@@ -59,10 +59,10 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
     whole = native_manifest("zarr", Structure(tree, entries, ((),), ()), views, 1)
     manifest = as_arrays(whole, [_chunk_shape(view.info) for view in views])
     rank_file = RankFile(manifest, 0)
-    crcs: dict[Chunk, int] = {}  # of the chunks that are written
+    crcs: dict[Chunk, int] = {}  # crc32c of the chunks that this process has written
 
     def read_missing_crcs(written: Written) -> None:
-        """Read checksums of chunks that another process, or an earlier run, has written: they end the chunks' files."""
+        """Read the checksums of chunks that another process or an earlier run wrote, from the ends of their files."""
         for chunk in rank_file.chunks:
             if chunk not in crcs:
                 nbytes = chunk.box.numel * manifest.entries[chunk.tensor_index].itemsize
@@ -70,11 +70,12 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
                 crcs[chunk] = int.from_bytes(crc, "little")
 
     def rank_file_bytes() -> bytes:
+        """Return the rank's file, after all chunks are written."""
         body = rank_file.header + rank_file.chunk_table(crcs)
         stripes = (body[slice(*rank_file.stripe(index))] for index in range(rank_file.num_stripes))
         return body + pack_table([checksum_of(stripe) for stripe in stripes])
 
-    # Each array's JSON is computed when it is written: all JSON together is larger than the rest of the plan.
+    # Each array's JSON is computed when it is written, because all JSON together is larger than the rest of the plan.
     arrays = [
         _small_file(f"{path}/{ZARR_NAME}", partial(array_json, manifest, index))
         for index, path in enumerate(manifest.array_paths)
@@ -89,25 +90,32 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
 
 
 def _small_file(name: str, content: Callable[[], bytes]) -> ClosingFile:
+    """Return the plan of a file that is written in one piece; ``content`` is called when it is written."""
     return ClosingFile(name, lambda: (content(),))
 
 
 def _is_stale(name: str) -> bool:
-    """Whether a file is one of a converted checkpoint. Older versions wrote arrays into the folder itself."""
+    """Return whether a file of the target folder belongs to an older checkpoint there."""
+    # Older versions of to-zarr wrote arrays into the folder itself, not below data-*.
     is_array_file = name.endswith((ZARR_NAME, "/c")) or "/c/" in name
     return name == MANIFEST_NAME or name.startswith("data-") or is_array_file
 
 
 def _chunk_shape(info: TensorInfo) -> tuple[int, ...]:
-    """Chunks of whole rows, at most `_CHUNK_BYTES` each."""
+    """Return the chunk sizes: whole rows, at most `_CHUNK_BYTES`, but at least one row."""
     if not info.shape:
         return ()
+    # A tensor without elements is a special case, because its rows may have no bytes to divide by.
     rows = min(info.shape[0], max(1, _CHUNK_BYTES // (info.nbytes // info.shape[0]))) if info.numel else 1
     return (rows, *(max(1, size) for size in info.shape[1:]))  # zarr allows no chunk size of 0
 
 
 def _chunk_plan(manifest: Manifest, chunk: Chunk, view: TensorView, crcs: dict[Chunk, int]) -> FilePlan:
-    """A chunk's file: items, zeros up to a whole chunk, and their CRC-32C, which is also added to ``crcs``."""
+    """Return the plan of a chunk's file: items, zeros beyond the tensor's edge, and their CRC-32C.
+
+    Args:
+        crcs: receives the CRC-32C when the file is written.
+    """
     info, box = view.info, chunk.box
     inside = clipped(box, info.shape)
     start = box.offsets[0] * (info.numel // info.shape[0]) if info.shape else 0
