@@ -77,7 +77,9 @@ def _crc32_function() -> Callable[[Any], int]:
 
 
 def _crc32c(data: Any) -> int:
-    import google_crc32c  # imported late: it takes 4 ms, and most commands do not need it
+    # Imported late: google_crc32c takes 4 ms and numpy more, and most commands need neither.
+    import google_crc32c
+    import numpy as np
 
     # google_crc32c takes bytes and arrays, and refuses memoryviews.
     crc: int = google_crc32c.value(np.frombuffer(data, np.uint8) if isinstance(data, memoryview) else data)
