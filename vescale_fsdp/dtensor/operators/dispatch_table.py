@@ -1,8 +1,8 @@
 """The dispatch table: the rule of each operator on ragged tensors, and the document that is generated from the table.
 
 `rule_of` returns the rule of an operator; `FAMILIES` describes each rule. ``python tools/operators_table.py`` writes
-OPERATORS.md by calling `rule_of`, and tests/dtensor/test_operator_table.py compares the file with the table, so the
-document cannot differ from the code.
+OPERATORS.md by calling `rule_of`. tests/vescale_fsdp/dtensor/test_operator_table.py compares the file with the table,
+so the document cannot differ from the code.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ operators on other tensors (dropout, activations, data) use torch's generators, 
 a rank's elements.
 
 Generator: Philox-4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011),
-section 3.3; the paper's test vectors are in tests/dtensor/test_random_values.py. Word i of a stream is a pure function
-of (key, stream, i), so any rank can draw any range. Values are computed only with additions, multiplications, divisions
-and square roots in float64. IEEE 754 requires correct rounding of these operations, so the values are bit for bit the
-same in every lane of a vector register, in every thread and on every device. torch.log, sin and cos do not guarantee
-this, so the functions `_log` and `_sin_cos_turns` replace them.
+section 3.3; the paper's test vectors are in tests/vescale_fsdp/dtensor/test_random_values.py. Word i of a stream is a
+pure function of (key, stream, i), so any rank can draw any range. Values are computed only with additions,
+multiplications, divisions and square roots in float64. IEEE 754 requires correct rounding of these operations, so the
+values are bit for bit the same in every lane of a vector register, in every thread and on every device. torch.log, sin
+and cos do not guarantee this, so the functions `_log` and `_sin_cos_turns` replace them.
 """
 
 from __future__ import annotations
