@@ -204,7 +204,7 @@ class _SelfGatheringParam:
         )
 
     def finish_gather(self, dtype: torch.dtype) -> None:
-        """Call ``post`` on the gathered outputs: the first call returns the full parameter, later ones write into it."""
+        """Call ``post`` on the gathered outputs. The first call makes the full parameter, later calls write into it."""
         assert self.outputs is not None
         for work, _ in self._in_flight:
             if work is not None:
