@@ -123,7 +123,7 @@ class UnshardedGrads:
             self._written.add(slot.fqn)
 
     def complete(self) -> DBuffer:
-        """Return the buffer with all gradients. Parameters without a gradient get zeros: all ranks reduce all parameters."""
+        """Return the buffer with all gradients, and zeros for parameters without one: ranks reduce all parameters."""
         self.write_kept()
         buffer = self._allocated()
         missing = [
@@ -183,7 +183,7 @@ class UsedFlags:
     def __init__(self, mesh: DeviceMesh, used: Sequence[bool], device: torch.device) -> None:
         self._used = used
         with outside_modes():  # a backward under torch.func must not wrap this tensor
-            # uint8, the smallest dtype that gloo and NCCL both reduce
+            # uint8, not bool: gloo and NCCL both reduce it
             self._flags = torch.ones(len(used), dtype=torch.uint8, device=device)
             unused = [index for index, flag in enumerate(used) if not flag]
             if unused:  # usually there are none, and nothing is copied to the device

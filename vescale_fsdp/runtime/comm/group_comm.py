@@ -98,7 +98,7 @@ MemoryKind = type[ProcessGroupMemory]
 
 
 def pool_of(comm: object) -> Callable[[], AbstractContextManager[Any]]:
-    """Return the function that makes a context to enter around allocations for ``comm``, a user's collective or pool."""
+    """Return the function that makes the context for allocations for ``comm``, a user's collective or a pool."""
     if comm is None:  # the usual case: isinstance of a protocol is slow, and this runs at every allocation
         return nullcontext
     return comm.memory_pool if isinstance(comm, PooledComm) else nullcontext
@@ -210,7 +210,7 @@ class GatherPolicy(MixedPrecisionPolicy, ABC):
 
     @abstractmethod
     def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> Gather | None:
-        """Return one group's gather, from shards of any dtype to a full buffer of ``dtype``; None: a plain all-gather."""
+        """Return one group's gather, from shards of any dtype to a buffer of ``dtype``; None: a plain all-gather."""
 
 
 class GroupComm:
@@ -241,7 +241,7 @@ class GroupComm:
         self.settings = GroupSettings()
         self.watch: OrderWatch | None = None
         self.memory: ProcessGroupMemory | None = None  # None: memory of the caching allocator
-        # While this is a list, `all_gather` only adds (full, shard) to it, and the caller starts these gathers together.
+        # While this is a list, `all_gather` only adds (full, shard) to it; the caller starts these gathers together.
         self.noted: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self.reduce_group: dist.ProcessGroup | None = None  # communicator of reductions; None: `shard_group`
         self._part_group: dist.ProcessGroup | None = None  # the ``part_size`` ranks
@@ -356,7 +356,7 @@ class GroupComm:
         return settings.divide_factor is None and not settings.force_sum and dtype is not torch.float16
 
     def _op(self, dtype: torch.dtype, num_ranks: int) -> dist.ReduceOp.RedOpType:
-        # For one rank SUM gives the same result, and NCCL's AVG is unreliable (a comment in torch 2.13's FSDP2 says so).
+        # For one rank SUM gives the same result, and NCCL's AVG is unreliable (a comment in torch 2.13's FSDP2).
         return dist.ReduceOp.AVG if self._averages(dtype) and num_ranks > 1 else dist.ReduceOp.SUM
 
     def _total_factor(self) -> float:
