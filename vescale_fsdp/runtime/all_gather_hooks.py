@@ -70,7 +70,7 @@ def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
             expected="both fsdp_pre_all_gather and fsdp_post_all_gather, or neither",
             got=cls,
             where=fqn,
-            todo="define the other one",
+            todo="define the missing hook",
         )
     arguments = list(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
     if len(arguments) not in (1, 5):  # the two signatures that FSDP2 calls

@@ -305,8 +305,8 @@ class CommContext:
                 self.finish_reduction()
         spare = spares.pop() if spares else None
         if spare is self._kept:
-            self._kept = None  # in use again
-        else:
+            self._kept = None  # in use again, so it must not be freed
+        else:  # the kept buffer has another layout or dtype: free it before other memory is allocated
             self._free_kept()
         return spare
 

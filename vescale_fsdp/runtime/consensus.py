@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.runtime.fsdp_state import FSDPState
 
 ValueT = TypeVar("ValueT")
-_NOTHING = "nothing: its model ends here"  # shown for a rank that has fewer lines than other ranks
+_NOTHING = "no more units: the model ends before"  # shown for a rank that has fewer lines than other ranks
 
 
 def reach_consensus(units: Mapping[FSDPState, str]) -> None:
@@ -174,7 +174,7 @@ def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None
     # At most 5 variants of the line are shown, each with at most 16 ranks: a mesh may have thousands of ranks.
     raise LifecycleError(
         "The ranks have sharded different models, or have sharded one model differently.",
-        expected=f"on all ranks what ranks {here[:16]} have: {expected}",
+        expected=f"the same on all ranks as on ranks {here[:16]}: {expected}",
         got="; ".join(f"ranks {ranks[:16]} have: {text}" for text, ranks in others[:4]),
         todo="build and shard the model with the same arguments on every rank, and load or replace parameters "
         "on all of them",

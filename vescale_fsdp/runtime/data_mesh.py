@@ -110,6 +110,7 @@ class DataMesh:
 
 def default_mesh() -> DeviceMesh:
     """Create a 1-D mesh over all ranks, on the accelerator if there is one, and the process group if there is none."""
+    # current_accelerator returns what torch was built for, also on a machine without such a device.
     accelerator = torch.accelerator.current_accelerator()
     device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
     if not dist.is_initialized():
@@ -151,8 +152,8 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
     """
     if not isinstance(mesh, DeviceMesh):
         raise PlacementError(
-            "mesh= takes a device mesh.",
-            expected="a torch.distributed.device_mesh.DeviceMesh, or None for one over all ranks",
+            "mesh= must be a device mesh.",
+            expected="a torch.distributed.device_mesh.DeviceMesh, or None for a mesh over all ranks",
             got=repr(mesh),
             todo='make one: init_device_mesh("cuda", (dist.get_world_size(),)), with "cpu" on gloo',
         )

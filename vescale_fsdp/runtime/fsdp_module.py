@@ -154,6 +154,7 @@ class FSDPModule(_Base):
         states = list(self._states())
         # Each unit's own value is restored, because units may have different ones.
         before = [(state, state.requires_gradient_sync) for state in states]
+        # `set_requires_gradient_sync` changes this setting too, so it is restored as well.
         reduced = [(group, group.comm.settings.requires_all_reduce) for group in self._groups(True)]
         self.set_requires_gradient_sync(False)
         try:
@@ -205,7 +206,7 @@ class FSDPModule(_Base):
         self._check_root("finalize_backward")
         if not state.schedule.finalizes_by_hand:
             raise LifecycleError(
-                "Without manual finalization, backwards finalize themselves.",
+                "finalize_backward requires manual finalization.",
                 expected="set_manual_backward_finalization(True) before the forward",
                 got="finalize_backward",
                 where=type(self).__name__,
@@ -245,7 +246,7 @@ class FSDPModule(_Base):
         """
         if not isinstance(reshard_after_forward, bool):
             raise ArgumentError(
-                "reshard_after_forward can be switched on or off, but not set to another number of ranks.",
+                "set_reshard_after_forward takes True or False, not a number of ranks.",
                 expected="True or False",
                 got=repr(reshard_after_forward),
             )
@@ -314,7 +315,7 @@ class FSDPModule(_Base):
         is_int = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
         if not is_int or max_input_buffers < 1:
             raise ArgumentError(
-                "max_input_buffers is a number of reductions.",
+                "max_input_buffers must be a positive number of reductions.",
                 expected="at least 1" if is_int else "an int",
                 got=repr(max_input_buffers),
             )
@@ -341,7 +342,7 @@ class FSDPModule(_Base):
         groups, state = self._groups_of_one_mesh("set_all_reduce_hook"), self._state()
         if stream is not None and any(group.comm.replicate_group is not None for group in groups):
             raise ArgumentError(
-                "An all-reduce hook has no stream of its own where replicas are all-reduced.",
+                "set_all_reduce_hook accepts no stream if replicas are all-reduced.",
                 expected="stream=None, or a mesh without a replicating axis",
                 got=stream,
                 where=type(self).__name__,
@@ -551,7 +552,7 @@ def refuse_unknown(ours: type, torchs: type) -> None:
         def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
             raise UnsupportedOpError(
                 f"{name} is not supported.",
-                expected="methods that vescale_fsdp's FSDPModule defines",
+                expected="one of the methods that vescale_fsdp's FSDPModule defines",
                 got=name,
                 todo="do not call it",
             )

@@ -350,8 +350,9 @@ class FSDPState:
         Args:
             is_last: whether no other backward of this forward follows. Then units that backwards skipped reduce too.
         """
+        # After an exception in a forward, these two were not reset.
         self._entered.clear()
-        self._methods_running = 0  # after an exception, `end_method` was not called
+        self._methods_running = 0
         for group in self.groups:
             group.collect_grads()
         # Gradients that arose without the unit's own forward, or through inputs that need no gradient. Only some ranks

@@ -129,7 +129,7 @@ def fully_shard(
     data = data_mesh(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     reshard = _reshard_choice(reshard_after_forward, data)
     device = device_of(data.mesh)
-    check_patterns(granularity, _names(modules))
+    check_patterns(granularity, _names(modules))  # a pattern that matches no name would silently have no effect
     _check_unmixed(modules)
     managed = _managed_modules(modules)
     rules = PlanRules(
@@ -263,7 +263,7 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
     for each in given:
         if not isinstance(each, nn.Module):
             raise ArgumentError(
-                "fully_shard takes modules.", expected="nn.Module or a list of them", got=type(each)
+                "fully_shard takes modules only.", expected="nn.Module or a list of them", got=type(each)
             )
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
             raise ArgumentError(
@@ -296,6 +296,7 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Modul
     seen: set[nn.Module] = set()
 
     def visit(prefix: str, module: nn.Module) -> None:
+        # `seen`, because a module may be a child of several modules.
         if module in seen or state_of(module) is not None or is_replicated(module):
             return
         seen.add(module)
@@ -304,6 +305,7 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Modul
             visit(f"{prefix}{name}.", child)
 
     for index, module in enumerate(modules):
+        # The modules of a list may have equal names of parameters, so each name begins with the module's index.
         visit(f"{index}." if len(modules) > 1 else "", module)
     return managed
 

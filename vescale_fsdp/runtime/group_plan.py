@@ -110,7 +110,7 @@ class _GroupKey(NamedTuple):
     """The properties that all parameters of a group have in common; parameters are grouped by this key."""
 
     dtype: torch.dtype
-    requires_grad: bool
+    requires_grad: bool  # a group of frozen parameters is not reduced
     data: DataMesh
     is_hooked: bool
     param_dtype: torch.dtype | None
@@ -295,7 +295,7 @@ def _part_size(wanted: bool | int | None, num_shards: int) -> int | None:
         return None
     if wanted < 1 or num_shards % wanted:
         raise ArgumentError(
-            "reshard_after_forward as a number is the size of smaller groups of ranks.",
+            "reshard_after_forward as a number of ranks must divide the number of ranks that shard.",
             expected=f"a divisor of {num_shards}, the number of ranks that shard",
             got=wanted,
             todo="give the number of accelerators per node",
@@ -368,7 +368,7 @@ def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolic
         )
     if offload is CPUOffloadPolicy and isinstance(mp_policy, GatherPolicy):
         raise UnsupportedOpError(
-            "A gather policy reads shards on the device that computes with them.",
+            "A gather policy does not support CPU offload: it reads shards on the device that computes.",
             expected="no CPU offload (cpu_offload, offload_policy), or torch's own MixedPrecisionPolicy",
             got=f"{offload_policy} and {mp_policy}",
             todo="use only one of the two",

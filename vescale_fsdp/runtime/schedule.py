@@ -247,6 +247,7 @@ class Schedule:
         moment.is_passed = True
         self._reached[moment.trace] = None
         if self.is_last_backward:
+            # Autograd reaches the newest forward first, so it has left all forwards after this moment's.
             self._make_up(trace for trace in self._reached if trace.number > moment.trace.number)
             moment.trace.make_up(after=moment.index)
 

@@ -209,9 +209,7 @@ def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> No
         # Copy in place, not a new parameter, because an optimizer may already have the sharded parameter.
         local_of(ours).copy_(piece)
         ours.requires_grad_(new.requires_grad)
-    note_replaced(new, param.slot.fqn)
-
-
+    note_replaced(new, param.slot.fqn)  # its values were copied: the step of an optimizer that has it must raise
 def _unite(group: ParamGroup, *, all_needed: bool) -> None:
     """If pieces are no longer views of the shard, copy all pieces of the group into a new shard.
 
@@ -240,6 +238,7 @@ def _unite(group: ParamGroup, *, all_needed: bool) -> None:
             )
         return
     shard = group.shard
+    # Nothing to copy if every piece is still a view of the shard, at its own offset.
     if all(
         storage_id(local) == storage_id(shard)
         and local.storage_offset() == shard.storage_offset() + param.local.start

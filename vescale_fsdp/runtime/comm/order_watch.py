@@ -276,7 +276,7 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
         where=f"collective {index} of a step",
         todo="run the same units in the same order on every rank, even if a rank does not need their output, set the "
         "same switches of units on all ranks, and restart: gradients of this step are wrong, and the process groups "
-        "have ended",
+        "were aborted",
     )
 
 
