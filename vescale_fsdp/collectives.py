@@ -140,7 +140,7 @@ def runs_beside(tensor: torch.Tensor) -> bool:
 
 
 class _Native:
-    """A backend that gathers into and reduces from the caller's buffers, on streams: NCCL, and unknown backends."""
+    """A backend whose collectives read and write the caller's buffers directly: NCCL, and unknown backends."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
         return all_gather_single(_movable(full), _movable(shard), group=group, async_op=runs_beside(full))
@@ -182,7 +182,7 @@ class _Gloo(_Native):
     """gloo, without its own all-gather and reduce-scatter, which copy the whole buffer."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
-        slices = full.split(shard.numel()) if shard.numel() else ()  # of empty shards nothing is sent
+        slices = full.split(shard.numel()) if shard.numel() else ()  # empty shards: there is nothing to send
         if slices and not _share_storage(full, shard):
             slices[group.rank()].copy_(shard)  # the only copy: slices of other ranks are received in place
         return _AllOf([broadcast_in_place(part, group, owner) for owner, part in enumerate(slices)])
@@ -199,7 +199,7 @@ class _Gloo(_Native):
         return _KeepSlice(work, full[first : first + shard.numel()], shard)
 
     def sums_in_wider(self, device_type: str) -> bool:
-        return device_type == "cpu"  # by `_sum_slices`
+        return device_type == "cpu"  # by `_sum_slices`; on a GPU, gloo's all-reduce sums in the buffer's dtype
 
 
 _OTHER = _Native()
@@ -344,7 +344,9 @@ def all_to_all_into(
     sent_numels: Sequence[int],
     group: dist.ProcessGroup,
 ) -> dist.Work | None:
-    """Send the next ``sent_numels[r]`` elements of ``sent`` to rank r, for all r; receive likewise.
+    """Send ``sent_numels[r]`` elements to each rank r, and receive ``received_numels[r]`` elements from each rank r.
+
+    The elements for or from rank r follow those of rank r - 1 in ``sent`` and ``received``.
 
     Args:
         received: 1-D [sum(received_numels)], written.

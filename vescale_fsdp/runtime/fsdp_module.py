@@ -267,7 +267,7 @@ class FSDPModule(_Base):
         self._state().backward_prefetch = _states_of(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether this unit's backward needs its parameters (an embedding's does not)."""
+        """Set whether this unit's parameters are gathered for its backward, which an embedding does not need."""
         self._state().unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:

@@ -482,7 +482,7 @@ class Fsdp2State:
 
     @property
     def _fsdp_param_group(self) -> NoReturn:
-        """Not supported: ``hasattr`` returns False, and reading it raises an error that names the alternative."""
+        """Raise an error that names the alternative. It is an AttributeError, so that ``hasattr`` returns False."""
         raise _AbsentError(
             "FSDPMemTracker and other tools that read FSDP2's parameter groups are not supported.",
             expected="public methods of FSDPModule",
@@ -512,7 +512,7 @@ def states_of(*modules: nn.Module) -> dict[FSDPState, str]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather before and reshard after another method of a sharded module, as around ``forward``.
+    """Let a method of a sharded module gather the parameters before it runs and reshard after, as ``forward`` does.
 
     A no-op for modules that are not sharded.
 

@@ -96,8 +96,8 @@ def fully_shard(
         ignored_params: parameters that are not sharded, not moved and not reduced.
         granularity: the blocks that must stay whole: a `Granularity`, a mapping from name patterns (fnmatch) to
             granularities, or a function ``(fqn, param) -> Granularity``. Names are relative to ``module``; every
-            pattern must match at least one parameter, also of units below. A text such as ``"rows:32"`` means
-            `Rows(32)`. None: cuts may fall between any two elements.
+            pattern must match at least one parameter, which may belong to a unit below. A text such as ``"rows:32"``
+            means `Rows(32)`. None: cuts may fall between any two elements.
         padding_policy: whether tensors may be scattered, and from which amount of padding to warn or raise.
 
     Returns:
@@ -206,8 +206,8 @@ def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
     for module in modules:
         for name, below in module.named_modules():
             manager = None
-            # This package and torch's fully_shard both set this attribute on modules. Only after torch's are the
-            # parameters DTensors but not RaggedDTensors.
+            # This package and torch's fully_shard both set this attribute on modules. Parameters that are DTensors but
+            # not RaggedDTensors show that it was torch's.
             is_fsdp2s = vars(below).get("_is_fsdp_managed_module", False) and any(
                 isinstance(param, DTensor) and not isinstance(param, RaggedDTensor)
                 for param in below._parameters.values()
@@ -254,7 +254,7 @@ def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
     if wanted == 1:
         # stacklevel 3: the warning shows the line that calls `fully_shard`.
         warnings.warn("reshard_after_forward=1 keeps full parameters: it means False", stacklevel=3)
-    return wanted != 1  # one rank alone that keeps a copy keeps all of it
+    return wanted != 1  # with 1, each rank alone keeps a full copy, as with False
 
 
 def _root_modules(module: object) -> tuple[nn.Module, ...]:

@@ -195,7 +195,7 @@ def _plans(key: _GroupKey, params: dict[str, OriginalParam], rules: PlanRules) -
 def _block_numel(fqn: str, param: nn.Parameter, ragged: RaggedShard | None, rules: PlanRules) -> int:
     """Return the number of elements of a parameter's block.
 
-    The block is one of the local tensor: the part that other parallelisms have left on this rank.
+    It is a block of the local tensor, the part that other parallelisms have left on this rank.
     """
     shape = tuple(local_part(param).shape)
     granularity = resolve_granularity(rules.granularity, fqn, param)

@@ -1,8 +1,8 @@
 """DBuffer: one flat allocation with all tensors of a group at full size, a view per tensor, and collectives in place.
 
 The buffer *is* the storage of its tensors: an all-gather writes full parameters where the matmuls read them, and a
-reduce-scatter reads gradients from where they were written. Nothing is copied in or out, except that on gloo a rank
-copies its own slice into the buffer, because gloo's all-gather reads and writes one buffer.
+reduce-scatter reads gradients from where they were written. There are two copies at most: mixed precision casts the
+shard into the buffer, and on gloo a rank copies its own slice into the buffer, from which the slice is broadcast.
 
     storage      freed: the tensors exist without memory     allocated: the tensors have memory
     allocate()   freed -> allocated (contents undefined)
@@ -165,7 +165,7 @@ class DBuffer:
         with without_grad():
             if copy_to is not None:
                 mine = self.flat[copy_to.start : copy_to.stop]
-                mine.copy_(own, non_blocking=True)  # from pinned memory, as of an offloaded shard, no wait on the host
+                mine.copy_(own, non_blocking=True)  # does not block if ``own`` is in pinned memory
                 own = mine
             self._work = gather(self.flat, own)
 
