@@ -158,7 +158,7 @@ class _Native:
         _sum_in_pieces(shard, full, group)  # the backend cannot sum in a wider dtype than the buffer's
         if op == dist.ReduceOp.AVG:  # `_sum_in_pieces` only sums
             shard.div_(group.size())
-        return None
+        return None  # later work on the current stream sees the result
 
     def sums_in_wider(self, device_type: str) -> bool:
         return True  # by `_sum_in_pieces`: the backend's own reduction sums in the dtype of the buffer
@@ -175,7 +175,7 @@ class _Coalescing(_Native):
         with coalesced(group):
             for full, shard in pairs:
                 self.all_gather(full, shard, group)
-        return None
+        return None  # the gathers run on the current stream, so no wait is needed
 
 
 class _Gloo(_Native):
@@ -192,7 +192,7 @@ class _Gloo(_Native):
     ) -> Work | None:
         if self.sums_in_wider(full.device.type):
             _sum_slices(shard, full, group, group.size() if op == dist.ReduceOp.AVG else 1)
-            return None
+            return None  # `_sum_slices` has waited for its messages
         # An all-reduce of the whole buffer, because gloo's point-to-point messages do not support GPU memory.
         first = group.rank() * shard.numel()
         work = dist.all_reduce(full, op, group=group, async_op=True)
@@ -269,6 +269,7 @@ def _sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessG
     # A quarter of the gradient buffer, so that small groups need little; at least 8 MiB, so that messages stay large.
     received_bytes = min(_RECEIVED_BYTES, max(_RECEIVED_BYTES // 8, full.numel() * full.element_size() // 4))
     piece_numel = received_bytes // (size * full.element_size())
+    # Rounded down to a multiple, so that pieces are aligned and copied as fast as a whole slice.
     piece_numel = max(_ALIGN_NUMEL, piece_numel - piece_numel % _ALIGN_NUMEL)
     slices = full.view(size, numel)
     received = full.new_empty(size, min(piece_numel, numel))

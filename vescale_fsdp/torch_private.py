@@ -339,7 +339,7 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
 
 def grad_dtype_of(param: torch.Tensor) -> torch.dtype | None:
     """Return the dtype of a parameter's gradient: ``grad_dtype`` (torch 2.13-2.15), else the parameter's own dtype."""
-    own = vars(torch._C.TensorBase).get("grad_dtype")
+    own = vars(torch._C.TensorBase).get("grad_dtype")  # None in torch 2.11 and 2.12
     return param.dtype if own is None else own.__get__(param)  # type: ignore[no-any-return]
 
 
@@ -388,6 +388,7 @@ def note_sharded(module: torch.nn.Module, state: object) -> None:
     ``replicate`` then skips the parameters of the module and refuses to wrap it. torch's own
     ``fully_shard.state(module)``, which torch's pipelines call, then returns ``state``.
     """
+    # vars, not getattr: wrappers (of checkpointing, torch.compile, peft) forward getattr to the module inside.
     attributes = vars(module)
     attributes.setdefault(COMPOSABLE_KEY, {}).setdefault("fully_shard", RegistryItem())
     attributes.setdefault(COMPOSABLE_STATES, {})[_torch_fully_shard] = state
@@ -411,6 +412,7 @@ def refuse_set_state_dict(what: str) -> None:
     Raises:
         UnsupportedOpError: names the functions to call instead.
     """
+    # Frame 2 is the caller's caller. A frame has the code of its function, but not the function itself.
     if sys._getframe(2).f_code is _distribute_tensors.__code__:
         raise UnsupportedOpError(
             "torch's set_*_state_dict cannot shard full tensors for ragged parameters.",

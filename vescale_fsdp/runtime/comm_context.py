@@ -169,7 +169,7 @@ class CommContext:
             with outside_modes():
                 for group in groups:
                     group.allocate_full()
-            self._gathers_wait_for_frees()
+            self._gathers_wait_for_frees()  # the compute stream may still use what was in this memory before
         if any(group in self._lingering for group in groups):
             self.free_lingering()  # before the gather: a later free would drop the gathered parameters
         with self._on(self.gather_stream), outside_modes():
@@ -490,6 +490,6 @@ class GradientReductionHandle:
                     for group in groups:
                         group.apply_deferred_grads(list(islice(used, len(group.params))))
             self._comm.wait_for_host_copies()
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch raises it if a collective fails
             self._comm.explain(error)
             raise

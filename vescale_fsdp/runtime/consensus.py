@@ -168,7 +168,7 @@ def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None
     index = min(_first_difference(first, other) for other in hashes.values())
     texts = _collect(lines[index] if index < len(lines) else _NOTHING, groups)
     sides: dict[str, list[int]] = {}
-    for rank in sorted(texts):
+    for rank in sorted(texts):  # the lowest rank first: its line is shown as expected
         sides.setdefault(texts[rank], []).append(rank)
     (expected, here), *others = sides.items()
     # At most 5 variants of the line are shown, each with at most 16 ranks: a mesh may have thousands of ranks.

@@ -561,6 +561,7 @@ def refuse_unknown(ours: type, torchs: type) -> None:
         refuse.__doc__ = "A method of a newer torch, which is not supported."
         return refuse
 
+    # Special methods, which Python itself calls, stay inherited.
     for name, member in vars(torchs).items():
         if callable(member) and not name.startswith("__") and name not in vars(ours):
             setattr(ours, name, refusing(name))

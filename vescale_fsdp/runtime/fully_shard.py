@@ -242,7 +242,7 @@ def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
         )
     if data.is_replicated_only:
         return False  # every rank's shard is the full parameters: there is nothing to free
-    if wanted is None or isinstance(wanted, bool):
+    if wanted is None or isinstance(wanted, bool):  # before the tests of numbers, because True is an int
         return wanted
     if data.spmd is not None:
         raise UnsupportedOpError(

@@ -318,6 +318,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
     if has_hooks(local):
         check_hooks(fqn, local)
     elif type(local) is not torch.Tensor and not isinstance(param, RaggedDTensor) and not is_fake(local):
+        # FakeTensors are sharded like plain tensors; `PriorSharding.of` raises for RaggedDTensors.
         raise UnsupportedOpError(
             "A parameter of a tensor subclass cannot be sharded: its pieces would be plain tensors.",
             expected="plain tensors, DTensors of other parallelisms, or a subclass with all-gather hooks",
@@ -360,6 +361,7 @@ def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolic
             its default value, or two policies that exclude each other.
     """
     offload = CPUOffloadPolicy if isinstance(offload_policy, CPUOffloadPolicy) else OffloadPolicy
+    # Only the class OffloadPolicy itself means no offload; an unknown subclass may mean any kind of offload.
     if offload is OffloadPolicy and type(offload_policy) is not OffloadPolicy:
         raise UnsupportedOpError(
             "The class of this offload_policy is not supported.",

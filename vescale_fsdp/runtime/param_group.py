@@ -89,7 +89,7 @@ class ManagedParam:
     def take(self, sharded: nn.Parameter) -> None:
         """Make ``sharded`` the sharded parameter, also for `managed_param_of`."""
         self.sharded = sharded
-        _by_sharded[id(sharded)] = self
+        _by_sharded[id(sharded)] = self  # by id, so that the dictionary keeps no Parameter alive
 
     def replacements(self) -> list[nn.Parameter | None]:
         """Return parameters that users have set on owners in place of this one; None for an owner that has none."""
@@ -186,6 +186,7 @@ class ParamGroup:
         self._deferred_grads: dict[str, torch.Tensor] = {}
         self._noted: dict[str, tuple[GroupSettings, str]] = {}  # cached log entry of each kind of collective
         first = next(iter(plan.params.values())).param
+        # Meta parameters get a meta shard, until `to_empty` or a load materializes them.
         self.new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.params = [self._shard_param(slot, plan.params[slot.fqn]) for slot in plan.layout.slots]
         # The dtype is given as a function, because settings may change it from one buffer to the next.
@@ -334,7 +335,7 @@ class ParamGroup:
         """
         self._check_shard()
         self._brought = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
-        self._brought.copy_(self.shard, non_blocking=True)
+        self._brought.copy_(self.shard, non_blocking=True)  # does not block the host if the shard is pinned
         return [self._brought]
 
     def _start_gather(self) -> None:
@@ -482,6 +483,7 @@ class ParamGroup:
         with without_grad():
             buffer, settings = self.grads.complete(), self.comm.settings
             is_seen = settings.custom_reduce_scatter is not None or settings.all_reduce_hook is not None
+            # An empty list of padding is tested for, because foreach operators refuse it.
             if (is_seen or not self._delivers) and buffer.padding():
                 foreach_zero_(buffer.padding())
             return buffer

@@ -192,6 +192,7 @@ class _SelfGatheringParam:
         """Raise if inputs are not padded on a rank with fewer rows: collectives require equal sizes on all ranks."""
         assert self._rows is not None
         shape = self.param.slot.shape
+        # Rank 0 has the most rows, to which the inputs of all ranks must be padded.
         padded = torch.Size((chunk_of(shape[0], self.num_shards, 0).numel, *shape[1:]))
         if self._rows.shape == padded or all(size == padded for size in self._sizes):
             return

@@ -71,7 +71,7 @@ def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str
         LifecycleError: with the names of the parameters.
     """
     full = []
-    for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
+    for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):  # it adds dots itself
         # A module that changes loaded tensors (by a hook or a `_load_from_state_dict` of its own) may turn full tensors
         # into sharded ones, so it is not checked. The load hook that `fully_shard` registers changes no tensor.
         if not loads_what_it_is_given(owner, num_own_hooks=int(is_noted_sharded(owner))):

@@ -102,7 +102,7 @@ class UnshardedGrads:
         buffer = self._allocated()
         kept = [(self.layout.slot(fqn), grad) for fqn, grad in self._kept.items()]
         new = [each for each in kept if each[0].fqn not in self._written]
-        if new:
+        if new:  # foreach operators refuse an empty list
             foreach_copy_(*buffer.places(new))  # copied, not added: the buffer's contents are undefined
         for slot, grad in kept:
             if slot.fqn in self._written:
@@ -132,7 +132,7 @@ class UnshardedGrads:
             if slot.fqn not in self._written
             for piece in buffer.pieces(slot)
         ]
-        if missing:
+        if missing:  # foreach operators refuse an empty list
             foreach_zero_(missing)
         return buffer
 

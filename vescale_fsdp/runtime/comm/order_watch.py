@@ -172,7 +172,7 @@ class OrderWatch:
         """Compare the log of a step with the log of the first rank that ended this step.
 
         Returns:
-            As `look`.
+            Whether the comparison is complete, as `look`.
         """
         digest = xxhash.xxh3_64_hexdigest("\n".join(entries).encode())
         # compare_set sets only a key that does not exist, and returns the value of the first rank that set it.
@@ -218,7 +218,7 @@ class OrderWatch:
         shown = self._step, len(self._entries)
         if self._shown == shown:
             return
-        for step, entries in list(self._logs.items()):
+        for step, entries in list(self._logs.items()):  # a copy: training may end a step, which changes the dict
             # The length comes first, because an empty log would otherwise be read as one empty entry.
             self._store.set(f"{self._key} {step} of {self._rank}", "\n".join([f"{len(entries)}", *entries]))
         self._shown = shown
@@ -246,7 +246,7 @@ class OrderWatch:
             logs = self._shown_logs(step, sources)
             if len(logs) == len(sources) or time.monotonic() > deadline:
                 break
-            if _thread.is_stopping:  # the interpreter exits, and the store may end before other ranks answer
+            if _thread.is_stopping:  # the interpreter exits, and `stop` waits for this thread
                 return
             time.sleep(0.02)  # so that reading puts little load on the store
         self.error = _error(logs, self._ranks)
