@@ -170,7 +170,7 @@ class _Coalescing(_Native):
     def all_gather_each(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
     ) -> Work | None:
-        if len(pairs) == 1 or runs_beside(pairs[0][0]):  # nothing to launch together, or not on an accelerator
+        if len(pairs) == 1 or runs_beside(pairs[0][0]):  # one gather, or not on an accelerator
             return super().all_gather_each(pairs, group)
         with coalesced(group):
             for full, shard in pairs:
@@ -199,7 +199,7 @@ class _Gloo(_Native):
         return _KeepSlice(work, full[first : first + shard.numel()], shard)
 
     def sums_in_wider(self, device_type: str) -> bool:
-        return device_type == "cpu"  # by `_sum_slices`; on a GPU, gloo's all-reduce sums in the buffer's dtype
+        return device_type == "cpu"  # by `_sum_slices`; gloo's all-reduce sums in the buffer's dtype
 
 
 _OTHER = _Native()
@@ -234,7 +234,7 @@ def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
         others = room[:, : piece.stop - piece.start].unbind()
         parts = [*others[:rank], slices[rank, piece], *others[rank:]]
         works: list[dist.Work | None] = []
-        for distance in range(1, size):  # in each round, every rank sends to one rank and receives from another
+        for distance in range(1, size):  # in each round, a rank sends to one rank and receives from another
             to, source = (rank + distance) % size, (rank - distance) % size
             works += [
                 dist.irecv(_movable(parts[source]), group=group, group_src=source, tag=_SLICE_TAG),

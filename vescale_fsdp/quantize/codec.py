@@ -165,7 +165,7 @@ _LEAST_AMAX = 1e-12  # lower bound of a block's magnitude, as in torchao: zeros 
 _WHOLE_ROW = 1 << 40  # number of columns: more than any row has, so a block is a whole row
 _E8M0_BIAS = 127  # the same bias as of fp32's exponent
 _E8M0_NAN = 255  # the only E8M0 code that is not a power of two
-_HALF_LEAST_NORMAL_BITS = 0x00400000  # fp32 bits of 2^-127, which E8M0's code 0 means; a subnormal fp32 number
+_HALF_LEAST_NORMAL_BITS = 0x00400000  # fp32 bits of 2^-127 (subnormal), the value of E8M0's code 0
 
 
 @dataclass(frozen=True)

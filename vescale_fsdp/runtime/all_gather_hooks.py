@@ -162,7 +162,7 @@ def scaled_together(weights: Sequence[TakesScale], ranks: dist.ProcessGroup) -> 
     try:
         yield
     finally:
-        for weight in without:  # an optimizer may step before the next gather, after which the scales are stale
+        for weight in without:  # an optimizer may step before the next gather: scales would be stale
             weight._precomputed_scale = None
 
 

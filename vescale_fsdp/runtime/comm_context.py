@@ -187,7 +187,7 @@ class CommContext:
                     group.gathered = self.gather_stream.record_event()
         if brought and self.gather_stream is not None:
             self._brought.append(_InUse(brought, self.gather_stream.record_event()))
-        self.free_lingering()  # last, so that this gather need not wait for the unit that reads the freed buffer
+        self.free_lingering()  # last, so that this gather need not wait for the freed buffer's readers
 
     def _start_gathers(self, groups: Sequence[ParamGroup]) -> None:
         """Start the all-gathers of a unit; on an accelerator, in one launch for all groups over the same ranks."""

@@ -289,7 +289,7 @@ class PriorSharding:
             dtype: dtype of the shard.
         """
         mesh = self.data.mesh
-        own = (*(Replicate() for _ in range(mesh.ndim - 1)), ragged)  # the last axis shards, HSDP's first replicates
+        own = (*(Replicate() for _ in range(mesh.ndim - 1)), ragged)  # the last axis shards
         if self.spec is None:
             return make_spec(mesh, own, shape, dtype)
         if self.data.spmd is None:

@@ -340,7 +340,7 @@ class FSDPState:
         """Count one forward call as passed by the backward; after the last one, reshard and reduce the unit."""
         self._outstanding = max(0, self._outstanding - 1)  # it is 0 if `forget_iteration` ran in between
         if self._outstanding == 0:
-            self._reshard_in_backward()  # before the reduction, so that the full buffer's memory is free for it
+            self._reshard_in_backward()  # first, so that the full buffer's memory is free for the reduction
             self.schedule.leave_backward(self)
             self._reduce()
 

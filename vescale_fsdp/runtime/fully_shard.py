@@ -129,7 +129,7 @@ def fully_shard(
     data = data_mesh(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     reshard = _reshard_choice(reshard_after_forward, data)
     device = device_of(data.mesh)
-    check_patterns(granularity, _names(modules))  # a pattern that matches no name would silently have no effect
+    check_patterns(granularity, _names(modules))  # a pattern without a match would silently do nothing
     _check_unmixed(modules)
     managed = _managed_modules(modules)
     rules = PlanRules(

@@ -161,7 +161,7 @@ def _plans(key: _GroupKey, params: dict[str, OriginalParam], rules: PlanRules) -
         TensorSpec(
             fqn,
             tuple(local_part(original.param).shape),
-            str(key.dtype).removeprefix("torch."),  # layouts have names of dtypes, because they do not import torch
+            str(key.dtype).removeprefix("torch."),  # layouts use names, to not import torch
             original.block_numel,
         )
         for fqn, original in params.items()

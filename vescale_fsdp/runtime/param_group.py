@@ -78,7 +78,7 @@ class ManagedParam:
     local: slice  # this rank's piece, as a slice of the shard
     sharded: nn.Parameter  # RaggedDTensor
     spec: DTensorSpec
-    piece: torch.Tensor  # local tensor of ``sharded`` when it was last set; another one means that it was replaced
+    piece: torch.Tensor  # the view of the shard that ``sharded`` was given, to notice a replacement
     prior: PriorSharding  # sharding by tensor or expert parallelism
     unsharded: nn.Parameter | None = None
     watched: bool = False  # whether ``unsharded`` has a `GradHook`
@@ -531,7 +531,7 @@ class ParamGroup:
                 )
             ):
                 delivered[fqn] = piece
-            else:  # an earlier reduction of the same backward may have deferred a piece of this parameter, too
+            else:  # an earlier reduction of the same backward may have deferred a piece, too
                 earlier = self._deferred_grads.get(fqn)
                 self._deferred_grads[fqn] = piece if earlier is None else earlier.add_(piece)
         self._deliver(delivered)

@@ -226,7 +226,7 @@ class _SelfGatheringParam:
             kept = [*self.outputs, *inner, self.param.unsharded]
             self._inner = [(each, version_of(each)) for each in kept]
         else:
-            _allocate([each for each, _ in self._inner[:-1]])  # without the last, the parameter, which is a view
+            _allocate([each for each, _ in self._inner[:-1]])  # the last is the parameter, a view
             after.fsdp_post_all_gather(arrived, self._metadata, dtype, out=self.param.unsharded)
             for each, version in self._inner:
                 # The values are the same as before, so tensors that autograd saved are still valid.

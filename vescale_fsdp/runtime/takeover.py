@@ -166,7 +166,8 @@ def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, m
         if (new.device_mesh, new.placements, new.shape) != expected:
             placed = tuple(map(str, new.placements))
             _refuse(param, new, f"by one of shape {tuple(new.shape)} placed {placed}")
-        note_replaced(param.sharded, param.slot.fqn)  # the step of an optimizer that has this parameter must raise
+        # The step of an optimizer that has the old sharded parameter must raise.
+        note_replaced(param.sharded, param.slot.fqn)
         param.take(new)
     else:
         _take_plain(group, param, new)
@@ -209,7 +210,8 @@ def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> No
         # Copy in place, not a new parameter, because an optimizer may already have the sharded parameter.
         local_of(ours).copy_(piece)
         ours.requires_grad_(new.requires_grad)
-    note_replaced(new, param.slot.fqn)  # its values were copied: the step of an optimizer that has it must raise
+    # Only the values of ``new`` are used, so the step of an optimizer that has ``new`` must raise.
+    note_replaced(new, param.slot.fqn)
 def _unite(group: ParamGroup, *, all_needed: bool) -> None:
     """If pieces are no longer views of the shard, copy all pieces of the group into a new shard.
 

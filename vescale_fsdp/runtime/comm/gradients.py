@@ -61,7 +61,7 @@ class UnshardedGrads:
     ) -> None:
         self.layout = layout
         self.buffer: DBuffer | None = None
-        self.spare: dict[torch.dtype, list[DBuffer]] = {}  # unused buffers, which groups of equal layout share
+        self.spare: dict[torch.dtype, list[DBuffer]] = {}  # unused; groups of equal layout share them
         # Takes one of the spare buffers, or returns None. `CommContext` sets a method that also waits for reductions.
         self.take_spare: Callable[[list[DBuffer]], DBuffer | None] = lambda spares: (
             spares.pop() if spares else None
@@ -86,7 +86,7 @@ class UnshardedGrads:
         if self.streams is None:
             self._write(slot, grad)
             return
-        if slot.fqn in self._kept:  # a second gradient before the reduction: the sum is computed in the buffer
+        if slot.fqn in self._kept:  # a second gradient before the reduction is added in the buffer
             self.write_kept()
         self._kept[slot.fqn] = grad
         self._made_on[self.streams.current()] = None

@@ -45,13 +45,14 @@ if TYPE_CHECKING:
 
 # Seconds without a new collective until the logs of a running step are compared; far longer than a slow step's pauses.
 BOUND_S = 30.0
-_ALARMS_PER_BOUND = 4  # how many times per BOUND_S an idle rank looks whether another rank has found a difference
+# How many times per BOUND_S an idle rank looks whether another rank has found a difference.
+_ALARMS_PER_BOUND = 4
 # Seconds: longest wait before the first reduction after a forward. Short, so that a slow store does not delay steps.
 _SETTLE_S = 0.05
 _FAILED_S = 1.0  # seconds for which a rank whose collective failed waits for other ranks' logs
 # A log of this length is compared though no step has ended, because forwards without gradients end no step.
 _MOST_ENTRIES = 4096
-_MOST_LOGS = 64  # most logs of other ranks that are read for an error message, to bound time and load on the store
+_MOST_LOGS = 64  # most ranks whose logs are read for an error message, to bound the load on the store
 _PARTNERS = 8  # every late rank compares its log with this many first ranks of the mesh
 _KEPT_KEYS = 64  # number of steps whose digests stay in the store, for ranks that are behind
 _NOTHING = "nothing more"  # shown for a rank whose log is shorter than other ranks' logs
@@ -85,12 +86,12 @@ class OrderWatch:
         self._key = f"vescale_fsdp order {ranks_digest} {counts[self._ranks]}"
         self._entries: list[str] = []
         self._step = 0
-        self._logs: dict[int, list[str]] = {0: self._entries}  # step -> log, of this step and the two before it
+        self._logs: dict[int, list[str]] = {0: self._entries}  # step -> log; this step and the two before
         self._last = time.monotonic()  # time of the last start of a collective
         self._has_ended = self._differs = False
         self._is_compared = threading.Event()  # set once the last step that ended is compared
         self._is_awaited = False  # whether the next reduction waits for `_is_compared`
-        self._lock = threading.Lock()  # held while comparing, which the thread and `explain` (in training) both do
+        self._lock = threading.Lock()  # held while comparing, in the thread or in `explain`
         self._shown: tuple[int, int] | None = None  # the last published step, and the length of its log
         _thread.watch(self)
 
@@ -133,7 +134,7 @@ class OrderWatch:
             self._is_awaited = False
             self._is_compared.wait(_SETTLE_S)
             if self._differs:
-                self._is_compared.wait(BOUND_S)  # until the thread has read the logs of other ranks for the error
+                self._is_compared.wait(BOUND_S)  # until the thread has read other ranks' logs for the error
 
     def explain(self, failure: RuntimeError) -> None:
         """Raise a clearer error than ``failure`` if a collective failed because ranks started different collectives.
@@ -180,7 +181,7 @@ class OrderWatch:
         if first.split()[0] != digest:
             self._differs = True
             self._store.compare_set(self._alarm, "", str(step))  # keeps an earlier alarm
-        elif first.split()[1] == str(self._rank) and step >= _KEPT_KEYS:  # only the first rank deletes an old digest
+        elif first.split()[1] == str(self._rank) and step >= _KEPT_KEYS:  # the first rank deletes an old digest
             self._store.delete_key(f"{self._key} {step - _KEPT_KEYS}")
         return self.look()
 
@@ -218,7 +219,7 @@ class OrderWatch:
         shown = self._step, len(self._entries)
         if self._shown == shown:
             return
-        for step, entries in list(self._logs.items()):  # a copy: training may end a step, which changes the dict
+        for step, entries in list(self._logs.items()):  # a copy: training may end a step meanwhile
             # The length comes first, because an empty log would otherwise be read as one empty entry.
             self._store.set(f"{self._key} {step} of {self._rank}", "\n".join([f"{len(entries)}", *entries]))
         self._shown = shown
@@ -240,7 +241,7 @@ class OrderWatch:
         deadline = time.monotonic() + 2 * BOUND_S / _ALARMS_PER_BOUND
         self._show()
         for group in {group for each in self.over for group in each.process_groups()}:
-            break_group(group)  # collectives of ranks that wait for this rank fail, so these ranks publish logs too
+            break_group(group)  # ranks that wait for this rank then fail, and publish their logs too
         while True:
             self._show()
             logs = self._shown_logs(step, sources)
