@@ -8,8 +8,8 @@ number of ranks can load them.
 from vescale_fsdp import pickled_paths
 from vescale_fsdp.lazy import lazily_export
 
-# The one place of the version: pyproject.toml reads it from here. The alternative, to ask importlib.metadata, takes
-# longer to import than this package.
+# pyproject.toml reads the version from this line. It is not read from importlib.metadata, whose import takes longer
+# than the import of this package.
 __version__ = "0.1.0"
 
 pickled_paths.install()  # pickles of older versions name modules that no longer exist

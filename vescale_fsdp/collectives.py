@@ -89,7 +89,7 @@ class Work(Protocol):
 
 
 def wait_for(*works: Work | None) -> None:
-    """Wait for collectives; None stands for a complete one."""
+    """Wait for collectives; None stands for a collective that is complete."""
     for work in works:
         if work is not None:
             work.wait()

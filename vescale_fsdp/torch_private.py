@@ -92,7 +92,7 @@ _torch_fully_shard = inspect.unwrap(torch.distributed.fsdp.fully_shard)
 
 # DTensor's own slot of the local tensor; RaggedDTensor hides it by a slower property of the same name.
 local_slot: Any = vars(DTensor)["_local_tensor"]
-piece_in = local_slot.__get__  # the local tensor of a DTensor
+piece_in = local_slot.__get__  # called as piece_in(dtensor), returns the local tensor
 MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
 
@@ -328,7 +328,7 @@ def forget_meshes() -> None:
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Replace the local tensor of a DTensor by one of the same shape (torch 2.11-2.13)."""
+    """Replace the local tensor of a DTensor by a tensor of the same shape (torch 2.11-2.13)."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,6 @@
 """All-gather hooks of tensor subclasses: detection, checks, and the scales of float8 weights.
 
-If a parameter's class has these hooks, the hooks gather the parameter. They are called on this rank's rows of it::
+If a parameter's class has these hooks, they gather the parameter. Each is called on this rank's rows of the parameter::
 
     fsdp_pre_all_gather(mesh)                                                  -> (inputs, metadata)
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)     -> (inputs, metadata)
@@ -171,7 +171,7 @@ def _scales(weights: Sequence[Any], dtype: torch.dtype, ranks: dist.ProcessGroup
     rows = [inner_of(weight) for weight in weights]
     filled = [each for each in rows if each.numel()]  # torch raises for the infinity norm of an empty tensor
     norms = iter(foreach_norm_of(filled, math.inf) if filled else ())
-    zero = rows[0].new_zeros(())
+    zero = rows[0].new_zeros(())  # the magnitude of a weight of which this rank has no rows
     largest = torch.stack([next(norms) if each.numel() else zero for each in rows])
     largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
     wait_for(all_reduce_in_place(largest, dist.ReduceOp.MAX, ranks))

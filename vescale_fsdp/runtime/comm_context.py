@@ -233,7 +233,7 @@ class CommContext:
             with outside_modes():
                 for group in lingering:
                     group.free_full()
-            # Wait for the recorded event, not for the current stream: the unit may have computed on a different one.
+            # Wait for the recorded event, not for the current stream: the unit may have computed on another stream.
             assert self.gather_stream is not None and self._lingering_read is not None
             self.gather_stream.wait_event(self._lingering_read)
             self._lingering_read = None
@@ -279,7 +279,7 @@ class CommContext:
             assert self.streams is not None
             self._lingering, self._lingering_read = list(groups), self.streams.current().record_event()
             return
-        # Wait here, not at the next gather, when the current stream may be a different one.
+        # Wait here, not at the next gather, when another stream may be the current stream.
         self._gathers_wait_for_frees()
 
     # -- gradient buffers -------------------------------------------------------------------------------
@@ -329,8 +329,8 @@ class CommContext:
             group.comm.watch.wait_until_compared()  # ranks whose forwards differed must not reduce together
         group.note_start("reduction")
         source = group.complete_grads()
-        # `_take_spare` frees the kept buffer, but is called only when a group needs a buffer. This group may have had
-        # one for long, like the root since the loss.
+        # `_take_spare` frees the kept buffer, but only if it runs. It has not run since the last reduction if this
+        # group got its buffer before that, as the root does at the loss.
         self._free_kept()
         owner = self.streams.current() if self.streams is not None else None
         started = None

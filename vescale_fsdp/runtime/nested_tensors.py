@@ -42,7 +42,7 @@ def _collect(tree: Any, tensors: list[torch.Tensor]) -> None:
             _collect(item, tensors)
     elif kind not in _ATOMS:
         leaves = pytree.tree_leaves(tree)
-        if len(leaves) != 1 or leaves[0] is not tree:  # a container that torch knows; a leaf is its own only leaf
+        if len(leaves) != 1 or leaves[0] is not tree:  # a container: a leaf is its own only leaf
             _collect(leaves, tensors)
         elif _is_dataclass(tree):
             _collect(_fields_of(tree), tensors)
@@ -67,7 +67,7 @@ def _convert(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
     if kind in _ATOMS:
         return tree
     leaves, spec = pytree.tree_flatten(tree)
-    if len(leaves) != 1 or leaves[0] is not tree:  # a container that torch knows; a leaf is its own only leaf
+    if len(leaves) != 1 or leaves[0] is not tree:  # a container: a leaf is its own only leaf
         return pytree.tree_unflatten(_convert(function, leaves), spec)
     if not _is_dataclass(tree):
         return tree
@@ -108,7 +108,7 @@ class PostBackward(torch.autograd.Function):
 class PostBackwardInTransform(PostBackward):
     """`PostBackward` in a form that ``torch.func`` can transform; a call takes five times as long as without it."""
 
-    # torch.func requires a separate `setup_context`, and this flag or a rule for vmap.
+    # torch.func requires a separate `setup_context`; torch.vmap also requires this flag or a rule of its own.
     generate_vmap_rule = True
 
     @staticmethod
@@ -123,7 +123,7 @@ class PostBackwardInTransform(PostBackward):
 class PreBackward(torch.autograd.Function):
     """The identity on a module's output. Its backward runs before the module's, and returns ``callback(grad)``."""
 
-    generate_vmap_rule = True  # torch.func requires this flag, or a rule for vmap
+    generate_vmap_rule = True  # torch.vmap requires this flag or a rule of its own
 
     @staticmethod
     def forward(callback: Callable[[torch.Tensor], torch.Tensor], output: torch.Tensor) -> torch.Tensor:

@@ -113,7 +113,7 @@ def adopt_replaced_params(group: ParamGroup) -> None:
     """
     if half_loaded_in(group.shard):
         raise LifecycleError(
-            "A failed load has overwritten these parameters in part: on at least one rank they have values of two "
+            "A failed load has overwritten these parameters in part: on at least one rank they mix values of two "
             "states.",
             expected="parameters of one state",
             got=", ".join(half_loaded_in(group.shard)[:4]),
@@ -165,7 +165,7 @@ def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, m
         expected = param.spec.mesh, param.spec.placements, param.sharded.shape
         if (new.device_mesh, new.placements, new.shape) != expected:
             placed = tuple(map(str, new.placements))
-            _refuse(param, new, f"by one of shape {tuple(new.shape)} placed {placed}")
+            _refuse(param, new, f"by a parameter of shape {tuple(new.shape)} placed {placed}")
         # The step of an optimizer that has the old sharded parameter must raise.
         note_replaced(param.sharded, param.slot.fqn)
         param.take(new)
@@ -183,7 +183,7 @@ def _as_ragged(param: ManagedParam, new: nn.Parameter) -> nn.Parameter:
         return new
     ours, local = param.sharded, local_of(new)
     if local.numel() != local_of(ours).numel() or new.placements != param.spec.placements:
-        _refuse(param, new, f"by one whose local tensor has shape {tuple(local.shape)}")
+        _refuse(param, new, f"by a parameter whose local tensor has shape {tuple(local.shape)}")
     spec = spec_with(param.spec, dtype=local.dtype)
     ragged = RaggedDTensor.wrap(local.reshape(-1), spec, layout_ref=ours.layout_ref)  # type: ignore[attr-defined]
     return nn.Parameter(ragged, requires_grad=new.requires_grad)

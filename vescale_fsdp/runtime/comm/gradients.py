@@ -73,7 +73,7 @@ class UnshardedGrads:
         self._made_on: dict[Stream, None] = {}  # streams that computed the kept gradients
 
     def __bool__(self) -> bool:
-        """Whether any parameter has a gradient."""
+        """Return whether any parameter has a gradient."""
         return bool(self._written or self._kept)
 
     def take(self, slot: TensorSlot, grad: torch.Tensor) -> None:

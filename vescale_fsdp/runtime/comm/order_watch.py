@@ -181,7 +181,7 @@ class OrderWatch:
         if first.split()[0] != digest:
             self._differs = True
             self._store.compare_set(self._alarm, "", str(step))  # keeps an earlier alarm
-        elif first.split()[1] == str(self._rank) and step >= _KEPT_KEYS:  # the first rank deletes an old digest
+        elif first.split()[1] == str(self._rank) and step >= _KEPT_KEYS:  # one rank deletes an old digest
             self._store.delete_key(f"{self._key} {step - _KEPT_KEYS}")
         return self.look()
 
