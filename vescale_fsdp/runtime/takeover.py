@@ -212,6 +212,8 @@ def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> No
         ours.requires_grad_(new.requires_grad)
     # Only the values of ``new`` are used, so the step of an optimizer that has ``new`` must raise.
     note_replaced(new, param.slot.fqn)
+
+
 def _unite(group: ParamGroup, *, all_needed: bool) -> None:
     """If pieces are no longer views of the shard, copy all pieces of the group into a new shard.
 
