@@ -75,10 +75,11 @@ def _crc32_function() -> Callable[[Any], int]:
 
 
 def _crc32c(data: Any) -> int:
-    import google_crc32c  # here: the import takes 4 ms, and most commands do not need it
+    import google_crc32c  # here: these imports take time, and most commands need neither
+    import numpy as np
 
-    # google_crc32c refuses memoryviews.
-    crc: int = google_crc32c.value(bytes(data) if isinstance(data, memoryview) else data)
+    # google_crc32c takes bytes and arrays, and refuses memoryviews.
+    crc: int = google_crc32c.value(np.frombuffer(data, np.uint8) if isinstance(data, memoryview) else data)
     return crc
 
 

@@ -97,7 +97,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
     except (EOFError, ValueError) as error:
         raise corrupt(size, str(error)) from error
     (stored,) = struct.unpack("<I", checksum)
-    actual = CRC32C.of(data.tobytes())
+    actual = CRC32C.of(data)
     if actual != stored:
         raise corrupt(f"crc32c {stored:08x}", f"{actual:08x}")
     written = tables.checksum(chunk)

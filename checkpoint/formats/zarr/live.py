@@ -190,7 +190,7 @@ class ArrayWriter:
 
     def _put_chunk(self, chunk: Chunk, elements: torch.Tensor, file: str) -> None:
         data = elements.view(torch.uint8).numpy()
-        checksum = CRC32C.of(data.tobytes())
+        checksum = CRC32C.of(data)
         self._storage.put(file, [data, struct.pack("<I", checksum)])
         self.checksums[chunk] = checksum
         self._meter.advance(len(data))
