@@ -155,8 +155,7 @@ class CommContext:
     # -- gather ---------------------------------------------------------------------------------------
 
     def gather(self, groups: Sequence[ParamGroup], *, lasting: bool = False) -> None:
-        """Start all-gathers.
-
+        """Start the all-gathers of those groups that are sharded; a no-op for the rest.
         Args:
             groups: the groups of a unit.
             lasting: whether the groups stay gathered from the forward to the backward, like the root's. Then the
@@ -185,7 +184,7 @@ class CommContext:
                     # Decoding and copies after the collective use memory of the gather stream, so they must run on it.
                     group.finish_gather()
                     group.gathered = self.gather_stream.record_event()
-        if brought and self.gather_stream is not None:
+        if brought and self.gather_stream is not None:  # keep the copies until the gather has read them
             self._brought.append(_InUse(brought, self.gather_stream.record_event()))
         self.free_lingering()  # last, so that this gather need not wait for the freed buffer's readers
 
@@ -218,7 +217,7 @@ class CommContext:
             return []
         while len(self._brought) > 1:  # keep copies of at most two units in memory
             self.copy_stream.wait_event(self._brought.popleft().event)
-        if self._shards_ready is not None:
+        if self._shards_ready is not None:  # the optimizer may still be writing the shards
             self.copy_stream.wait_event(self._shards_ready)
         with self._on(self.copy_stream), outside_modes():
             brought = [shard for group in offloaded for shard in group.bring_shard()]
@@ -365,6 +364,7 @@ class CommContext:
         except RuntimeError as error:  # torch raises it if a collective fails
             self.explain(error)
             raise
+        # The replicas' stream has read memory of the reduce stream, which must be kept until then.
         if stream is not None and stream is not self.reduce_stream:
             self._all_reducing.append(_InUse(kept, stream.record_event()))
         self._note_host_copy(stream, [group])

@@ -240,7 +240,7 @@ class FSDPState:
         if self.schedule.in_backward and self._outstanding:
             return args, kwargs
         watched = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
-        if not watched and not trains:
+        if not watched and not trains:  # the backward does not need this unit
             return args, kwargs
         self._outstanding += 1
         begin = self.schedule.note(self._leave_backward)
@@ -256,9 +256,9 @@ class FSDPState:
         """Reshard after the unit's last module; returns the output, cast, and with gradient hooks."""
         schedule = self.schedule
         with profiled("FSDP::post_forward ", self.shown):
-            if len(self._entered) == len(self.modules):
+            if len(self._entered) == len(self.modules):  # a unit of several modules ends with the last one
                 self.finish_forward()
-            if self.is_root and not schedule.in_backward:
+            if self.is_root and not schedule.in_backward:  # in a backward, the forward is recomputed
                 schedule.end_forward()
             output = self._watch_outputs(output)
             if self.mp_policy.output_dtype is not None:
@@ -382,7 +382,7 @@ class FSDPState:
         trained = [group for group in self.groups if group.trainable]
         if not trained:  # a frozen unit has nothing to reduce, and need not wait for a slot
             return
-        if not self.requires_gradient_sync:
+        if not self.requires_gradient_sync:  # sum in the gradient buffer, which frees the kept gradients
             for group in self.groups:
                 group.write_grads()
             return

@@ -136,7 +136,7 @@ class GradHook:
     def __call__(self, unsharded: torch.Tensor) -> None:
         # The group takes the gradient. A second reference in ``.grad`` would keep it in memory.
         grad, unsharded.grad = unsharded.grad, None
-        take, param = self._take(), self._param()
+        take, param = self._take(), self._param()  # None once the group is freed
         if grad is not None and take is not None and param is not None:
             take(param, grad)
 
@@ -390,7 +390,7 @@ class ParamGroup:
             # The user may have frozen or unfrozen the parameter since the last gather.
             if param.unsharded.requires_grad != param.sharded.requires_grad:
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
-            if param.sharded.requires_grad and not param.watched:
+            if param.sharded.requires_grad and not param.watched:  # one hook serves all backwards
                 param.unsharded.register_post_accumulate_grad_hook(GradHook(self.take_grad, param))
                 param.watched = True
             param.set_on_modules(param.unsharded)
@@ -499,7 +499,7 @@ class ParamGroup:
     def finish_reduce(self, reduced: ReducedShard) -> None:
         """Add the result of a reduction to the sharded gradients. The caller must have waited for the reduction."""
         shard, used = reduced.shard, reduced.used
-        if self._unreplicated is not None:
+        if self._unreplicated is not None:  # the sum of earlier reductions that were not all-reduced
             shard.add_(self._unreplicated.shard)
             used |= self._unreplicated.used
             self._unreplicated = None
@@ -514,7 +514,7 @@ class ParamGroup:
         shard = self._to_shard_home(shard.to(self.shard.dtype))
         delivered: dict[str, torch.Tensor] = {}
         for param in self.params:
-            if not param.sharded.requires_grad:
+            if not param.sharded.requires_grad:  # frozen since the forward: it gets no gradient
                 continue
             fqn, piece = param.slot.fqn, shard[param.local]
             # A piece is delivered at once if it is known that some rank has used the parameter, or if adding the piece

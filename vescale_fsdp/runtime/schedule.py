@@ -337,7 +337,7 @@ class Schedule:
                 unit.end_backward(is_last=is_last)
                 # The optimizer writes shards next, so wait for prefetches that are still reading them.
                 self.comm.wait(unit.groups)
-        if is_last:
+        if is_last:  # later backwards of the same forward need the order
             self._forget_order()
         self._unfinalized = False
         for watch in self.comm.watches.values():

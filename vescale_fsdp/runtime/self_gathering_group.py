@@ -194,6 +194,7 @@ class _SelfGatheringParam:
         shape = self.param.slot.shape
         # Rank 0 has the most rows, to which the inputs of all ranks must be padded.
         padded = torch.Size((chunk_of(shape[0], self.num_shards, 0).numel, *shape[1:]))
+        # A rank with the most rows needs no padding, so its inputs may have any size.
         if self._rows.shape == padded or all(size == padded for size in self._sizes):
             return
         raise MisuseError(

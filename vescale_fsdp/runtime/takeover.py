@@ -194,6 +194,7 @@ def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> No
     """Adopt this rank's piece of a full plain tensor that every rank has set in place of a parameter."""
     # The type is read from `.data`, because that of a Parameter is Parameter for plain tensors and subclasses alike.
     plain = not isinstance(new, DTensor) and type(new.data) is torch.Tensor and not new.is_meta
+    # Only before the first gather; and a full tensor has no part for a parameter that other parallelisms have cut.
     if not plain or group.was_gathered or param.prior.spec is not None or not group.takes_plain:
         _refuse(param, new, f"by a {type(new).__name__} on {new.device}")
     ours = param.sharded
@@ -255,7 +256,7 @@ def _unite(group: ParamGroup, *, all_needed: bool) -> None:
     group.new_shard(*next(iter(kinds)))
     for param, local in pieces:
         view = group.shard[param.local]
-        if not local.is_meta:
+        if not local.is_meta:  # a piece on meta has no values to copy
             view.copy_(local.reshape(-1))
         set_local(param.sharded, view)
         param.piece = view

@@ -65,14 +65,14 @@ class DBuffer:
         if self._storage.nbytes() != self._nbytes:  # equal: the storage is allocated or was never freed
             with self._pool():
                 self._storage.resize_(self._nbytes)
-        for copy in self._copies.values():
+        for copy in self._copies.values():  # scattered tensors have storage of their own
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
 
     def free(self) -> None:
         """Free the storage. The caller must ensure that no stream still uses it."""
         if self._storage.resizable():  # memory of a communication library may not be
             self._storage.resize_(0)
-        for copy in self._copies.values():
+        for copy in self._copies.values():  # scattered tensors have storage of their own
             copy.untyped_storage().resize_(0)
 
     def view(self, slot: TensorSlot) -> torch.Tensor:

@@ -139,7 +139,7 @@ class ReduceScatter(Protocol):
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """The user's settings of one group. `SETTERS` names the method that sets and documents each field.
+    """The user's settings of one group. `SETTERS` names the method or function that sets and documents each field.
 
     Ranks compare all fields at a model's first use (`vescale_fsdp.runtime.consensus`). When a model continues on other
     ranks, its new groups get the same settings (`vescale_fsdp.elastic.renewal`), from which they create communicators
@@ -182,7 +182,7 @@ class GroupSettings:
         return f"{SETTERS[each.name]} {value}"
 
 
-# The method that sets each field; error messages name it.
+# Field -> the method or function that sets it, which error messages name.
 SETTERS = {
     "divide_factor": "set_gradient_divide_factor",
     "force_sum": "set_force_sum_reduction_for_comms",
@@ -317,7 +317,7 @@ class GroupComm:
         For fp16, ``full`` is first divided in place, so that the sum does not overflow.
         """
         before = self._divide_before(shard.dtype)
-        if before != 1:
+        if before != 1:  # dividing by 1 would cost a pass over the buffer
             full.div_(before)
         group = self.reduce_group or self.shard_group
         if self.memory is not None:
