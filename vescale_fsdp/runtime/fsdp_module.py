@@ -349,6 +349,7 @@ class FSDPModule(_Base):
             )
 
         def run(shard: torch.Tensor) -> None:
+            # `state.comm` is read at each call, because the first forward replaces it by the root's.
             state.comm.run_on(stream, lambda: hook(shard))
 
         for group in groups:

@@ -514,7 +514,7 @@ class ParamGroup:
         shard = self._to_shard_home(shard.to(self.shard.dtype))
         delivered: dict[str, torch.Tensor] = {}
         for param in self.params:
-            if not param.sharded.requires_grad:  # frozen since the forward: it gets no gradient
+            if not param.sharded.requires_grad:  # frozen after `fully_shard`: it gets no gradient
                 continue
             fqn, piece = param.slot.fqn, shard[param.local]
             # A piece is delivered at once if it is known that some rank has used the parameter, or if adding the piece

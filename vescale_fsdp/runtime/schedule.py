@@ -364,7 +364,7 @@ class Schedule:
 
     def reset(self) -> None:
         """Drop all collectives in flight, and gradients that are not yet reduced, after an exception."""
-        self.comm.drop_reductions()
+        self.comm.drop_reductions()  # first, because it waits until buffers are no longer in use
         for unit in self.units:
             for group in unit.groups:
                 group.drop_grads()

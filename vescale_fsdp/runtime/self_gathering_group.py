@@ -215,7 +215,7 @@ class _SelfGatheringParam:
         arrived = tuple(
             full.view(-1, *size[1:]) for full, size in zip(self.outputs, self._sizes, strict=True)
         )
-        after: Any = self._rows
+        after: Any = self._rows  # ``post`` is called as a method of this rank's rows
         if self.param.unsharded is None:
             tensor, inner = after.fsdp_post_all_gather(arrived, self._metadata, dtype)
             shape = self.param.slot.shape

@@ -194,7 +194,8 @@ def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> No
     """Adopt this rank's piece of a full plain tensor that every rank has set in place of a parameter."""
     # The type is read from `.data`, because that of a Parameter is Parameter for plain tensors and subclasses alike.
     plain = not isinstance(new, DTensor) and type(new.data) is torch.Tensor and not new.is_meta
-    # Only before the first gather; and a full tensor has no part for a parameter that other parallelisms have cut.
+    # Only before the first gather, and only if no other parallelism cuts the parameter: the layout's piece is then a
+    # range of the full tensor.
     if not plain or group.was_gathered or param.prior.spec is not None or not group.takes_plain:
         _refuse(param, new, f"by a {type(new).__name__} on {new.device}")
     ours = param.sharded
